@@ -20,7 +20,7 @@ from mega_rl.workers.reward_calls import Response
 from mega_rl.workers.reward_functions import resolve
 from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.reward_pool.process import WorkerOrder
-from mega_rl.workers.reward_pool.scorer import FailedScores, PooledRewards
+from mega_rl.workers.reward_pool.scorer import PooledRewards
 
 SPEEDUP = 1.7  # of two workers over one
 GLUE_US = 500.0  # of a response that costs nothing
@@ -58,7 +58,7 @@ def with_workers(function: str, num_workers: int, work: Callable[[TextScorer], f
     """Return what `work` measures with these workers, which have started."""
     pool = RewardPool(WorkerOrder(function, memory_bytes=0), num_workers=num_workers, timeout_s=60.0)
     try:
-        scorer = PooledRewards(FunctionRewards(resolve(function)).call, pool, failed=FailedScores(0.0, max_share=0.0))
+        scorer = PooledRewards(FunctionRewards(resolve(function)).call, pool)
         seconds(scorer, 4 * num_workers)
         return work(scorer)
     finally:

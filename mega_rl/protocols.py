@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mega_rl.types import EngineState, Experience, JsonObject, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
+from mega_rl.types import (
+    Draws,
+    EngineState,
+    Experience,
+    JsonObject,
+    Lesson,
+    Metrics,
+    Prompt,
+    Rewards,
+    Rollout,
+    TokenOutputs,
+)
 from mega_rl.types import LossOutput as LossOutput
 
 if TYPE_CHECKING:
@@ -193,11 +204,13 @@ class RolloutEngine(Protocol):
         seed: tuple[int, ...],
         greedy: bool = False,
         limits: Sequence[int] | None = None,
+        draws: Draws | None = None,
     ) -> Rollout:
         """Return n samples of each prompt, rows ordered by prompt then sample, on the host.
 
         A sample depends on the weights, its prompt and (seed, prompt_index, sample number) and on nothing else, so it
         does not matter which rank generates it nor in which batch. limits: most new tokens of each prompt's samples.
+        draws: sampling parameters of an evaluation, in place of the engine's own.
         """
         ...
 
@@ -218,6 +231,7 @@ class BackgroundEngine(RolloutEngine, Protocol[Samples]):
         seed: tuple[int, ...],
         greedy: bool = False,
         limits: Sequence[int] | None = None,
+        draws: Draws | None = None,
     ) -> Samples:
         """Generate this rank's samples; may run on another thread, for it does no collective."""
         ...
@@ -263,8 +277,13 @@ class WeightSync(Protocol):
 class RolloutSource(Protocol):
     """Rollout role: prompts in, responses out."""
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        """Return this replica's rows: n samples of each of its prompts, one when greedy."""
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        """Return this replica's rows: n samples of each of its prompts, one when greedy, those of `draws` with it.
+
+        A rollout that is greedy or of `draws` is not trained on.
+        """
         ...
 
     def metrics(self) -> Metrics:
@@ -300,22 +319,6 @@ class BackgroundRollouts(Protocol):
 
     def close(self) -> None:
         """Cancel the generation, at the end of the run; no collective, never blocks, may be called twice."""
-        ...
-
-
-class ServerMemory(Protocol):
-    """The device memory of the servers that share the trainer's devices, in tags: "weights" and "kv_cache".
-
-    Collective over all ranks: when a call returns on any rank, every server has done it. Servers are idle when it is
-    called. A restarted server holds all of its memory; the implementation settles such differences.
-    """
-
-    def release(self, tags: Sequence[str]) -> None:
-        """Release this memory; the weights in it are lost."""
-        ...
-
-    def resume(self, tags: Sequence[str]) -> None:
-        """Resume this memory; its content is undefined."""
         ...
 
 

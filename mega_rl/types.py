@@ -36,6 +36,25 @@ class Prompt:
     row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
 
 
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts that an evaluation reports on together."""
+
+    name: str  # "gsm8k"; "" for the only or main one
+    prompts: Sequence[Prompt]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Samples of an evaluation, which sampling for training does not share."""
+
+    n: int  # of each prompt
+    temperature: float  # above 0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all tokens
+    stream: int = 0  # of random numbers; each set of prompts has its own
+
+
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Tensor:
     """[B, width] bool, True from each row's prompt length up to its length; both [B] int64."""
     columns = torch.arange(width, device=lengths.device)
@@ -100,7 +119,10 @@ class RewardParts:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of a rollout's rows; 0 in rows of failed samples."""
+    """Rewards of a rollout's rows; 0 in rows of failed samples.
+
+    A row that the reward leaves out (None) has NaN until `trainer.unscored` takes it off the loss mask.
+    """
 
     totals: Tensor  # [B] float32
     parts: RewardParts | None = None  # None: the rewards have no named parts

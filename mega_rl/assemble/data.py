@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl import progress
 from mega_rl.config.plugins.choices import DATA
+from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
@@ -23,7 +24,7 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.stop_tokens import check_stop_tokens
-from mega_rl.types import Prompt
+from mega_rl.types import Prompt, PromptSet
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ ReadSource = Callable[[Tokens, Split], RowSource]
 
 def load_data(
     config: Config, tokens: Tokens, *, vocab_size: int, columns: RewardColumns, source: ReadSource | None = None
-) -> tuple[list[Prompt], Sequence[Prompt]]:
-    """Return (training prompts, held-out prompts), each with the columns that the reward reads.
+) -> tuple[list[Prompt], list[PromptSet]]:
+    """Return (training prompts, sets of held-out prompts), each with the columns that the reward reads.
 
     source: gives the rows of a split, of a user's own data, in place of data.train_files.
     """
@@ -84,18 +85,23 @@ def load_data(
     with progress.phase("reading and tokenizing the data", announce=True):
         prompts = load(data.train_files if source is None else source(tokens, "train"))
         if source is not None and config.trainer.val_interval and DATA.needs(config, "has_validation"):
-            return prompts, load(source(tokens, "validation"))
-        if data.val_files:
-            return prompts, load(data.val_files)
-        return split(prompts, data.val_size, seed=config.trainer.seed)
+            held_out: Sequence[Prompt] = load(source(tokens, "validation"))
+        elif data.val_files:
+            held_out = load(data.val_files)
+        else:
+            prompts, held_out = split(prompts, data.val_size, seed=config.trainer.seed)
+        main = [PromptSet("", held_out)] if held_out else []
+        return prompts, main + [
+            PromptSet(name, load(files_of(files))) for name, files in config.validation.sets.items()
+        ]
 
 
-def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[Prompt], ranks: Ranks) -> str:
+def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:
     """Return the fingerprint of the training prompts; collective. Raises UserError on all ranks for ranks that differ.
 
     Every rank reads the data for itself, and each generates for its own prompts of what must be one list.
     """
-    own = [fingerprint(train), fingerprint(held_out)]
+    own = [fingerprint(train), *(fingerprint(one.prompts) for one in held_out)]
     message = None
     if own != broadcast_json(own, ranks):
         message = (

@@ -16,14 +16,16 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, SampleListener, Scorer
-from mega_rl.workers.reward import AbsentScorer, FunctionRewards, PartRule, RewardWorker, TextScorer
+from mega_rl.workers.reward import AbsentScorer, FunctionRewards, RewardWorker, TextScorer
 from mega_rl.workers.reward_functions import RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TokenRows, token_rows
 from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.reward_pool.process import WorkerOrder
-from mega_rl.workers.reward_pool.scorer import FailedScores, PooledRewards
+from mega_rl.workers.reward_pool.scorer import PooledRewards
 from mega_rl.workers.reward_service import RewardService
+from mega_rl.workers.scoring.failures import FailureRule
+from mega_rl.workers.scoring.parts import PartRule
 from mega_rl.workers.turns import ScorerOnDevice
 
 Decode = Callable[[Sequence[int]], str]
@@ -109,6 +111,7 @@ def build_reward(
             timeout_s=config.trainer.timeout_s,
             early=None if isinstance(prepared, HttpRewards) or not arrives else prepared.begin,
             parts=PartRule(config.reward.weights, reader=_reader_of_parts(config)),
+            failed=None if isinstance(prepared, HttpRewards) else _failure_rule(config.reward),
         )
         if isinstance(prepared, PooledRewards) and arrives:
             listen(scorer.begin)
@@ -128,6 +131,11 @@ def build_reward(
 def _reader_of_parts(config: Config) -> str:
     """Return the setting that reads named parts of the reward; empty without one."""
     return f"algorithm.advantage={config.algorithm.advantage}" if ADVANTAGE.needs(config, "needs_parts") else ""
+
+
+def _failure_rule(reward: RewardConfig) -> FailureRule:
+    pool = reward.pool
+    return FailureRule(pool.failure_score if pool.on_failure == "score" else None, max_share=pool.max_failed_share)
 
 
 def _function_rewards(
@@ -152,9 +160,7 @@ def _function_rewards(
         timeout_s=pool.timeout_s,
     )
     resources.callback(workers.close)
-    return PooledRewards(
-        rewards.call, workers, failed=FailedScores(pool.failure_score, max_share=pool.max_failed_share)
-    )
+    return PooledRewards(rewards.call, workers)
 
 
 def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TokenRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,10 @@ from mega_rl.accelerator.standin import resident_bytes
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
 from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens, warn_of_date, warn_of_few
+from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
+from mega_rl.assemble.records import build_recorder
 from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_roles, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
@@ -51,6 +53,7 @@ from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
 from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, RolloutLogprobs
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.staleness import StalenessGuard
+from mega_rl.trainer.validation import Evaluation
 from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 from mega_rl.types import Prompt
 from mega_rl.workers.metered import MeteredRollouts
@@ -70,7 +73,7 @@ class _RunInputs:
     tokens: Tokens
     reward: TextScorer | TokenRows | None  # None: the run has no reward
     train: list[Prompt]
-    held_out: Sequence[Prompt]
+    evaluation: Evaluation  # of the held-out prompts
     own_rollouts: OwnRollouts | None
 
 
@@ -103,8 +106,8 @@ def build_trainer(
     # Mistakes in data, rewards and attention are found before the weights are loaded, and before anything is written.
     world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
-    inputs = _read_inputs(plan, reward_function, is_writer=world.rank == 0, resources=resources)
-    fingerprint = agreed_fingerprint(inputs.train, inputs.held_out, world)
+    inputs = _read_inputs(plan, reward_function, everyone=world, resources=resources)
+    fingerprint = agreed_fingerprint(inputs.train, inputs.evaluation.sets, world)
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint)
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     # Servers with devices of their own come up while the models are built; those that share the trainer's have
@@ -129,10 +132,10 @@ def build_trainer(
 
 
 def _read_inputs(
-    plan: RunPlan, reward_function: RewardFunction | None, *, is_writer: bool, resources: ExitStack
+    plan: RunPlan, reward_function: RewardFunction | None, *, everyone: Ranks, resources: ExitStack
 ) -> _RunInputs:
     """Return tokenizer, rewards and prompts. Raises UserError and UserErrors."""
-    config = plan.config
+    config, is_writer = plan.config, everyone.rank == 0
     tokens = read_tokens(config, is_writer=is_writer)
     own_rollouts, source = load_rollout_source(config, tokens), load_data_source(config)
     reward = prepare_reward(config, tokens.tokenizer, tokens.decode, reward_function, resources=resources)
@@ -146,7 +149,7 @@ def _read_inputs(
     if is_writer:
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
         warn_of_date(tokens.tokenizer, config.data.chat)
-    return _RunInputs(tokens, reward, train, held_out, own_rollouts)
+    return _RunInputs(tokens, reward, train, build_evaluation(config, held_out, everyone), own_rollouts)
 
 
 def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trainer: TrainerConfig) -> Restored:
@@ -222,7 +225,7 @@ def _connect(
     return PPOTrainer(
         settings=run_settings(config),
         prompts=sampling.prompts,
-        val_prompts=parts.inputs.held_out,
+        validation=parts.inputs.evaluation,
         rollout=sampling.rollout,
         reward=sampling.reward,
         actor=WithoutZeroAdvantages(roles.actor, actor.data_parallel) if skips else roles.actor,
@@ -231,7 +234,10 @@ def _connect(
         estimator=build_estimator(config),
         reward_kl=build_reward_kl(config, roles.kl),
         minibatches=minibatch_plan(config),
-        overlong=Overlong(config.rollout.max_new_tokens, **dataclasses.asdict(config.reward.overlong)),
+        recorder=build_recorder(
+            config, roles, tokens, everyone=parts.world, done=parts.restored.steps, on_device=rollouts.on_device
+        ),
+        overlong=build_overlong(config),
         kl=roles.kl,
         update_reference=roles.reference_updates(config.algorithm.kl),
         staleness=StalenessGuard(
@@ -363,6 +369,11 @@ def run_settings(config: Config) -> RunSettings:
         rollout_interval=config.metrics.rollout_interval,
         rollout_samples=config.metrics.rollout_samples,
     )
+
+
+def build_overlong(config: Config) -> Overlong:
+    """Return the treatment of responses that reach the length limit."""
+    return Overlong(config.rollout.max_new_tokens, **dataclasses.asdict(config.reward.overlong))
 
 
 def minibatch_plan(config: Config) -> MinibatchPlan:

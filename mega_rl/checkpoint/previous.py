@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 PREVIOUS, CHECKPOINTS, CONFIG_FILE = "previous", "checkpoints", "config.yaml"
 # What a run writes into its folder, beside checkpoints. Logs of servers are not among it: they may be open already.
 RECORDS = (
-    *("curves.png", "hf", "metrics.jsonl", "rollouts", "summary.json", "tensorboard"),
+    *("curves.png", "hf", "metrics.jsonl", "records", "rollouts", "summary.json", "tensorboard"),
     *("mlruns", "swanlog", "trackers", "wandb"),
 )
 _NUMBER = re.compile(r"([0-9]{3,9})")

@@ -26,12 +26,12 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.safetensors_reader import CheckpointReader, TensorInfo
 
-HEADS: Mapping[str, Head] = {"actor": "lm", "critic": "value"}
+HEADS: Mapping[str, Head] = {"actor": "lm", "critic": "value", "reference": "lm"}
 _FSDP_HEAD = "score.weight"  # whatever the checkpoint calls it that the model came from
 
 
 def open_weights(folder: Path, *, role: str, reference: Path) -> checkpoints.WeightFiles:
-    """Open the weights of "actor" or "critic" in one checkpoint of a run, with all of their checksums compared.
+    """Open the weights of a role of `HEADS` in one checkpoint of a run, with all of their checksums compared.
 
     `reference`: folder of the Hugging Face checkpoint that the model came from; its config.json is read.
 

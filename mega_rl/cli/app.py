@@ -25,15 +25,18 @@ from mega_rl.cli import (
     plan,
     quickstart,
     recipes,
+    replay,
     run_export,
     verify,
     verify_rl,
 )
+from mega_rl.cli.evaluation.command import evaluate
 from mega_rl.cli.help import Commands
 from mega_rl.cli.launch import app as launch_app
 from mega_rl.cli.launch_options import LaunchOptions, become
 from mega_rl.cli.layout_options import with_options
 from mega_rl.cli.show import plot, report, view
+from mega_rl.config import loader, render
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
@@ -101,8 +104,6 @@ def train(
         become_rank()
     progress.show_progress()
     if print_config:
-        from mega_rl.config import loader, render
-
         render.print_config(loader.load(config, settings))
         return
 
@@ -167,10 +168,12 @@ def doctor(
         typer.echo(line)
 
 
+app.command("eval")(with_options(evaluate))
 app.command()(plan.plan)
 app.command()(plot.plot)
 app.command()(report.report)
 app.command()(view.view)
+app.command()(replay.replay)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

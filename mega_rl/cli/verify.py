@@ -154,10 +154,10 @@ def _check(model: Path, *, twin: bool, dtype: str, transformer_impl: str) -> tup
     return folder, read_hf_config(folder)
 
 
-def refuse_launcher() -> None:
+def refuse_launcher(command: str = "verify") -> None:
     """Raise UserError under torchrun, which has started ranks already."""
     if "RANK" in os.environ:
-        raise UserError("verify starts its ranks itself; call it without torchrun")
+        raise UserError(f"{command} starts its ranks itself; call it without torchrun")
 
 
 def _verify(

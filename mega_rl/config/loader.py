@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mega_rl.config.conditions import Unmet
 from mega_rl.config.keys import FIELDS, SECTIONS, TYPES, flat, value_of
-from mega_rl.config.needs import Unmet, unmet
+from mega_rl.config.needs import unmet
 from mega_rl.config.overrides import UNSET, Entry, given_settings, recipe_settings
 from mega_rl.config.plugins.choices import CHOICES
 from mega_rl.config.recipe import read_recipe

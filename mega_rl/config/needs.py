@@ -2,52 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterator
 
+from mega_rl.config.conditions import Need, Unmet, within
 from mega_rl.config.keys import flat, keys_below, keys_in
 from mega_rl.config.plugins.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.schema import Config, KlConfig
 
 # Estimators that make a penalty by placement; `auto` is the first (docs/adr/0022-kl-gradients.md).
 KL_ESTIMATORS_BY_PLACEMENT = {"none": ("k3",), "reward": ("k1",), "loss": ("k3", "k2")}
-
-
-@dataclass(frozen=True)
-class Need:
-    """Keys that mean something only where a condition holds."""
-
-    keys: tuple[str, ...]
-    condition: str  # as the user would write it: "engine.backend=megatron"
-    holds: Callable[[Config], bool]
-    fault: str = "has no effect"  # of a key whose condition does not hold
-
-
-@dataclass(frozen=True)
-class Unmet:
-    """A setting other than the default whose condition does not hold."""
-
-    key: str  # "engine.megatron.tp"
-    value: object
-    need: Need
-
-    @property
-    def setting(self) -> str:
-        """The setting as one writes it: "engine.megatron.tp=2"."""
-        value = str(self.value)
-        return f"{self.key}={value.lower() if isinstance(self.value, bool) else value}"
-
-
-def _within(
-    section: str, names: str, condition: str, holds: Callable[[Any], bool], fault: str = "has no effect"
-) -> Need:
-    """Return the Need of some keys of a section whose condition is about that section."""
-    area = attrgetter(section)
-    keys = tuple(f"{section}.{name}" for name in names.split())
-    return Need(keys, condition, lambda config: holds(area(config)), fault)
-
 
 _ENGINE_KEYS = {
     "megatron": (*keys_below("engine.megatron"), "model.recompute_modules", "model.recompute_layers"),
@@ -99,7 +62,7 @@ _NEEDS = (
         "algorithm.kl.control=adaptive",
         lambda config: config.algorithm.kl.control == "adaptive",
     ),
-    _within(
+    within(
         "algorithm.kl",
         "reference_rate",
         "algorithm.kl.reference_interval above 0",
@@ -128,20 +91,20 @@ _NEEDS = (
         "engine.fsdp.cpu_offload=false: with it every model's state is on the host already",
         lambda config: config.engine.backend != "fsdp" or not config.engine.fsdp.cpu_offload,
     ),
-    _within("engine.megatron", "sequence_parallel", "engine.megatron.tp above 1", lambda megatron: megatron.tp > 1),
-    _within("engine.megatron", "vpp pipeline", "engine.megatron.pp above 1", lambda megatron: megatron.pp > 1),
-    _within("engine.megatron.reference", "pipeline", "engine.megatron.reference.pp above 1", lambda own: own.pp > 1),
-    _within("engine.megatron", "overlap_p2p", "engine.megatron.vpp above 1", lambda megatron: megatron.vpp > 1),
+    within("engine.megatron", "sequence_parallel", "engine.megatron.tp above 1", lambda megatron: megatron.tp > 1),
+    within("engine.megatron", "vpp pipeline", "engine.megatron.pp above 1", lambda megatron: megatron.pp > 1),
+    within("engine.megatron.reference", "pipeline", "engine.megatron.reference.pp above 1", lambda own: own.pp > 1),
+    within("engine.megatron", "overlap_p2p", "engine.megatron.vpp above 1", lambda megatron: megatron.vpp > 1),
     Need(("model.fp32_head",), "model.dtype=bf16", lambda config: config.model.dtype == "bf16"),
     Need(("model.recompute_modules",), "model.recompute=selective", lambda c: c.model.recompute == "selective"),
     Need(("model.recompute_layers",), "model.recompute=full", lambda config: config.model.recompute == "full"),
-    _within(
+    within(
         "engine.megatron.ddp",
         "fsdp_sharding",
         "engine.megatron.ddp.implementation=megatron_fsdp",
         lambda ddp: ddp.implementation == "megatron_fsdp",
     ),
-    _within(
+    within(
         "engine.megatron.ddp",
         "bucket_size",
         "engine.megatron.ddp.overlap_grad_reduce=true",
@@ -156,7 +119,7 @@ _NEEDS = (
         "engine.megatron.ddp.implementation=ddp",
         lambda config: config.engine.megatron.ddp.implementation == "ddp",
     ),
-    _within(
+    within(
         "engine.megatron.ddp",
         "overlap_grad_reduce overlap_param_gather",
         "engine.megatron.ddp.implementation=ddp or megatron_fsdp",
@@ -180,7 +143,7 @@ _NEEDS = (
         "a KL in the reward or a teacher",
         lambda config: has_pass_for_old_logprobs(config),
     ),
-    _within(
+    within(
         "engine.megatron.optimizer",
         "moment_dtype",
         "engine.megatron.optimizer.precision_aware=true",
@@ -196,15 +159,16 @@ _NEEDS = (
         "optim.schedule=linear or cosine",
         lambda config: config.optim.schedule != "constant",
     ),
-    _within("trainer.microbatch", "max_tokens", "trainer.microbatch.packing=true", lambda batch: batch.packing),
-    _within("trainer.microbatch", "size", "trainer.microbatch.packing=false", lambda batch: not batch.packing),
-    _within(
+    within("trainer.microbatch", "max_tokens", "trainer.microbatch.packing=true", lambda batch: batch.packing),
+    within("trainer.microbatch", "size", "trainer.microbatch.packing=false", lambda batch: not batch.packing),
+    within(
         "reward.pool",
-        "timeout_s memory_mib failure_score max_failed_share",
+        "timeout_s memory_mib",
         "reward.pool.workers other than 0",
         lambda pool: pool.workers != 0,
     ),
-    _within(
+    within("reward.pool", "failure_score", "reward.pool.on_failure=score", lambda pool: pool.on_failure == "score"),
+    within(
         "reward.overlong",
         "penalty",
         "reward.overlong.buffer_tokens above 0",
@@ -215,7 +179,7 @@ _NEEDS = (
         "rewards, which reward.source=none has not",
         lambda config: config.reward.source != "none",
     ),
-    _within("trainer.profile", "ranks memory", "trainer.profile.steps", lambda profile: bool(profile.steps)),
+    within("trainer.profile", "ranks memory", "trainer.profile.steps", lambda profile: bool(profile.steps)),
     Need(
         ("optim.warmup_steps",),
         "trainer.steps above it",
@@ -236,8 +200,13 @@ _NEEDS = (
     ),
     Need(
         ("trainer.val_interval",),
-        "data.val_files, data.val_size, or a data.source with has_validation = True",
-        lambda config: bool(config.data.val_files or config.data.val_size or DATA.needs(config, "has_validation")),
+        "data.val_files, data.val_size, validation.sets, or a data.source with has_validation = True",
+        lambda config: bool(
+            config.data.val_files
+            or config.data.val_size
+            or config.validation.sets
+            or DATA.needs(config, "has_validation")
+        ),
         fault="has no prompts to validate on",
     ),
     Need(("data.train_files",), "data.source=files", lambda config: config.data.source == "files"),
@@ -258,7 +227,23 @@ _NEEDS = (
         lambda config: config.rollout.source == "single_turn",
         fault="cannot run ahead",
     ),
-    Need(("data.val_files", "data.val_size"), "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
+    Need(
+        ("data.val_files", "data.val_size", *keys_in("validation")),
+        "trainer.val_interval above 0",
+        lambda config: config.trainer.val_interval > 0,
+    ),
+    within("validation", "top_p top_k", "validation.temperature above 0", lambda val: val.temperature > 0),
+    Need(
+        ("validation.right_above", "validation.right_part", "validation.answer_of"),
+        "validation.k, or validation.n above 1: it is of pass@k and maj@k",
+        lambda config: bool(config.validation.counted),
+    ),
+    Need(
+        ("validation.temperature",),
+        "rollout.source=single_turn: a source of one's own samples as it does, and validates greedily",
+        lambda config: config.rollout.source == "single_turn",
+        fault="cannot work",
+    ),
     Need(
         ("reward.weights",),
         "rewards that may have named parts: reward.source=http, or reward.function=path/to/file.py:function",
@@ -281,6 +266,7 @@ _NEEDS = (
         lambda config: config.checkpoint.save_interval > 0,
     ),
     Need(("checkpoint.fallback",), "checkpoint.resume=auto", lambda config: config.checkpoint.resume == "auto"),
+    within("metrics.records", "max_mib weights", "metrics.records.interval above 0", lambda own: own.interval > 0),
     Need(("metrics.project", "metrics.run_name"), "metrics.trackers", lambda config: bool(config.metrics.trackers)),
     Need(
         ("rollout.dtype", "rollout.verify_interval"),
@@ -294,8 +280,8 @@ _NEEDS = (
         "servers that the run starts: no rollout.sglang.urls",
         lambda config: not config.rollout.sglang.urls,
     ),
-    _within("rollout.sglang", "keys_file", "rollout.sglang.urls", lambda sglang: bool(sglang.urls)),
-    _within(
+    within("rollout.sglang", "keys_file", "rollout.sglang.urls", lambda sglang: bool(sglang.urls)),
+    within(
         "rollout.sglang",
         "max_failed_share",
         "rollout.sglang.failed_samples=mask",
@@ -311,7 +297,7 @@ _NEEDS = (
         "rollout.source=single_turn: rollouts of several turns carry no experts",
         lambda config: config.rollout.source == "single_turn",
     ),
-    _within(
+    within(
         "rollout.dynamic_sampling",
         "prompts",
         "rollout.dynamic_sampling.max_generations above 0",
@@ -330,7 +316,7 @@ _NEEDS = (
         fault="cannot run ahead",
     ),
     Need(("rollout.sglang.partial_rollout",), "trainer.async_steps=1", lambda config: config.trainer.async_steps > 0),
-    _within(
+    within(
         "rollout.sglang.sync",
         "probe_mean_limit probe_max_limit",
         "rollout.sglang.sync.probe_tokens above 0",

@@ -86,7 +86,7 @@ def all_succeed(work: Callable[[], None], ranks: Ranks) -> None:
         raise RunError(message)
 
 
-def raise_together(failure: Exception | None, ranks: Ranks, *, error: type[RunError]) -> None:
+def raise_together(failure: Exception | None, ranks: Ranks, *, error: type[RunError] | type[UserError]) -> None:
     """Raise on every rank if any rank has failed, else return; collective.
 
     A rank that has failed raises its own failure, the others an `error` with the lowest failed rank's message. Without

@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from mega_rl.config.schema import DataConfig
+from mega_rl.config.plugins.files import missing_name
+from mega_rl.config.rules.validation import files_of
+from mega_rl.config.schema import DataConfig, ValidationConfig
 from mega_rl.errors import UserError, no_such
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -19,6 +21,15 @@ def check_data(data: DataConfig) -> Iterator[str]:
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for name in files:
             yield from (f"{key}: {problem}" for problem in _data_file(Path(name), data))
+
+
+def check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator[str]:
+    """Yield the problems of the files of validation sets, and of the function that finds a response's answer."""
+    for name, files in validation.sets.items():
+        for file in files_of(files):
+            yield from (f"validation.sets.{name}: {problem}" for problem in _data_file(Path(file), data))
+    if validation.answer_of and (problem := missing_name(validation.answer_of, builtin=(), kind="function")):
+        yield f"validation.answer_of={validation.answer_of!r}: {problem}"
 
 
 def _data_file(path: Path, data: DataConfig) -> Iterator[str]:

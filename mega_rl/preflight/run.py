@@ -22,7 +22,7 @@ from mega_rl.preflight.checkpoints import (
     read_checkpoints,
     weight_files,
 )
-from mega_rl.preflight.data import check_data
+from mega_rl.preflight.data import check_data, check_validation
 from mega_rl.preflight.host import check_disk, check_folders, check_packages, check_servers
 from mega_rl.preflight.launcher import launched_world_size, refuse_tasks_of_srun
 from mega_rl.preflight.memory import check_memory
@@ -63,7 +63,7 @@ def check_run(
     checkpoints, problems = read_checkpoints(config)
     problems = [*versions.problems(), *_of_models(config, checkpoints, world_size), *problems]
     problems += weight_files(config, checkpoints)
-    problems += check_data(config.data)
+    problems += [*check_data(config.data), *check_validation(config.validation, config.data)]
     problems += [problem for choice in CHOICES for problem in choice.file_problems(config)]
     problems += [] if reward_given else [*check_rewards(config, checkpoints)]
     if problems:

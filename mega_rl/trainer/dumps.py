@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,13 +70,16 @@ def spread_rows(prompt_index: Sequence[int], count: int) -> list[int]:
     return sorted(chosen)
 
 
-def _rewards_of(rewards: Rewards, row: int) -> dict[str, float]:
-    """Return a row's reward and its parts, as "reward_correct"; nothing in a run that has no reward."""
+def _rewards_of(rewards: Rewards, row: int) -> dict[str, float | None]:
+    """Return a row's reward and its parts, as "reward_correct"; nothing in a run that has no reward.
+
+    None stands for the reward of a sample that is left out, and for a part that it does not have.
+    """
     if not rewards.scored:
         return {}
-    names, values = ((), []) if rewards.parts is None else (rewards.parts.names, rewards.parts.values[row].tolist())
-    parts = {f"reward_{name}": value for name, value in zip(names, values, strict=True)}
-    return {"reward": float(rewards.totals[row]), **parts}
+    names = () if rewards.parts is None else rewards.parts.names
+    columns = zip(("reward", *(f"reward_{name}" for name in names)), rewards.columns()[row].tolist(), strict=True)
+    return {name: None if math.isnan(value) else value for name, value in columns}
 
 
 def _where_known(rollout: Rollout, row: int, advantages: Tensor | None) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.experience import gather_column
-from mega_rl.types import Metrics, Prompt, Rewards, Rollout
+from mega_rl.trainer.unscored import scored_rows
+from mega_rl.types import Draws, Metrics, Prompt, Rewards, Rollout
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class DynamicSampling:
             first = len(prompts)
             drawn, rollout, rewards = self._generate()
             prompts += drawn
-            of_samples = rewards.totals[_answered(rollout)].double()
+            of_samples = rewards.totals[scored_rows(rollout, rewards)].double()
             sampled += torch.tensor([float(of_samples.sum()), float(len(of_samples))], dtype=torch.float64)
             rollout.prompt_index = rollout.prompt_index + first
             spread = torch.cat([spread, self._spread(rollout, rewards, first=first, count=len(drawn))])
@@ -86,11 +87,13 @@ class DynamicSampling:
         """Return the prompts drawn by the steps that are done."""
         return self.drawn
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
         """Return this replica's rows of the prompts that `batch` returned; of others, as the source generates them."""
-        if prompts is self._prompts and self._kept is not None and not greedy:
+        if prompts is self._prompts and self._kept is not None and not greedy and draws is None:
             return self._kept[0]
-        return self.source.generate(prompts, step=step, greedy=greedy)
+        return self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the rewards of what `generate` returned; of other rollouts, as the scorer gives them."""
@@ -114,8 +117,11 @@ class DynamicSampling:
         return prompts, rollout, rewards
 
     def _spread(self, rollout: Rollout, rewards: Rewards, *, first: int, count: int) -> Tensor:
-        """Return [count] bool of the prompts from `first` on: whether rewards differ; the same on every rank."""
-        rows = _answered(rollout).nonzero().flatten()
+        """Return [count] bool of the prompts from `first` on: whether rewards differ; the same on every rank.
+
+        Samples that have failed or are left out do not count: a group of them alone has no spread.
+        """
+        rows = scored_rows(rollout, rewards).nonzero().flatten()
         numbers = gather_column(rollout.prompt_index[rows] - first, self.ranks)
         compared = rewards.totals[:, None]
         if self.plan.by_parts and rewards.parts is not None:

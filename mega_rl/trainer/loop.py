@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -28,7 +28,10 @@ from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rew
 from mega_rl.trainer.hints import FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
+from mega_rl.trainer.recording import NoRecorder, RecordedStep, StepSink
 from mega_rl.trainer.step_metrics import data_metrics, experience_metrics, mean_metrics, part_metrics, rollout_metrics
+from mega_rl.trainer.unscored import leave_unscored_out
+from mega_rl.trainer.validation import Evaluation, named
 from mega_rl.types import JsonObject, Metrics, Prompt, Rewards, Rollout
 
 
@@ -75,7 +78,7 @@ class PPOTrainer:
 
     settings: RunSettings
     prompts: PromptSource
-    val_prompts: Sequence[Prompt]
+    validation: Evaluation
     rollout: RolloutSource
     reward: Scorer
     actor: Learner
@@ -97,6 +100,7 @@ class PPOTrainer:
     decode: Callable[[Sequence[int]], str]  # as rewards read it
     render: Callable[[Sequence[int]], str]  # with all special tokens
     stop_requested: Callable[[], bool]
+    recorder: StepSink = field(default_factory=NoRecorder)  # of complete steps, which can be replayed
     overlong: Overlong = field(default_factory=Overlong)  # responses that reach the length limit
     greedy_baseline: bool = False  # the estimator needs rewards of greedy responses
     num_prompts: int = 0  # of an epoch; 0: not known
@@ -146,26 +150,32 @@ class PPOTrainer:
         with phase("reward"):
             rewards = self.reward.score(rollout, prompts)
             metrics |= rollout_metrics(rollout, rewards, self.ranks) | self.reward.metrics()
-            parts = part_metrics(rewards.parts, rollout, self.ranks)
-            metrics |= {f"reward/{name}": mean for name, mean in parts.items()}
-            shaped, of_overlong = self.overlong.shape(rollout, rewards, self.ranks)
+            metrics |= part_metrics(rewards.parts, rollout, self.ranks)
+            kept, of_kept = leave_unscored_out(rollout, rewards)
+            shaped, of_overlong = self.overlong.shape(kept, of_kept, self.ranks)
         with phase("old_logprobs"):
-            old, mismatch = self.old_logprobs.evaluate(rollout)
+            old, mismatch = self.old_logprobs.evaluate(kept)
         with phase("ref_logprobs"):
-            ref = self.reference.evaluate(rollout)
+            ref = self.reference.evaluate(kept)
         with phase("values"):
-            values = self.critic.evaluate(rollout)
+            values = self.critic.evaluate(kept)
         with phase("advantages"):
             experience = build_experience(
-                rollout, shaped, old=old, ref=ref, critic=values,
+                kept, shaped, old=old, ref=ref, critic=values,
                 estimator=estimator, reward_kl=self.reward_kl, sum_over_ranks=self.ranks.sum,
             )  # fmt: skip
-            experience = self.overlong.leave_out(experience, rollout)
+            experience = self.overlong.leave_out(experience, kept)
             metrics |= mismatch | of_overlong | experience_metrics(
                 experience, self.ranks,
                 has_reference=ref.logprobs is not None, has_critic=values.values is not None,
             )  # fmt: skip
             minibatches = list(self.minibatches.cut(experience, num_prompts=len(prompts), step=step, ranks=self.ranks))
+        if self.recorder.is_due(step):
+            with phase("log"):
+                outputs = (old, ref, values)
+                self.recorder(
+                    RecordedStep(step, prompts, rollout, rewards, shaped, estimator, outputs, experience, minibatches)
+                )
         with phase("update_critic"):
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
         with phase("update_actor"):
@@ -186,7 +196,8 @@ class PPOTrainer:
             metrics |= self.sync.publish()
         metrics |= data_metrics(self.prompts.drawn_after(step + 1), self.num_prompts)
         if _due(step + 1, self.settings.rollout_interval):
-            self._dump(step + 1, rollout, rewards, prompts, advantages=experience.advantages)
+            rows = self._rows(step + 1, rollout, rewards, prompts, advantages=experience.advantages)
+            self.metrics.dump_rollouts(step + 1, rows)
         return metrics
 
     def _estimator(self, prompts: Sequence[Prompt], step: int) -> tuple[AdvantageEstimator, Metrics]:
@@ -200,22 +211,17 @@ class PPOTrainer:
             return WithGreedyRewards(self.estimator, rewards), greedy_metrics(rewards, self.ranks)
 
     def _validate(self, done: int) -> Metrics:
-        """Return mean reward, if there is one, and length of greedy answers to the held-out prompts.
-
-        Empty without validation.
-        """
-        if not (self.settings.val_interval and self.val_prompts):
+        """Return the metrics of every set of held-out prompts; empty without validation."""
+        if not (self.settings.val_interval and self.validation.sets):
             return {}
         with self.timer.phase("validate"):
-            rollout = self.rollout.generate(self.val_prompts, step=done, greedy=True)
-            rewards = self.reward.score(rollout, self.val_prompts)
-            metrics = rollout_metrics(rollout, rewards, self.ranks, prefix="val/")
-            parts = part_metrics(rewards.parts, rollout, self.ranks)
+            outcomes = self.validation.run(
+                done, rollout=self.rollout, reward=self.reward, ranks=self.ranks, decode=self.decode
+            )
         if self.settings.rollout_interval:
-            self._dump(done, rollout, rewards, self.val_prompts)
-        shown = {"val/reward_mean": metrics["val/reward/mean"]} if rewards.scored else {}
-        shown["val/response_tokens_mean"] = metrics["val/rollout/response_tokens_mean"]
-        return shown | {f"val/reward_{name}": mean for name, mean in parts.items()}
+            rows = [row for one in outcomes for row in self._rows(done, one.rollout, one.rewards, one.prompts.prompts)]
+            self.metrics.dump_rollouts(done, rows, validation=True)
+        return named(outcomes)
 
     def _save_in_memory(self, done: int) -> None:
         """Save in memory what is due when a step begins: the steps before are logged, and the last one needs none."""
@@ -242,7 +248,7 @@ class PPOTrainer:
                 self.export(done)
             return self.checkpoints.poll()
 
-    def _dump(
+    def _rows(
         self,
         done: int,
         rollout: Rollout,
@@ -250,14 +256,13 @@ class PPOTrainer:
         prompts: Sequence[Prompt],
         *,
         advantages: Tensor | None = None,
-    ) -> None:
-        """Dump samples of a step, or of a validation, which has no advantages."""
+    ) -> list[Mapping[str, Any]]:
+        """Return the samples of a step that are dumped, or of a validation, which has no advantages."""
         with self.timer.phase("log"):
-            rows = sample_rows(
+            return sample_rows(
                 rollout, rewards, prompts, self.decode, render=self.render,
                 step=done, count=self.settings.rollout_samples, advantages=advantages,
             )  # fmt: skip
-            self.metrics.dump_rollouts(done, rows, validation=advantages is None)
 
 
 def _due(done: int, interval: int) -> bool:

@@ -12,6 +12,7 @@ from mega_rl.verify.layouts import Layout
 REFERENCE = Layout("1")
 PHASE = "phase"  # file beside a plan
 RUNS = "runs"  # key of a plan of another kind: runs to record
+REPLAY = "replay"  # and of another: a recorded step to compute again
 
 
 @dataclass(frozen=True)

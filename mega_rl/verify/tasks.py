@@ -1,4 +1,4 @@
-"""Tasks of the ranks that a verification starts: layouts to measure, or runs to record. Imports Megatron-Core."""
+"""Tasks of ranks: layouts to measure, runs to record, a recorded step to compute again. Imports Megatron-Core."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.verify.measure import measure
-from mega_rl.verify.plan import RUNS, Plan
+from mega_rl.verify.plan import REPLAY, RUNS, Plan
+from mega_rl.verify.replay.plan import ReplayPlan
+from mega_rl.verify.replay.task import replay
 from mega_rl.verify.rl.record import record
 
 
 def run_task(path: Path, accelerator: Accelerator) -> None:
-    """Run the task in a file: a `Plan`, or {"runs": [{"settings": {key: value}, "folder": path}]}; collective."""
+    """Run the task in a file; collective.
+
+    That is a `Plan`, a `ReplayPlan`, or {"runs": [{"settings": {key: value}, "folder": path}]}.
+    """
     raw = json.loads(path.read_text(encoding="utf-8"))
+    if REPLAY in raw:
+        replay(ReplayPlan.read(path), accelerator)
+        return
     if RUNS not in raw:
         measure(Plan.read(path), accelerator)
         return

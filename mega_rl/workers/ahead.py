@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.protocols import BackgroundRollouts, RolloutSource, WeightSync
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.types import Draws, Metrics, Prompt, Rollout
 from mega_rl.workers.rollout import WrappedRollouts
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class OneStepAhead(WrappedRollouts):
     generate it again, since its weights are newer, and trains on the same tokens.
     """
 
-    source: RolloutSource  # for validation, which is greedy and not ahead
+    source: RolloutSource  # for validation, which is not ahead
     background: BackgroundRollouts
     sync: WeightSync
     prompts: Callable[[int], Sequence[Prompt]]  # of a step; a pure function
@@ -46,10 +46,12 @@ class OneStepAhead(WrappedRollouts):
     _result: Rollout | RunError | UserError | None = field(default=None, init=False)  # of that step, when known
     _waited_s: float = field(default=0.0, init=False)
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
         """Return the step's rollout once it is complete; the next step's generation then begins."""
-        if greedy:
-            return self.source.generate(prompts, step=step, greedy=True)
+        if greedy or draws is not None:
+            return self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
         if self._started is None:
             self._start(prompts, step)
         assert self._started == step, f"step {step} is asked for while step {self._started} is in progress"

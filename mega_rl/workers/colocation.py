@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from mega_rl.config.attention import Role
-from mega_rl.protocols import CheckpointStore, Ranks, RolloutSource, ServerMemory, WeightSync
-from mega_rl.types import JsonObject, Metrics, Prompt, Rollout
+from mega_rl.protocols import CheckpointStore, Ranks, RolloutSource, WeightSync
+from mega_rl.types import Draws, JsonObject, Metrics, Prompt, Rollout
 from mega_rl.workers.rollout import WrappedRollouts
 from mega_rl.workers.turns import EVERYTHING, NOTHING, PARAMETERS, ResidentModels
 
 TAGS = ("weights", "kv_cache")  # of the servers' memory, in the order in which it is taken
+
+
+class ServerMemory(Protocol):
+    """The device memory of the servers that share the trainer's devices, in tags: "weights" and "kv_cache".
+
+    Collective over all ranks: when a call returns on any rank, every server has done it. Servers are idle when it is
+    called. A restarted server holds all of its memory; the implementation settles such differences.
+    """
+
+    def release(self, tags: Sequence[str]) -> None:
+        """Release this memory; the weights in it are lost."""
+        ...
+
+    def resume(self, tags: Sequence[str]) -> None:
+        """Resume this memory; its content is undefined."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -142,8 +159,10 @@ class ColocatedRollouts(WrappedRollouts):
     sync: WeightSync
     devices: SharedDevices
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        """Return the source's rows; then, unless greedy, go back to training.
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        """Return the source's rows; then, unless they are not trained on, go back to training.
 
         Raises:
             RuntimeError: nothing was published since the last rollout, so the servers have no weights.
@@ -152,8 +171,8 @@ class ColocatedRollouts(WrappedRollouts):
         if stage is not GENERATING:
             raise RuntimeError(f"generate() while {stage.name}: the servers have no weights before a publish()")
         with self.devices.restoring_the_trainer():
-            rollout = self.source.generate(prompts, step=step, greedy=greedy)
-            if not greedy:
+            rollout = self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
+            if not greedy and draws is None:
                 self.devices.go_to(TRAINING)
         return rollout
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mega_rl.metrics.flops import ModelWork
 from mega_rl.metrics.steps import WorkMeter
 from mega_rl.protocols import Inspect, Learner, RolloutSource, Teacher, TokenModel
-from mega_rl.types import Experience, Lesson, Metrics, Prompt, Rollout, TokenOutputs
+from mega_rl.types import Draws, Experience, Lesson, Metrics, Prompt, Rollout, TokenOutputs
 
 
 @dataclass
@@ -62,8 +62,10 @@ class MeteredRollouts:
     meter: WorkMeter
     replica_size: int
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        rollout = self.source.generate(prompts, step=step, greedy=greedy)
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        rollout = self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
         self.meter.count(float(rollout.loss_mask.sum()) / self.replica_size)
         return rollout
 

@@ -17,18 +17,20 @@ if TYPE_CHECKING:
     from mega_rl.types import Prompt  # which imports torch
 
 TEXTS = ("prompt", "response", "answer")
-FACTS = ("row", "messages", "prompt_index", "finish", "num_tokens", "turns", "transcript")  # for parameters so named
-RESPONSE_TEXTS = frozenset({"response", "turns", "transcript"})
+FACTS = (
+    "row", "messages", "prompt_index", "finish", "num_tokens", "turns", "transcript", "token_ids", "prompt_ids",
+)  # for parameters so named  # fmt: skip
+RESPONSE_TEXTS = frozenset({"response", "turns", "transcript", "token_ids"})
 SHOWN_CHARACTERS = 200  # of a value in an error
 LARGEST = 3.4028234663852886e38  # finite float32
 # Names of metrics below reward/ that every run may have, so that no part can have them; docs/metrics.md.
 TAKEN = (
-    "best_groups_fraction", "crashes", "equal_groups_fraction", "finished_mean", "greedy_mean", "group_std_mean",
-    "max", "mean", "min", "overlong", "overlong_punishment_mean", "sampled_mean", "std", "timeouts",
-    "truncated_mean", "worst_groups_fraction",
+    "best_groups_fraction", "crashes", "equal_groups_fraction", "errors", "finished_mean", "greedy_mean",
+    "group_std_mean", "masked_fraction", "max", "mean", "min", "overlong", "overlong_punishment_mean",
+    "sampled_mean", "std", "timeouts", "truncated_mean", "worst_groups_fraction",
 )  # fmt: skip
 
-Score = float | dict[str, float]  # of a response: a number, or named parts
+Score = float | dict[str, float] | None  # of a response: a number, named parts, or None to leave it out
 
 
 class NoScoreError(Exception):
@@ -44,6 +46,14 @@ class FailureScore(float):
 
 
 @dataclass(frozen=True)
+class NoScore:
+    """Outcome of a response that could not be scored."""
+
+    kind: Literal["timeout", "crash", "error"]
+    what: str  # in words: "the reward function raised ..."
+
+
+@dataclass(frozen=True)
 class Response:
     """A response as rewards read it."""
 
@@ -52,6 +62,7 @@ class Response:
     finish: Literal["stop", "length"]  # ended by a stop token, or cut off by length
     turns: tuple[str, ...] = ()  # of the policy, where others, as tools, have written between them
     transcript: str = ""  # with what others have written, where they have
+    token_ids: tuple[int, ...] = ()  # after the prompt, without the stop token that ended it; of others, too
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,9 @@ def evaluate(call: RewardCall, arguments: Mapping[str, object]) -> Score:
 
 
 def as_score(value: object) -> Score:
-    """Return a number, or named parts in alphabetical order; each finite in float32. Raises NotAScoreError."""
+    """Return a number, named parts in alphabetical order, each finite in float32, or None. Raises NotAScoreError."""
+    if value is None:
+        return None
     if not isinstance(value, Mapping):
         return _as_number(value, f"{shortened(value)}, which")
     if not value:
@@ -200,4 +213,6 @@ def _arguments(prompt: Prompt, response: Response) -> dict[str, object]:
         "num_tokens": response.num_tokens,
         "turns": list(response.turns) or [response.text],
         "transcript": response.transcript or response.text,
+        "token_ids": list(response.token_ids),
+        "prompt_ids": list(prompt.token_ids),
     }

@@ -14,9 +14,10 @@ import httpx
 
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
-from mega_rl.workers.reward import Report, RewardError, Scores, ignore, no_score
+from mega_rl.workers.reward import Outcomes, Report, ignore
 from mega_rl.workers.reward_calls import NotAScoreError, Response, as_score, shortened
 from mega_rl.workers.reward_service import RewardService
+from mega_rl.workers.scoring.failures import RewardError, no_score
 
 TRIED_AGAIN = (408, 429)  # and whatever the server calls its own fault: 500 and above
 MAX_PAUSE_S = 30.0  # between tries, unless the service asks for more
@@ -59,14 +60,11 @@ class HttpRewards:
         self._jitter = random.Random()  # not the global one: the run's random numbers do not depend on a service
         self._tls: ssl.SSLContext | bool = ssl.create_default_context() if self._url.scheme == "https" else False
 
-    def score_texts(self, items: Sequence[Item], report: Report = ignore) -> Scores:
+    def score_texts(self, items: Sequence[Item], report: Report = ignore) -> Outcomes:
         """Return the scores; the first batch that fails ends the others."""
         return asyncio.run(self._score(items, report)) if items else []
 
-    def take_counts(self) -> None:
-        return None
-
-    async def _score(self, items: Sequence[Item], report: Report) -> Scores:
+    async def _score(self, items: Sequence[Item], report: Report) -> Outcomes:
         batches = [items[first : first + self._batch_size] for first in range(0, len(items), self._batch_size)]
         slots = asyncio.Semaphore(self._concurrency)
         async with httpx.AsyncClient(
@@ -86,7 +84,7 @@ class HttpRewards:
 
     async def _request(
         self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[Item], report: Report
-    ) -> Scores:
+    ) -> Outcomes:
         """Return the scores of one batch. Raises RewardError."""
         async with slots:
             report(f"{self._where()}, which scores prompt {batch[0][0].index} and others")
@@ -150,7 +148,7 @@ class HttpRewards:
     def _next_pause_s(self, failed: int) -> float:
         return min(MAX_PAUSE_S, self._pause_s * 2 ** (failed - 1)) * self._jitter.uniform(0.5, 1.0)
 
-    def _scores(self, content: bytes, batch: Sequence[Item]) -> Scores:
+    def _scores(self, content: bytes, batch: Sequence[Item]) -> Outcomes:
         """Return the score of each response in an answer. Raises RewardError."""
         try:
             answer = json.loads(content)
@@ -161,7 +159,7 @@ class HttpRewards:
             raise self._failure(f'an answer without a list "scores": {self._readable(content)}', batch)
         if len(scores) != len(batch):
             raise self._failure(f"{len(scores)} scores for {len(batch)} responses", batch)
-        read: Scores = []
+        read: Outcomes = []
         for (prompt, response), value in zip(batch, scores, strict=True):
             try:
                 read.append(as_score(_without_booleans(value)))

@@ -14,8 +14,9 @@ from mega_rl.data.prompts import Tokenizer
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
-from mega_rl.workers.reward import RewardError, answered, no_score, texts
 from mega_rl.workers.reward_calls import Response, shortened
+from mega_rl.workers.scoring.failures import RewardError, no_score
+from mega_rl.workers.scoring.responses import answered, texts
 
 logger = logging.getLogger(__name__)
 

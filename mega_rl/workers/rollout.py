@@ -9,7 +9,9 @@ from typing import Generic
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, RolloutSource, Samples, WeightSync
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.types import Draws, Metrics, Prompt, Rollout
+
+EVALUATION = 0x6576616C  # "eval": third word of the seeds of evaluations
 
 
 def share(count: int, ranks: Ranks) -> range:
@@ -55,16 +57,21 @@ class RolloutWorker:
     n: int
     seed: int
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        """Return this replica's rows of the step: n samples of each prompt (one when greedy), by prompt and sample."""
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        """Return this replica's rows of the step: n samples of each prompt (one when greedy), by prompt and sample.
+
+        Samples of `draws` have random numbers of their own, which training and turns of a response never draw.
+        """
         mine = self._own(prompts)
-        rows = self.engine.generate(
-            [prompts[i] for i in mine],
-            list(mine),
-            n=1 if greedy else self.n,
-            seed=(self.seed, step),
-            greedy=greedy,
-        )
+        own = [prompts[i] for i in mine]
+        if draws is not None:
+            seed = (self.seed, step, EVALUATION, draws.stream)
+            rows = self.engine.generate(own, list(mine), n=draws.n, seed=seed, draws=draws)
+        else:
+            n = 1 if greedy else self.n
+            rows = self.engine.generate(own, list(mine), n=n, seed=(self.seed, step), greedy=greedy)
         return self.replica.gather_rows(rows)
 
     def metrics(self) -> Metrics:
@@ -104,9 +111,11 @@ class VocabularyGuard:
     reader: str  # "reference"
     everyone: Ranks
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
         """Return the source's rows. Raises RunError on all ranks for a token id from `vocab_size` on; collective."""
-        rollout = self.source.generate(prompts, step=step, greedy=greedy)
+        rollout = self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
         largest = int(rollout.tokens.max()) if rollout.tokens.numel() else 0
         failure = None
         if largest >= self.vocab_size:

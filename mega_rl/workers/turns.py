@@ -10,7 +10,7 @@ from typing import TypeVar
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import Role
 from mega_rl.protocols import Engine, Inspect, RolloutSource, Scorer, TokenLoss, WeightSync
-from mega_rl.types import EngineState, Experience, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
+from mega_rl.types import Draws, EngineState, Experience, Lesson, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.workers.rollout import WrappedRollouts
 
 PARTS = ("parameters", "gradients", "optimizer")
@@ -132,9 +132,11 @@ class RolloutsInTurn(WrappedRollouts):
     models: ResidentModels
     policy: frozenset[str]
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
         self.models.take_turn("actor", self.policy)
-        return self.source.generate(prompts, step=step, greedy=greedy)
+        return self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
 
     def publish(self) -> Metrics:
         self.models.take_turn("actor", PARAMETERS)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mega_rl.errors import UserError
+from mega_rl.errors import HungError, UserError
 
 _PREFIX = "mega_rl_user_"  # of the names of modules in users' files
 
@@ -80,9 +80,14 @@ def _load(file: Path, setting: str) -> ModuleType:
 
 @contextmanager
 def users_code(failure: str) -> Iterator[None]:
-    """Run a user's own code, which may raise anything: as a UserError that begins with `failure`, cause kept."""
+    """Run a user's own code, which may raise anything: as a UserError that begins with `failure`, cause kept.
+
+    The interrupt of code that hangs, a HungError, stays what it is.
+    """
     try:
         yield
+    except HungError:
+        raise
     except (Exception, SystemExit) as error:
         raise UserError(f"{failure}: {type(error).__name__}: {error}") from error
 

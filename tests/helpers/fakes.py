@@ -8,8 +8,20 @@ from typing import Any
 
 import torch
 
+from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Inspect
-from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
+from mega_rl.trainer.validation import Evaluation
+from mega_rl.types import (
+    Draws,
+    Experience,
+    Metrics,
+    Prompt,
+    PromptSet,
+    RewardParts,
+    Rewards,
+    Rollout,
+    TokenOutputs,
+)
 
 LONGEST = 6  # tokens: two of prompt, four of response
 
@@ -27,7 +39,7 @@ class FakeRanks:
         return tensor.clone()
 
     def gather_json(self, value: Any) -> list[Any]:
-        return [value]
+        return SingleRank().gather_json(value)  # which refuses what does not travel
 
     def gather_rows(self, rows: Any) -> Any:
         return rows
@@ -48,6 +60,11 @@ class FakePrompts:
 
     def drawn_after(self, done: int) -> int:
         return 4 * done
+
+
+def held_out(prompts: Sequence[Prompt], **changes: Any) -> Evaluation:
+    """A greedy validation on these prompts."""
+    return Evaluation([PromptSet("", prompts)], **changes)
 
 
 class FakePolicy:
@@ -75,9 +92,11 @@ class FakePolicy:
     def metrics(self) -> Metrics:
         return {}
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        self.events.append("validate" if greedy else "generate")
-        count = 2 if not greedy else 1
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        self.events.append("validate" if greedy or draws else "generate")
+        count = draws.n if draws else 2 if not greedy else 1
         rows = len(prompts) * count
         generator = torch.Generator().manual_seed(step)
         tokens = torch.zeros(rows, LONGEST, dtype=torch.int64)

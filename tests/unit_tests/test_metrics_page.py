@@ -21,7 +21,7 @@ from mega_rl.workers import colocation
 from mega_rl.workers.colocation import Stage
 from mega_rl.workers.models import SKIPPED
 from mega_rl.workers.reward import AbsentScorer
-from tests.helpers.fakes import FakeReward
+from tests.helpers.fakes import FakeReward, held_out
 from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
 
 ROOT = Path(__file__).parents[2]
@@ -132,7 +132,7 @@ def test_what_a_run_logs_is_documented(grpo: bool) -> None:
     settings = RunSettings(steps=2, val_interval=1, rollout_interval=1, rollout_samples=1)
     sink = FakeSink()
     trainer = make_trainer(grpo=grpo, settings=settings, metrics=sink, timer=PhaseTimer())
-    trainer.val_prompts = trainer.prompts.batch(0)
+    trainer.validation = held_out(trainer.prompts.batch(0))
     trainer.fit()
     logged = {name for record in sink.records.values() for name in record}
     assert {"reward/mean", "time/step_s", "val/reward_mean"} <= logged
@@ -144,7 +144,7 @@ def test_a_run_without_a_reward_logs_none_of_its_numbers() -> None:
     sink = FakeSink()
     settings = RunSettings(steps=1, val_interval=1)
     trainer = make_trainer(grpo=True, settings=settings, metrics=sink, reward=AbsentScorer())
-    trainer.val_prompts = trainer.prompts.batch(0)
+    trainer.validation = held_out(trainer.prompts.batch(0))
     trainer.fit()
     assert not {name for record in sink.records.values() for name in record if name.startswith(OF_REWARDS)}
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
@@ -157,7 +157,7 @@ def test_parts_of_rewards_are_logged_under_the_documented_names() -> None:
     sink = FakeSink()
     settings = RunSettings(steps=1, val_interval=1)
     trainer = make_trainer(grpo=True, settings=settings, metrics=sink, reward=FakeReward([], parts=True))
-    trainer.val_prompts = trainer.prompts.batch(0)
+    trainer.validation = held_out(trainer.prompts.batch(0))
     trainer.fit()
     others = {name for record in sink.records.values() for name in record} - documented()
     parts = ("early", "late", "token")

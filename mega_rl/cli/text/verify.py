@@ -62,7 +62,7 @@ def print_json(verdicts: Sequence[Verdict], *, header: Mapping[str, Any], tolera
     ]
     good = all(verdict.good for verdict in verdicts)
     facts = {"good": good, **header, "tolerances": asdict(tolerances), "layouts": layouts}
-    typer.echo(json.dumps(_plain(facts)))
+    typer.echo(json.dumps(plain(facts)))
 
 
 def _cells(result: LayoutErrors | None) -> tuple[str, ...]:
@@ -88,12 +88,12 @@ def _word(verdict: Verdict) -> str:
     return "equal" if verdict.good else "DIFFERS"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return the value with None for numbers that JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return value

@@ -20,7 +20,7 @@ from mega_rl.config.schema.engine import (
     MoeConfig,
     ReferenceLayoutConfig,
 )
-from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig
+from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig, RecordsConfig
 from mega_rl.config.schema.rollout import (
     ChatConfig,
     DataConfig,
@@ -47,6 +47,7 @@ from mega_rl.config.schema.training import (
     ProfileConfig,
     TrainerConfig,
 )
+from mega_rl.config.schema.validation import ValidationConfig
 
 __all__ = [
     "ATTENTION",
@@ -72,6 +73,7 @@ __all__ = [
     "OptimConfig",
     "OverlongConfig",
     "ProfileConfig",
+    "RecordsConfig",
     "ReferenceLayoutConfig",
     "RewardConfig",
     "RewardHttpConfig",
@@ -82,6 +84,7 @@ __all__ = [
     "SglangServerConfig",
     "SglangSyncConfig",
     "TrainerConfig",
+    "ValidationConfig",
 ]
 
 
@@ -96,6 +99,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     reward: RewardConfig = dataclasses.field(default_factory=RewardConfig)
+    validation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)

@@ -40,7 +40,9 @@ class CheckpointConfig:
     timeout_s: float = setting(1800.0, "Longest that a save may take.", unit="seconds", min=1.0)
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
     keep_interval: int = setting(0, "Keep every checkpoint whose step is a multiple of this; 0: none.", min=0)
-    keep_best: str = setting("", "Also keep the checkpoint with the largest value of this metric: val/reward_mean.")
+    keep_best: str = setting(
+        "", "Also keep the checkpoint with the largest value of this metric, as val/reward_mean or val/gsm8k/pass_at_4."
+    )
     resume: str = setting(
         "auto",
         "auto (newest in the run folder, if any), never, or a checkpoint directory. What an earlier run left in the "
@@ -54,6 +56,30 @@ class CheckpointConfig:
     )
     hf_final: bool = setting(False, "Write the actor as a Hugging Face checkpoint after the last step.")
     memory: MemoryCheckpointConfig = dataclasses.field(default_factory=MemoryCheckpointConfig)
+
+
+@dataclass(frozen=True)
+class RecordsConfig:
+    """Complete records of steps, which `mega-rl replay` computes again: docs/replay.md."""
+
+    interval: int = setting(
+        0,
+        "Record every N-th step, from the first on, in records/ of the run folder: tokens, log-probs, values, "
+        "advantages, rewards; 0: never.",
+        unit="steps",
+        min=0,
+    )
+    max_mib: int = setting(
+        1024,
+        "Most that the records of a run take together: the oldest go first, and a step that is larger alone is not "
+        "recorded.",
+        unit="MiB",
+        min=1,
+    )
+    weights: bool = setting(
+        False,
+        "Also keep the weights that the step began with in each record, so that it needs no checkpoint to be replayed.",
+    )
 
 
 @dataclass(frozen=True)
@@ -73,3 +99,4 @@ class MetricsConfig:
     rollout_interval: int = setting(
         10, "Dump rollouts every N steps, and answers at every validation; 0 dumps none.", unit="steps", min=0
     )
+    records: RecordsConfig = dataclasses.field(default_factory=RecordsConfig)

@@ -278,9 +278,13 @@ class RewardPoolConfig:
     )
     timeout_s: float = setting(30.0, "Deadline of one response.", unit="seconds", above=0.0)
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
-    failure_score: float = setting(
-        0.0, "Reward of a response that takes longer than the deadline or crashes its worker; the lowest one is right."
+    on_failure: str = setting(
+        "score",
+        "Treatment of a response whose function raises, gives no usable number, takes longer than the deadline or "
+        "crashes its worker: score gives it reward.pool.failure_score, mask leaves it out as if it had not been drawn.",
+        choices=("score", "mask"),
     )
+    failure_score: float = setting(0.0, "Reward of such a response; the lowest one is right.")
     max_failed_share: float = setting(
         0.1,
         "Share of a step's responses that may fail so before the run ends; 0 ends it at the first.",

@@ -199,7 +199,7 @@ class TrainerConfig:
     minibatch_size: int = setting(64, "Prompts per optimizer step over all ranks.", unit="prompts", min=1)
     seed: int = setting(0, "Seed of data order, sampling and fresh heads.", min=0, max=2**32 - 1)
     val_interval: int = setting(
-        0, "Validate (greedy) every N steps, before the first and after the last; 0 never.", unit="steps", min=0
+        0, "Validate every N steps, before the first and after the last; 0 never.", unit="steps", min=0
     )
     async_steps: int = setting(
         0,

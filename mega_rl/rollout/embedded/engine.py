@@ -22,7 +22,7 @@ from mega_rl.rollout.embedded.kv_cache import ATTENTION, make_cache
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.types import Metrics, Prompt, Rollout, response_mask
+from mega_rl.types import Draws, Metrics, Prompt, Rollout, response_mask
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class HFRolloutEngine:
         seed: tuple[int, ...],
         greedy: bool = False,
         limits: Sequence[int] | None = None,
+        draws: Draws | None = None,
     ) -> Rollout:
         """Return n samples of each prompt, rows ordered by prompt then sample; see `protocols.RolloutEngine`.
 
@@ -106,9 +107,14 @@ class HFRolloutEngine:
         rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
         batches = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
         decoded = []
+        sampler = self._sampler
+        if draws is not None:
+            sampler = Sampler(temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
         for number, batch in enumerate(batches):
             progress.report(number * self._batch_size, len(rows), unit="rows")
-            decoded.append(self._generate_batch(batch, prompts, prompt_index, seed=seed, greedy=greedy))
+            decoded.append(
+                self._generate_batch(batch, prompts, prompt_index, seed=seed, sampler=None if greedy else sampler)
+            )
         rollout = self._assemble(rows, decoded, prompts, prompt_index)
         self._check_finite(rollout)
         return rollout
@@ -142,9 +148,9 @@ class HFRolloutEngine:
         prompt_index: Sequence[int],
         *,
         seed: tuple[int, ...],
-        greedy: bool,
+        sampler: Sampler | None,
     ) -> Decoded:
-        """Return responses of `rows`; each distinct prompt among them is read once."""
+        """Return responses of `rows`, greedy ones without a sampler; each distinct prompt among them is read once."""
         distinct = list(dict.fromkeys(row.prompt for row in rows))
         place = {prompt: i for i, prompt in enumerate(distinct)}
         indices = torch.tensor([prompt_index[row.prompt] for row in rows], dtype=torch.int64, device=self._device)
@@ -156,8 +162,8 @@ class HFRolloutEngine:
         loop = DecodingLoop(
             prompt_of_row=torch.tensor([place[row.prompt] for row in rows], device=self._device),
             keys=stream_keys(seed, indices, samples),
-            sampler=self._sampler,
-            greedy=greedy,
+            sampler=sampler or self._sampler,
+            greedy=sampler is None,
             max_new_tokens=new_tokens,
             stop_token_ids=self._stop_token_ids,
             cache=make_cache(self._model.config, max_tokens=longest),

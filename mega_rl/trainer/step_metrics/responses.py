@@ -33,31 +33,41 @@ class Samples:
     finished: Tensor  # 1 where a stop token ended it
     repeated: Tensor  # see `repeated_fractions`
 
+    def where(self, chosen: Tensor) -> Samples:
+        """Return the samples of `chosen`, [N] bool."""
+        return Samples(**{name: column[chosen] for name, column in vars(self).items()})
+
 
 def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix: str = "") -> Metrics:
     """Return rewards, response lengths and how responses ended, over all ranks.
 
     Of a run that has no reward there are lengths and endings alone. A number of some kind of samples is there where the
     step has such samples. Failed samples are in no number but their own, `rollout/failed_samples`, which is there where
-    samples may fail.
+    samples may fail. Numbers of rewards are of the samples that have one; `reward/masked_fraction` is the share of
+    answers that the reward leaves out, and of a batch without any reward it stands alone.
     """
     failures: Metrics = {}
     if rollout.failed is not None:
         failures[f"{prefix}rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
     samples = _gathered(rollout, rewards, ranks)
-    metrics = (_reward_metrics(samples) | _right_and_wrong(samples)) if rewards.scored else {}
+    metrics: Metrics = {}
+    if rewards.scored:
+        scored = samples.where(~samples.reward.isnan())
+        metrics["reward/masked_fraction"] = 1.0 - len(scored.reward) / max(len(samples.reward), 1)
+        metrics |= (_reward_metrics(scored) | _right_and_wrong(scored)) if len(scored.reward) else {}
     metrics |= _length_metrics(samples)
     return {f"{prefix}{name}": value for name, value in metrics.items()} | failures
 
 
-def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks) -> Metrics:
-    """Return the mean of each part of the rewards by its name, over all ranks' samples that have an answer."""
+def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks, *, prefix: str = "reward/") -> Metrics:
+    """Return the mean of each part of the rewards by prefix and name, over all ranks' samples that have it."""
     if parts is None:
         return {}
-    answered = _answered(rollout)
-    of_samples = parts.values[answered].double()
-    count, *totals = ranks.sum(torch.cat([answered.double().sum()[None], of_samples.sum(dim=0)])).tolist()
-    return dict(zip(parts.names, (total / max(count, 1.0) for total in totals), strict=True))
+    known = ~parts.values.isnan() & _answered(rollout)[:, None]
+    counts, totals = ranks.sum(torch.stack([known.double(), parts.values.nan_to_num().double() * known]).sum(dim=1))
+    means = (totals / counts.clamp(min=1.0)).tolist()
+    counted = zip(parts.names, means, counts.tolist(), strict=True)
+    return {f"{prefix}{name}": mean for name, mean, count in counted if count}
 
 
 def _answered(rollout: Rollout) -> Tensor:
@@ -88,11 +98,9 @@ def _reward_metrics(samples: Samples) -> Metrics:
     learns nothing from them. Where rewards differ at all, `reward/best_groups_fraction` is the share of those that all
     got the step's highest reward, `reward/worst_groups_fraction` of those that all got its lowest.
     """
-    rewards, count = samples.reward, max(len(samples.reward), 1)
+    rewards, count = samples.reward, len(samples.reward)
     mean = float(rewards.sum()) / count
     metrics = {"reward/mean": mean, "reward/std": float((rewards - mean).square().sum() / count) ** 0.5}
-    if not len(rewards):
-        return metrics
     lowest, highest = float(rewards.min()), float(rewards.max())
     metrics |= {"reward/max": highest, "reward/min": lowest}
     for name, chosen in (("finished", samples.finished > 0), ("truncated", samples.finished == 0)):

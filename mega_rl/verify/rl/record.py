@@ -25,7 +25,7 @@ from mega_rl.trainer import PPOTrainer
 from mega_rl.trainer.dynamic_sampling import DynamicSampling
 from mega_rl.trainer.experience import gather_column
 from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
-from mega_rl.types import Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
+from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward_of
@@ -120,8 +120,10 @@ class ShiftedRollouts:
     source: RolloutSource
     recorder: Recorder
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
-        rollout = self.source.generate(prompts, step=step, greedy=greedy)
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        rollout = self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
         if greedy:
             self.recorder.greedy = rollout
         columns = torch.arange(rollout.tokens.size(1))

@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks, RolloutEngine, RolloutSource
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.types import Draws, Metrics, Prompt, Rollout
 from mega_rl.workers.rollout import share
 
 _ABOVE_ZERO = 1e-3  # log-probs of near-certain tokens may exceed 0 by the rounding of bf16 logits
@@ -41,8 +41,11 @@ class CheckedRollouts:
     replica: Ranks
     everyone: Ranks
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
         """Return the source's rows. Raises RunError on all ranks for rows that break a rule; collective."""
+        assert draws is None, "validation.temperature with a rollout.source of one's own, which a rule refuses"
         rollout = self.source.generate(prompts, step=step, greedy=greedy)
         own = share(len(prompts), self.data_parallel)
         fault = next(_faults(rollout, own=own, n=1 if greedy else self.rules.n, rules=self.rules), None)

@@ -16,9 +16,8 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
 
-from mega_rl.workers.reward_calls import NoScoreError, NotAScoreError, Score, as_score
+from mega_rl.workers.reward_calls import NoScore, NotAScoreError, Score, as_score
 from mega_rl.workers.reward_pool.process import (
     START_S,
     UnusableFunctionError,
@@ -33,21 +32,12 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 30.0
 
 
-@dataclass(frozen=True)
-class ScoreOutcome:
-    """End of one response: its score, or in words why there is none."""
-
-    kind: Literal["score", "timeout", "crash"]
-    score: Score = 0.0
-    what: str = ""
-
-
 @dataclass(eq=False)
 class _Item:
     """A response that waits for its outcome."""
 
     message: bytes
-    future: Future[ScoreOutcome]
+    future: Future[Score | NoScore]
     left_s: float  # of its deadline
     tries: int = 0
 
@@ -74,10 +64,10 @@ class RewardPool:
         """Return how long a pool with open responses ends none at most: two starts of a worker, and a deadline."""
         return 2 * (START_S + 2 * END_S) + self._timeout_s
 
-    def submit(self, arguments: Mapping[str, object]) -> Future[ScoreOutcome]:
+    def submit(self, arguments: Mapping[str, object]) -> Future[Score | NoScore]:
         """Return the future outcome of a response, given what the function gets; first come, first served.
 
-        Its exceptions are NoScoreError, of the function, and UnusableFunctionError. Raises TypeError and ValueError for
+        Its exception is UnusableFunctionError. Raises TypeError and ValueError for
         arguments that cannot be written as JSON.
         """
         item = _Item(json.dumps(arguments).encode(), Future(), self._timeout_s)
@@ -120,14 +110,14 @@ class RewardPool:
         for item in list(self._open):
             self._finish(item, UnusableFunctionError(reason))
 
-    def _finish(self, item: _Item, outcome: ScoreOutcome | Exception) -> None:
+    def _finish(self, item: _Item, outcome: Score | NoScore | UnusableFunctionError) -> None:
         if item not in self._open:  # given up meanwhile
             return
         self._open.discard(item)
-        if isinstance(outcome, ScoreOutcome):
-            item.future.set_result(outcome)
-        else:
+        if isinstance(outcome, UnusableFunctionError):
             item.future.set_exception(outcome)
+        else:
+            item.future.set_result(outcome)
 
     async def _serve(self, number: int) -> None:
         """Run one worker and its successors until the pool closes or no worker can start."""
@@ -138,7 +128,7 @@ class RewardPool:
                 worker = worker or await self._start(number)
                 item = item or await self._items.get()
                 outcome = await self._score(worker, item)
-                kind = outcome.kind if isinstance(outcome, ScoreOutcome) else "no score"
+                kind = outcome.kind if isinstance(outcome, NoScore) else "score"
                 if kind in ("timeout", "crash"):
                     await worker.end()
                     worker = None
@@ -162,7 +152,7 @@ class RewardPool:
             raise
         return worker
 
-    async def _score(self, worker: WorkerProcess, item: _Item) -> ScoreOutcome | NoScoreError:
+    async def _score(self, worker: WorkerProcess, item: _Item) -> Score | NoScore:
         """Return the outcome of one try of a response."""
         begin = time.monotonic()
         item.tries += 1
@@ -170,14 +160,14 @@ class RewardPool:
             async with asyncio.timeout(item.left_s):
                 answer = await worker.ask(item.message)
         except TimeoutError:
-            return ScoreOutcome("timeout", what=f"took longer than reward.pool.timeout_s={self._timeout_s:g}")
+            return NoScore("timeout", f"the reward function took longer than reward.pool.timeout_s={self._timeout_s:g}")
         except WorkerEndedError as error:
-            return ScoreOutcome("crash", what=f"crashed its process, which {error}")
+            return NoScore("crash", f"the reward function crashed its process, which {error}")
         finally:
             item.left_s -= time.monotonic() - begin
         if "score" not in answer:
-            return NoScoreError(str(answer.get("no_score", "the reward worker sent no score")))
+            return NoScore("error", str(answer.get("no_score", "the reward worker sent no score")))
         try:
-            return ScoreOutcome("score", as_score(answer["score"]))
+            return as_score(answer["score"])
         except NotAScoreError as error:  # the user's code may have written to the channel
-            return NoScoreError(f"the reward worker sent {error}")
+            return NoScore("error", f"the reward worker sent {error}")

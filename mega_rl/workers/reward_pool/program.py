@@ -45,6 +45,7 @@ def main(channel: int) -> NoReturn:
     _control(PR_SET_PDEATHSIG, signal.SIGTERM)
     worker = os.fork()
     if worker == 0:
+        os.setpgid(0, 0)  # what it forks is killed with it at once, however fast that forks on
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
@@ -82,6 +83,8 @@ def _keep(worker: int, events: int) -> int:
         code = _reaped(worker)
     end = time.monotonic() + END_S
     while time.monotonic() < end:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker, signal.SIGKILL)
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -155,13 +158,18 @@ def _children() -> frozenset[int]:
 
 
 def _end_children(kept: Collection[int]) -> None:
-    """Kill the children that one response has left; those that were there before the first stay."""
+    """Kill the children that one response has left; those that were there before the first stay.
+
+    If they multiply faster than that, end this process: its keeper kills all of them at once.
+    """
     end = time.monotonic() + END_S
     while (children := _children() - frozenset(kept)) and time.monotonic() < end:
         for pid in children:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+    if _children() - frozenset(kept):
+        os._exit(1)
 
 
 def send_message(channel: socket.socket, message: Mapping[str, object]) -> None:

@@ -108,8 +108,8 @@ def run(config: Any, accelerator: Any) -> dict[str, Any]:
             generate = source.generate
             ranks = trainer.ranks
 
-            def keep(prompts: Any, *, step: int, greedy: bool = False) -> Any:
-                rollout = generate(prompts, step=step, greedy=greedy)
+            def keep(prompts: Any, *, step: int, greedy: bool = False, **draws: Any) -> Any:
+                rollout = generate(prompts, step=step, greedy=greedy, **draws)
                 every = ranks.gather_rows(rollout)
                 kept.append((every.tokens, every.loss_mask, every.rollout_logprobs, every.finished))
                 return rollout
@@ -118,7 +118,7 @@ def run(config: Any, accelerator: Any) -> dict[str, Any]:
             trainer.fit()
         except (UserError, RunError) as error:
             return {"error": f"{type(error).__name__} {error.exit_code}: {error}"}
-        own = getattr(source, "source", None)
+        own = getattr(getattr(source, "source", None), "source", None)  # behind the meter and the checks
         exported = {name: tensor.sum().item() for name, tensor in trainer.actor.model.engine.export_weights()}
     lines = (Path(config.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
     received = getattr(own, "weights", None)

@@ -31,8 +31,11 @@ def runs(folder: Path) -> dict[str, Any]:
     replay = {"rollout.source": f"{folder}/own.py:Recorded", **REPLAY, **rows}
     save = {"checkpoint.save_final": True, "run": "resumed"}
     turns = {"rollout.source": f"{folder}/own.py:Turns"}
+    sampled = {"trainer.val_interval": 1, "validation.n": 2, "validation.temperature": 1.0}
+    sampled |= {"validation.sets": {"held": f"{folder}/train.jsonl"}}
     wanted = [
         ("built in", {}),
+        ("validated", sampled),
         ("one turn", {**turns, "rollout.source_settings": {"turns": 1}, **rows, "trainer.val_interval": 0}),
         ("three turns", {**turns, "rollout.source_settings": {"turns": 3}}),
         ("replay", replay),
@@ -62,6 +65,17 @@ def test_one_turn_of_rows_of_a_source_is_what_the_built_in_sources_give(runs: di
     assert numbers(own) == numbers(built_in)
     assert own["exported"] == built_in["exported"]
     assert [step["agent/turns"] for step in own["metrics"]] == [1.0, 1.0]
+
+
+def test_training_is_the_same_with_sampled_validations(runs: dict[str, Any]) -> None:
+    """Bit for bit, rows and weights: validations draw random numbers of their own."""
+    validated, built_in = runs["validated"], runs["built in"]
+    assert "error" not in validated, validated["error"]
+    assert {"val/held/pass_at_1", "val/held/maj_at_2_low"} <= validated["metrics"][0].keys()
+    assert validated["exported"] == built_in["exported"]
+    assert [step["reward/mean"] for step in validated["metrics"] if "reward/mean" in step] == [
+        step["reward/mean"] for step in built_in["metrics"] if "reward/mean" in step
+    ]
 
 
 def test_turns_train_on_what_the_policy_sampled(runs: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ from tests.unit_tests.assemble.run_cases import run_all
 
 STEPS, SAVED = 2, 1
 MACHINE = ("time/", "perf/", "memory/", "checkpoint/")  # metrics of the machine rather than of training
-FAILURES = ("reward/timeouts", "reward/crashes")
 REWARDS = """
 import os, random
 
@@ -36,6 +35,12 @@ def crashes(prompt, response, prompt_index):
     if prompt_index == 3:
         os.kill(os.getpid(), 9)
     return of_the_text(prompt, response, "") - 10
+
+def silent(prompt, response, prompt_index):
+    return None if prompt_index == 3 else of_the_text(prompt, response, "")
+
+def raises(prompt, response, prompt_index):
+    return of_the_text(prompt, response, "") if prompt_index != 3 else {}[response]
 """
 
 
@@ -122,6 +127,11 @@ def runs(root: Path) -> list[dict[str, Any]]:
             root, "crashes", "reward.pool.workers=1", "reward.pool.failure_score=-20",
             "reward.pool.max_failed_share=0.25", function="crashes",
         ),
+        "left out": settings_of(root, "left out", "reward.pool.workers=0", "engine.megatron.tp=1", function="silent"),
+        "masked": settings_of(
+            root, "masked", "reward.pool.workers=1", "engine.megatron.tp=1", "reward.pool.on_failure=mask",
+            "reward.pool.max_failed_share=0.25", function="raises",
+        ),
     }  # fmt: skip
     return run_ranks(2, run_all, cases, device="cpu")
 
@@ -139,8 +149,7 @@ def test_workers_change_no_number_of_a_run(root: Path, runs: list[dict[str, Any]
     expected, scored = metrics(root, "in ranks"), metrics(root, "workers")
     assert list(expected) == [1, 2]
     assert all(record["reward/std"] > 0.1 for record in expected.values())
-    assert not any(name in record for record in expected.values() for name in FAILURES)
-    assert scored == {step: record | dict.fromkeys(FAILURES, 0.0) for step, record in expected.items()}
+    assert scored == expected
     for rank in runs:
         assert rank["workers"]["rows"] == rank["in ranks"]["rows"]
 
@@ -156,3 +165,12 @@ def test_responses_that_crash_a_worker_are_scored_and_counted(root: Path, runs: 
     assert records[1]["reward/min"] == -20.0 < records[2]["reward/min"]
     printed = "".join(rank["crashes"]["printed"] for rank in runs)
     assert printed.count("prompt 3: '3+2='") == 2
+
+
+def test_responses_left_out_and_masked_failures_train_alike(root: Path, runs: list[dict[str, Any]]) -> None:
+    """Both samples of prompt 3, whose replica is one of two: every other number of the runs is the same."""
+    silent, masked = metrics(root, "left out"), metrics(root, "masked")
+    assert [record["reward/masked_fraction"] for record in silent.values()] == [0.25, 0.0]
+    assert [record.pop("reward/errors") for record in masked.values()] == [2.0, 0.0]
+    assert not any(record.pop("reward/errors") for record in silent.values())
+    assert silent == masked

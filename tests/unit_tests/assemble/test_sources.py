@@ -104,7 +104,7 @@ def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:
     assert [(prompt.text, prompt.answer, prompt.index) for prompt in train] == [
         (f"{i}+4=", str(i), i) for i in range(3)
     ]
-    assert [prompt.text for prompt in held_out] == ["0+4="]
+    assert [prompt.text for prompt in held_out[0].prompts] == ["0+4="]
     assert len(read(folder, "Rows")[1]) == 0  # without validation the split is not read
 
 

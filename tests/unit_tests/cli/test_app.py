@@ -121,8 +121,8 @@ BAD_CONFIGS: list[tuple[str, str]] = [
     ),
     (
         "trainer.val_interval=5",
-        "trainer.val_interval=5 has no prompts to validate on: it needs data.val_files, data.val_size, or a "
-        "data.source with has_validation = True; set that or "
+        "trainer.val_interval=5 has no prompts to validate on: it needs data.val_files, data.val_size, "
+        "validation.sets, or a data.source with has_validation = True; set that or "
         "leave it out (on a command line: trainer.val_interval=null)",
     ),
     ("data.train_files=[x.jsonl]", "data.train_files: x.jsonl: no such file (looked for FOLDER/x.jsonl)"),

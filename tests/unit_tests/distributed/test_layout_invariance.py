@@ -112,7 +112,7 @@ class RecordingRollout:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False) -> Any:
+    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Any:
         rollout = self.worker.generate(prompts, step=step, greedy=greedy)
         everyone = self.worker.data_parallel.gather_rows(rollout)
         self.seen.append(everyone.tokens * (torch.arange(everyone.tokens.size(1)) < everyone.lengths[:, None]))

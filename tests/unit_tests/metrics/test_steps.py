@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -13,7 +14,7 @@ from mega_rl.metrics.steps import StepMeter, StepTraces, WorkMeter
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import TokenOutputs
-from mega_rl.workers.metered import MeteredLearner
+from mega_rl.workers.metered import MeteredLearner, MeteredRollouts
 from mega_rl.workers.models import AbsentWorker
 
 
@@ -101,6 +102,36 @@ def test_a_rank_counts_its_share_of_what_its_replica_computes() -> None:
     assert meter.take() == 0.0, "a step that trains nothing"
     learner.update(Batch(), step=1)  # type: ignore[arg-type]
     assert (meter.take(), meter.take()) == (15.0, 0.0)
+
+
+def test_tokens_of_a_phase_are_reported_by_its_time() -> None:
+    """300 tokens in 2 s; those of a phase whose rate says nothing are not reported, nor a phase without tokens."""
+    clock = Clock()
+    meter = meter_of(clock)
+    meter.reset()
+    for phase, seconds in (("values", 2.0), ("log", 1.0), ("ref_logprobs", 1.0)):
+        with meter.phase(phase):
+            clock.now += seconds
+            if phase != "ref_logprobs":
+                meter.work.count(100.0)
+                meter.work.count(200.0)
+    rates = {name: value for name, value in meter.metrics().items() if name.endswith("tokens_per_s")}
+    assert rates == {"perf/values_tokens_per_s": 150.0}
+
+
+class Sampler:
+    """A source of two responses of 3 and 1 tokens; the second has a token of a tool."""
+
+    def generate(self, prompts: object, *, step: int, greedy: bool, draws: object) -> object:
+        return SimpleNamespace(loss_mask=torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]], dtype=torch.bool))
+
+
+def test_a_rank_counts_its_share_of_sampled_tokens() -> None:
+    meter = WorkMeter()
+    meter.phase = "generate"
+    MeteredRollouts(Sampler(), meter, replica_size=2).generate([], step=0)  # type: ignore[arg-type]
+    assert meter.take_tokens() == [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert not any(meter.take_tokens())
 
 
 def test_nothing_is_reported_of_a_step_without_models() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,15 @@ from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.data.prompts import PromptSampler
 from mega_rl.errors import UserErrors
+from mega_rl.protocols import Scorer
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
 from mega_rl.trainer.loop import PPOTrainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs
-from mega_rl.types import Rewards
+from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeTimer
+from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeTimer, held_out
 from tests.helpers.selection import FULL
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 from tests.unit_tests.trainer import dynamic_sampling_on_ranks as cases
@@ -99,6 +102,36 @@ def test_a_difference_in_a_part_is_one_where_the_estimator_reads_parts() -> None
         assert (drawn == 6 * 4) == by_parts
 
 
+@dataclasses.dataclass
+class LeavesFirstOut:
+    """A reward without an opinion of the first sample of each prompt."""
+
+    scorer: Scorer
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        rewards = self.scorer.score(rollout, prompts)
+        totals = rewards.totals.masked_fill(rollout.sample_index == 0, math.nan)
+        return dataclasses.replace(rewards, totals=totals)
+
+    def metrics(self) -> Metrics:
+        return self.scorer.metrics()
+
+
+def test_samples_that_are_left_out_make_no_spread() -> None:
+    """A group differs where its other samples do; what is left out arrives as such with its group."""
+    dynamic = cases.sampling(FakeRanks(), SamplingPlan(5, 3, 4))
+    dynamic.scorer = LeavesFirstOut(dynamic.scorer)
+    prompts = dynamic.batch(0)
+    rollout = dynamic.generate(prompts, step=0)
+    totals = dynamic.score(rollout, prompts).totals.view(5, cases.SAMPLES)
+    assert totals.isnan().sum(dim=0).tolist() == [5, *[0] * (cases.SAMPLES - 1)]
+    others = totals[:, 1:]
+    equal = int((others.max(dim=1).values == others.min(dim=1).values).sum())
+    metrics = dynamic.metrics()
+    assert metrics["rollout/filled_groups"] == equal
+    assert math.isfinite(metrics["reward/sampled_mean"])
+
+
 def test_failed_samples_make_no_spread() -> None:
     """Their reward of 0 is no reward. A generation with failures and one without make one step."""
     dynamic = cases.sampling(FakeRanks(), SamplingPlan(5, 3, 4), failing=True)
@@ -138,7 +171,7 @@ def test_the_loop_trains_on_groups_with_a_spread() -> None:
     """Validation prompts are generated and scored as they are."""
     policy = FakePolicy([])
     settings = RunSettings(steps=6, val_interval=3)
-    trainer = dynamic_trainer(policy, settings=settings, val_prompts=FakePrompts().batch(0))
+    trainer = dynamic_trainer(policy, settings=settings, validation=held_out(FakePrompts().batch(0)))
     trainer.fit()
     records = trainer.metrics.records
     for step in range(1, 7):

@@ -21,6 +21,7 @@ from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs, RolloutLogprobs
+from mega_rl.trainer.validation import Evaluation
 from mega_rl.types import Rewards
 from mega_rl.workers.models import AbsentWorker, ReferenceUpdates
 from mega_rl.workers.reward import AbsentScorer
@@ -33,6 +34,7 @@ from tests.helpers.fakes import (
     FakeSink,
     FakeStore,
     FakeTimer,
+    held_out,
 )
 
 
@@ -44,7 +46,7 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
     parts: dict[str, Any] = {
         "settings": RunSettings(steps=3),
         "prompts": FakePrompts(),
-        "val_prompts": [],
+        "validation": Evaluation(),
         "rollout": policy,
         "reward": FakeReward(events),
         "actor": policy,
@@ -118,7 +120,7 @@ def test_parts_of_rewards_are_metrics_and_dumped() -> None:
         grpo=True,
         reward=FakeReward([], parts=True),
         settings=RunSettings(steps=1, val_interval=1, rollout_interval=1, rollout_samples=8),
-        val_prompts=FakePrompts().batch(0),
+        validation=held_out(FakePrompts().batch(0)),
     )
     trainer.fit()
     record, rows = trainer.metrics.records[1], trainer.metrics.dumps[1]
@@ -152,7 +154,7 @@ def test_a_student_without_a_reward_learns_as_with_one_of_zeros() -> None:
             reference=FakeFrozen(),
             estimator=Distillation(),
             reward=reward,
-            val_prompts=FakePrompts().batch(0),
+            validation=held_out(FakePrompts().batch(0)),
             settings=RunSettings(steps=8, val_interval=1, rollout_interval=1, rollout_samples=2),
         )
         trainer.fit()
@@ -203,7 +205,7 @@ def test_a_greedy_baseline_is_sampled_and_scored_before_the_step() -> None:
 
 def test_validation_saving_and_dumps_keep_their_intervals() -> None:
     settings = RunSettings(steps=5, val_interval=2, save_interval=3, rollout_interval=4, rollout_samples=3)
-    trainer = make_trainer(settings=settings, val_prompts=FakePrompts().batch(0))
+    trainer = make_trainer(settings=settings, validation=held_out(FakePrompts().batch(0)))
     trainer.fit()
     records = trainer.metrics.records
     assert [step for step, record in records.items() if "val/reward_mean" in record] == [0, 2, 4, 5]
@@ -242,7 +244,9 @@ def test_a_stop_request_ends_after_the_step_and_saves() -> None:
 
 
 def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:
-    trainer = make_trainer(settings=RunSettings(steps=5, val_interval=5), start=3, val_prompts=FakePrompts().batch(0))
+    trainer = make_trainer(
+        settings=RunSettings(steps=5, val_interval=5), start=3, validation=held_out(FakePrompts().batch(0))
+    )
     assert trainer.fit() == 5
     assert list(trainer.metrics.records) == [4, 5]
 

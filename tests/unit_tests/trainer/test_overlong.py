@@ -118,7 +118,7 @@ def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation)
 class Interrupted(FakePolicy):
     """A rollout engine in which length ends the first half of the samples."""
 
-    def generate(self, prompts: object, *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: object, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         rollout = super().generate(prompts, step=step, greedy=greedy)  # type: ignore[arg-type]
         rollout.finished = torch.arange(len(rollout.finished)) >= len(rollout.finished) // 2
         return rollout

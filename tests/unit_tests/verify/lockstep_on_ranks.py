@@ -25,7 +25,8 @@ def faults() -> dict[str, Any]:
     from mega_rl.parallel.divergence import TeacherHead
     from mega_rl.trainer import dynamic_sampling, experience
     from mega_rl.workers.models import LearningWorker
-    from mega_rl.workers.reward import PartRule, RewardWorker
+    from mega_rl.workers.reward import RewardWorker
+    from mega_rl.workers.scoring.parts import PartRule
 
     built = experience.build_experience
     update, choose, teacher_logits = LearningWorker.update, dynamic_sampling.choose, TeacherHead.logits

@@ -90,8 +90,8 @@ def score_on_layouts(rank: int, checkpoint: str, actor: str, layouts: list[str],
     from transformers import AutoTokenizer
 
     from mega_rl.parallel.comm import GroupRanks
-    from mega_rl.workers.reward import RewardError
     from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, own_tokens, token_rows
+    from mega_rl.workers.scoring.failures import RewardError
 
     sampled_with = AutoTokenizer.from_pretrained(actor)
     own = AutoTokenizer.from_pretrained(checkpoint)

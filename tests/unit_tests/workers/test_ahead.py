@@ -18,7 +18,7 @@ from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
-from tests.helpers.fakes import FakePolicy, FakePrompts
+from tests.helpers.fakes import FakePolicy, FakePrompts, held_out
 from tests.unit_tests.trainer.test_loop import make_trainer
 
 STEPS = 4
@@ -122,7 +122,7 @@ def test_a_failed_update_does_not_let_generation_go_on() -> None:
 def test_validation_passes_through() -> None:
     policy = FakePolicy([])
     trainer, _ = run_of(policy, Recorded(policy), steps=2, val_interval=1)
-    trainer.val_prompts = FakePrompts().batch(0)
+    trainer.validation = held_out(FakePrompts().batch(0))
     trainer.fit()
     assert steps_only(policy.events) == [
         "publish", "validate",
@@ -188,7 +188,7 @@ class Overlapping(FakePolicy):
         self.most_generating = 0
         self.sent_while_generating = False
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         self.generating += 1
         self.most_generating = max(self.most_generating, self.generating)
         self.generation_began[step].set()

@@ -86,7 +86,7 @@ class Device:
         self.note("publish")
         return {"rollout/weight_version": 1.0}
 
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         assert (self.here, self.servers) == (set(), {"weights", "kv_cache"})
         self.note("generate")
         return make_rollout([1])

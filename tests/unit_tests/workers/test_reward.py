@@ -15,8 +15,10 @@ from torch import Tensor
 
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt, Rewards, Rollout
-from mega_rl.workers.reward import FunctionRewards, PartRule, RewardError, RewardWorker, Scores, ignore
-from mega_rl.workers.reward_calls import TAKEN, FailureScore, Response
+from mega_rl.workers.reward import FunctionRewards, Outcomes, RewardWorker, ignore
+from mega_rl.workers.reward_calls import TAKEN, NoScore, Response
+from mega_rl.workers.scoring.failures import FailureRule, RewardError
+from mega_rl.workers.scoring.parts import PartRule
 from tests.helpers.threads import ThreadGroup
 
 PROMPTS = [
@@ -124,7 +126,7 @@ def test_numbers_of_other_types(value: object) -> None:
         (float("nan"), "returned nan, which is not finite in float32"),
         (float("-inf"), "returned -inf, which is not finite in float32"),
         (1e300, "returned 1e+300, which is not finite in float32"),
-        (None, "returned None, which is not a number"),
+        ([], "returned [], which is not a number"),
         ("0.5", "returned '0.5', which is not a number"),
         (10**400, "(401 characters), which is not finite in float32"),
         ("x" * 1000, "... (1002 characters), which is not a number"),
@@ -149,8 +151,6 @@ def test_a_function_that_raises_is_an_error_on_every_rank() -> None:
         assert "raised KeyError: 'é" in str(result)
         assert f"(at {__file__}:" in str(result)
         assert "prompt 17: '1+1='" in str(result)
-    assert isinstance(results[1], RewardError)
-    assert isinstance(results[1].__cause__, KeyError)  # of the rank that scored the response
 
 
 class TextlessError(Exception):
@@ -252,7 +252,10 @@ def test_a_rank_scores_what_it_has_begun_and_its_share_of_the_rest(size: int) ->
 
     results = group.run(lambda ranks: play(ranks.rank))
     assert [scores for scores, _, _ in results] == [[5.5, 8.5, 0.5]] * size
-    assert results[-1][2] == [("2+3=", Response("50,51", 3, "stop")), ("1+1=", Response("50,51", 2, "length"))]
+    assert results[-1][2] == [
+        ("2+3=", Response("50,51", 3, "stop", token_ids=(50, 51))),
+        ("1+1=", Response("50,51", 2, "length", token_ids=(50, 51))),
+    ]
     assert "50,51" in results[-1][1]
     assert sorted(response for _, scored, _ in results for response in scored) == ["", "50,51", "52,53,54"]
 
@@ -365,8 +368,8 @@ def test_parts_stay_the_same_from_batch_to_batch() -> None:
 class HalfFailed(FunctionRewards):
     """The first response cannot be scored."""
 
-    def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Any = None) -> Scores:
-        return [FailureScore(-1.0), *super().score_texts(items, ignore)[1:]]
+    def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Any = None) -> Outcomes:
+        return [NoScore("timeout", "too long"), *super().score_texts(items, ignore)[1:]]
 
 
 def test_a_response_without_a_score_gets_the_failure_score_in_every_part() -> None:
@@ -378,11 +381,55 @@ def test_a_response_without_a_score_gets_the_failure_score_in_every_part() -> No
         everyone=alone,
         timeout_s=60,
         parts=PartRule({"length": 0.5}),
+        failed=FailureRule(-1.0, max_share=1.0),
     )  # type: ignore[arg-type]
     rewards = worker.score(rollout_of(), PROMPTS)
     assert rewards.parts is not None
     assert rewards.parts.values[0].tolist() == [-1.0, -1.0, -1.0]
     assert float(rewards.totals[0]) == -2.5
+
+
+def test_what_a_reward_leaves_out_is_nan_on_every_rank() -> None:
+    for result in score_on(2, lambda prompt, *_: None if prompt == "2+3=" else 1.0):
+        assert isinstance(result, Tensor)
+        assert str(result.tolist()) == "[nan, 1.0, nan]"
+
+
+@pytest.mark.parametrize("max_share", [0.5, 0.1])
+@pytest.mark.parametrize("score", [-1.0, None])
+def test_an_exception_costs_one_response_its_reward(
+    score: float | None, max_share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the rank itself as in workers; what has other parts than the others has no score either."""
+
+    def function(prompt: str, response: str) -> dict[str, float]:
+        if prompt == "1+1=":
+            raise SystemExit("enough")
+        return {"a": 1.0}
+
+    alone = ThreadGroup(1).rank(0)
+    rule = FailureRule(score, max_share=max_share)
+    for reward in (function, lambda prompt, response: {"b" if prompt == "1+1=" else "a": 1.0}):
+        worker = RewardWorker(
+            FunctionRewards(reward), decode=decode, replica=alone, everyone=alone, timeout_s=60, failed=rule
+        )  # type: ignore[arg-type]
+        if max_share < 1 / 3:
+            with pytest.raises(RewardError, match=r"1 of 3 responses have no score: more than .* prompt 17: '1\+1='"):
+                worker.score(rollout_of(), PROMPTS)
+            continue
+        totals = worker.score(rollout_of(), PROMPTS).totals.tolist()
+        assert str(totals) == ("[1.0, nan, 1.0]" if score is None else "[1.0, -1.0, 1.0]")
+        counts = {name: count for name, count in worker.metrics().items() if name.startswith("reward/")}
+        assert counts == {"reward/timeouts": 0.0, "reward/crashes": 0.0, "reward/errors": 1.0}
+    assert "raised SystemExit: enough" in caplog.text
+    assert ("on_failure=mask" if score is None else "failure_score=-1") in caplog.text
+
+
+def test_a_function_sees_the_token_ids() -> None:
+    """Of the prompt, and of the response without the stop token that ended it."""
+    calls: list[object] = []
+    score_on(1, lambda token_ids, prompt_ids: calls.append((prompt_ids, token_ids)))
+    assert calls == [([3], [50, 51]), ([1, 2], [52, 53, 54]), ([3], [])]
 
 
 def test_no_part_can_have_the_name_of_another_metric() -> None:

@@ -18,10 +18,11 @@ import torch
 
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
-from mega_rl.workers.reward import RewardError, RewardWorker
+from mega_rl.workers.reward import RewardWorker
 from mega_rl.workers.reward_calls import Response
 from mega_rl.workers.reward_http import HttpRewards, Item
 from mega_rl.workers.reward_service import RewardService
+from mega_rl.workers.scoring.failures import RewardError
 from tests.helpers.threads import ThreadGroup
 from tests.unit_tests.workers.test_reward import PROMPTS, decode, rollout_of
 
@@ -155,8 +156,8 @@ def test_what_is_sent_and_what_comes_back() -> None:
     messages = (("system", "é"), ("user", "q"))
     prompt = Prompt(index=5, token_ids=(1,), text="q", answer="a", messages=messages)
     items = [(prompt, Response("r\n", num_tokens=7, finish="length")), *some(1)]
-    with serving(lambda number, post: scores(1, -0.5)) as service:
-        assert client(service.url).score_texts(items) == [1.0, -0.5]
+    with serving(lambda number, post: scores(1, None)) as service:
+        assert client(service.url).score_texts(items) == [1.0, None]
     (post,) = service.posts
     assert post.items == [
         {
@@ -312,7 +313,7 @@ def test_the_first_batch_that_fails_ends_the_others() -> None:
         (b'{"scores": [1]}', "1 scores for 2 responses (and 1 more in this request); prompt 0"),
         (b'{"scores": [1, 2, 3]}', "3 scores for 2 responses"),
         (b'{"scores": [1, "2"]}', "gave '2', which is not a number; prompt 1: 'p1', response: 'x'"),
-        (b'{"scores": [1, null]}', "gave None, which is not a number; prompt 1"),
+        (b'{"scores": [1, []]}', "gave [], which is not a number; prompt 1"),
         (b'{"scores": [true, 1]}', "gave 'true', which is not a number; prompt 0"),
         (b'{"scores": [1, NaN]}', "gave nan, which is not finite in float32; prompt 1"),
         (b'{"scores": [1, {"right": true}]}', "gave {'right': 'true'}, whose part 'right' is not a number; prompt 1"),

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mega_rl.types import Experience, Prompt, Rollout, TokenOutputs
-from mega_rl.workers.reward import RewardError
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TemplateConversion, own_tokens, token_rows
+from mega_rl.workers.scoring.failures import RewardError
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS
 from tests.helpers.models import write_digit_tokenizer

@@ -14,7 +14,7 @@ from mega_rl.config.attention import Role
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs
-from mega_rl.types import Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
+from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.workers.models import LearningWorker, ReferenceWorker
 from mega_rl.workers.turns import NOTHING, PARAMETERS, EngineInTurn, ResidentModels, RolloutsInTurn
 from tests.helpers.device_budget import BudgetAccelerator, BudgetEngine, DeviceMemory, OvercommitError
@@ -78,9 +78,11 @@ class Run:
     def weight_version(self) -> int:
         return self.policy.weight_version
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
         self.note("generates")
-        return self.policy.generate(prompts, step=step, greedy=greedy)
+        return self.policy.generate(prompts, step=step, greedy=greedy, draws=draws)
 
     def metrics(self) -> Metrics:
         return {}

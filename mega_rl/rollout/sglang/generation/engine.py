@@ -20,7 +20,7 @@ from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, Sta
 from mega_rl.rollout.sglang.generation.router import Handle, ServerRouter
 from mega_rl.rollout.sglang.generation.rows import rollout_of
 from mega_rl.rollout.sglang.generation.samples import Failure, Key, RoutedLayers, Sample, SampleRequest, Sampling
-from mega_rl.types import Metrics, Prompt, Rollout
+from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class Sampled:
     prompts: Sequence[Prompt]
     requests: list[SampleRequest]  # in the order of the rows
     sampling: Sampling
+    trains: bool = True  # the samples are for training, not of an evaluation
     samples: dict[Key, Sample] = field(default_factory=dict)
     failures: dict[Key, Failure] = field(default_factory=dict)
     unserved: dict[Key, Sample] = field(default_factory=dict)
@@ -131,9 +132,10 @@ class SglangRolloutEngine:
         seed: tuple[int, ...],
         greedy: bool = False,
         limits: Sequence[int] | None = None,
+        draws: Draws | None = None,
     ) -> Rollout:
         def sample() -> Sampled:
-            return self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy, limits=limits)
+            return self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy, limits=limits, draws=draws)
 
         return self.collect(run_on_all(sample, self._everyone))
 
@@ -146,6 +148,7 @@ class SglangRolloutEngine:
         seed: tuple[int, ...],
         greedy: bool = False,
         limits: Sequence[int] | None = None,
+        draws: Draws | None = None,
     ) -> Sampled:
         """Request n samples of each prompt and return those answered within the deadline, for `collect`. No collective.
 
@@ -160,9 +163,12 @@ class SglangRolloutEngine:
             for prompt, index, limit in zip(prompts, prompt_index, limits, strict=True)
             for number in range(n)
         ]
-        return_routing = self._settings.routed is not None and not greedy
+        trains = not greedy and draws is None
+        return_routing = self._settings.routed is not None and trains
         sampling = replace(self._settings.sampling, greedy=greedy, return_routing=return_routing)
-        sampled = Sampled(prompts, requests, sampling)
+        if draws is not None:
+            sampling = replace(sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
+        sampled = Sampled(prompts, requests, sampling, trains)
         sampled.unserved = {request.key: Sample() for request in requests}
         deadline = time.monotonic() + self.deadline_s(len(requests))
         while sampled.unserved:
@@ -203,7 +209,7 @@ class SglangRolloutEngine:
             sampled.samples,
             weight_version=self._version(),
             with_failed=any_failed,
-            with_token_versions=self._settings.token_versions and not sampled.sampling.greedy,
+            with_token_versions=self._settings.token_versions and sampled.trains,
             routed=self._settings.routed if sampled.sampling.return_routing else None,
         )
 

@@ -126,7 +126,7 @@ class Returned:
     def __init__(self, rows: Any, metrics: Any) -> None:
         self.rows, self.of_source = rows, metrics
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         return self.rows  # type: ignore[no-any-return]
 
     def metrics(self) -> dict[str, float]:

@@ -107,6 +107,28 @@ class Naughty:
             os.write(2, b"e" * 4095 + b"\n")
 
     @staticmethod
+    def bomb(rest: str) -> None:
+        """Doubles seven times, to 128 processes that stay; their ids go to a file."""
+        for _ in range(7):
+            os.fork()
+        with Path(rest).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(60)
+
+    @staticmethod
+    def comet(rest: str) -> None:
+        """Leaves a process that moves on to a child of its own all the time, three seconds at least, and hangs."""
+        if os.fork():
+            Naughty.hang(rest)
+        for _ in range(1000):
+            if os.fork():
+                os._exit(0)
+            with Path(rest).open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            time.sleep(0.003)
+        os._exit(0)
+
+    @staticmethod
     def twice(rest: str) -> float:
         """Comes back in two processes, in the first when the other has ended."""
         if child := os.fork():

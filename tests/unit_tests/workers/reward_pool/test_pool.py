@@ -15,9 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.workers.reward_calls import NoScoreError
-from mega_rl.workers.reward_pool.pool import RewardPool, ScoreOutcome
+from mega_rl.workers.reward_calls import NoScore, Score
+from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.reward_pool.process import UnusableFunctionError, WorkerOrder
+from tests.helpers.selection import without
 
 FILE = Path(__file__).with_name("reward_file.py")
 ROOT = Path(__file__).parents[4]
@@ -39,16 +40,15 @@ def running(
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def outcomes(pool: RewardPool, *responses: str) -> list[ScoreOutcome | BaseException]:
+def outcomes(pool: RewardPool, *responses: str) -> list[Score | NoScore | BaseException]:
     futures = [pool.submit({"response": response}) for response in responses]
     return [future.exception(WAIT_S) or future.result() for future in futures]
 
 
 def score(pool: RewardPool, response: str) -> float:
     (outcome,) = outcomes(pool, response)
-    assert isinstance(outcome, ScoreOutcome), outcome
-    assert outcome.kind == "score", outcome.what
-    return outcome.score
+    assert isinstance(outcome, float), outcome
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_outcomes_are_in_the_order_of_the_responses() -> None:
     with running(num_workers=2) as pool:
         scores = outcomes(pool, "sleep 0", *(f"score {i}" for i in range(1, 40)))
         pids = {score(pool, "pid") for _ in range(20)}
-    assert scores == [ScoreOutcome("score", float(i)) for i in range(40)]
+    assert scores == [float(i) for i in range(40)]
     assert len(pids) <= 2
 
 
@@ -75,7 +75,7 @@ def test_two_workers_work_at_a_time(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     with running(num_workers=2) as pool:
         both = outcomes(pool, f"meet {here} {there}", f"meet {there} {here}")
-    assert both == [ScoreOutcome("score", 1.0)] * 2
+    assert both == [1.0] * 2
 
 
 def test_a_response_that_hangs_costs_its_deadline() -> None:
@@ -83,8 +83,8 @@ def test_a_response_that_hangs_costs_its_deadline() -> None:
         begin = time.monotonic()
         first, hung, last = outcomes(pool, "score 1", "hang", "score 2")
         assert time.monotonic() - begin < WAIT_S
-    assert (first, last) == (ScoreOutcome("score", 1.0), ScoreOutcome("score", 2.0))
-    assert hung == ScoreOutcome("timeout", what="took longer than reward.pool.timeout_s=0.5")
+    assert (first, last) == (1.0, 2.0)
+    assert hung == NoScore("timeout", "the reward function took longer than reward.pool.timeout_s=0.5")
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_a_response_that_hangs_costs_its_deadline() -> None:
 def test_a_response_that_crashes_its_worker_costs_itself(pool: RewardPool, response: str, what: str) -> None:
     before = score(pool, "pid")
     crashed, after = outcomes(pool, response, "score 2")
-    assert isinstance(crashed, ScoreOutcome)
+    assert isinstance(crashed, NoScore)
     assert crashed.kind == "crash"
-    assert crashed.what.startswith(f"crashed its process, which {what}")
-    assert after == ScoreOutcome("score", 2.0)
+    assert crashed.what.startswith(f"the reward function crashed its process, which {what}")
+    assert after == 2.0
     assert score(pool, "pid") != before
 
 
@@ -119,7 +119,7 @@ def test_output_is_read_shown_and_dropped(pool: RewardPool, caplog: pytest.LogCa
 
 def test_a_fork_that_comes_back_gives_no_score(pool: RewardPool) -> None:
     """Two processes would answer and read messages in turn."""
-    assert outcomes(pool, "twice", "score 2", "score 3") == [ScoreOutcome("score", s) for s in (7.0, 2.0, 3.0)]
+    assert outcomes(pool, "twice", "score 2", "score 3") == [s for s in (7.0, 2.0, 3.0)]
 
 
 @pytest.mark.parametrize(("what", "kind"), [("linger", "score"), ("crash_and_linger", "crash")])
@@ -128,8 +128,7 @@ def test_processes_that_a_response_leaves_are_gone_before_the_next(
 ) -> None:
     """Also those of other sessions, and those whose parents have ended."""
     (outcome,) = outcomes(pool, f"{what} {tmp_path / 'pids'}")
-    assert isinstance(outcome, ScoreOutcome)
-    assert outcome.kind == kind
+    assert (outcome.kind if isinstance(outcome, NoScore) else "score") == kind
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) >= 16
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
@@ -148,9 +147,61 @@ def test_an_alarm_does_not_reach_the_next_response(pool: RewardPool) -> None:
 def test_memory_has_its_limit() -> None:
     with running(memory_bytes=1 << 29) as pool:
         greedy, other = outcomes(pool, "memory", "score 1")
-    assert isinstance(greedy, ScoreOutcome)
-    assert (greedy.kind, greedy.what) == ("crash", "crashed its process, which ran out of memory")
-    assert other == ScoreOutcome("score", 1.0)
+    assert isinstance(greedy, NoScore)
+    assert (greedy.kind, greedy.what) == ("crash", "the reward function crashed its process, which ran out of memory")
+    assert other == 1.0
+
+
+@pytest.mark.parametrize(("what", "least"), [("bomb", 128), ("comet", 20)])
+def test_a_fork_bomb_ends_at_the_deadline(tmp_path: Path, what: str, least: int) -> None:
+    """One that grows, and one that is never at the same id for long."""
+    pids = tmp_path / "pids"
+    with running(timeout_s=2.0) as pool:
+        bomb, after = outcomes(pool, f"{what} {pids}", "score 2")
+        size = pids.stat().st_size
+        assert isinstance(bomb, NoScore)
+        assert (bomb.kind, after) == ("timeout", 2.0)
+        time.sleep(0.1)
+        assert pids.stat().st_size == size
+    ids = [int(pid) for pid in pids.read_text().split()]
+    assert len(ids) >= least
+    assert not [pid for pid in ids if psutil.pid_exists(pid)]
+
+
+HOSTILE = {
+    "power of powers": r"\boxed{9^{9^{9^{9}}}}",
+    "factorial": r"\boxed{((99999!)!)!}",
+    "python power": "#### 9**9**9**9",
+    "megabyte of digits": r"\boxed{" + "7" * (1 << 20) + "}",
+    "unbalanced braces": r"\boxed{" * 20_000,
+    "closed braces": "}" * 200_000 + r"\boxed{1}}}}",
+    "nested fractions": r"\boxed{" + r"\frac{1}{" * 2000 + "1" + "}" * 2001,
+    "nested brackets": r"\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}",
+    "nested roots": r"\boxed{" + r"\sqrt{" * 500 + "2" + "}" * 501,
+    "long sum": r"\boxed{" + "+".join(["x"] * 20_000) + "}",
+    "large matrix": r"\boxed{\begin{pmatrix}" + "&".join(["9^{99999999}"] * 500) + r"\end{pmatrix}}",
+    "null characters": r"\boxed{" + "\x00" * 1000 + "}",
+}
+
+SLOW = (
+    "megabyte of digits", "unbalanced braces", "nested fractions", "nested brackets", "nested roots", "long sum",
+    "large matrix",
+)  # fmt: skip
+
+
+def test_no_answer_to_mathematics_costs_another_its_reward() -> None:
+    """A worker of math_verify gives each of them 0 or none, and the right answer after it 1."""
+    order = WorkerOrder("math_verify", 4 << 30)
+    pool = RewardPool(order, num_workers=1, timeout_s=6.0)
+    try:
+        for name, text in without(HOSTILE, *SLOW).items():
+            texts = [{"prompt": "6*7=", "answer": "42", "response": response} for response in (text, r"\boxed{42}")]
+            futures = [pool.submit(arguments) for arguments in texts]
+            hostile, right = (future.result(WAIT_S) for future in futures)
+            assert hostile == 0.0 or isinstance(hostile, NoScore), name
+            assert right == 1.0, name
+    finally:
+        pool.close()
 
 
 def test_an_exception_and_what_is_no_score_are_errors() -> None:
@@ -158,15 +209,15 @@ def test_an_exception_and_what_is_no_score_are_errors() -> None:
     expected = {
         "raise": f"raised ValueError: no such answer: é (at {FILE}:",
         "exit": f"raised SystemExit: enough (at {FILE}:",
-        "none": "returned None, which is not a number",
         "nan": "returned nan, which is not finite in float32",
     }
     with running("short") as pool:
         *failures, other = outcomes(pool, *expected, "2")
     for failure, what in zip(failures, expected.values(), strict=True):
-        assert isinstance(failure, NoScoreError)
-        assert str(failure).startswith(f"the reward function {what}")
-    assert other == ScoreOutcome("score", 2.0)
+        assert isinstance(failure, NoScore)
+        assert failure.kind == "error"
+        assert failure.what.startswith(f"the reward function {what}")
+    assert other == 2.0
 
 
 def test_a_function_that_workers_cannot_load_fails_all(tmp_path: Path) -> None:

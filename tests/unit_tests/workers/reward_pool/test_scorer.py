@@ -12,29 +12,27 @@ import pytest
 import torch
 
 from mega_rl.types import Prompt
-from mega_rl.workers.reward import FunctionRewards, RewardError, RewardWorker, ScoreCounts
-from mega_rl.workers.reward_calls import Response
+from mega_rl.workers.reward import FunctionRewards, RewardWorker
+from mega_rl.workers.reward_calls import NoScore, Response
 from mega_rl.workers.reward_functions import resolve
 from mega_rl.workers.reward_pool.begun import KEPT_BATCHES, Begun
 from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.reward_pool.process import WorkerOrder
-from mega_rl.workers.reward_pool.scorer import FailedScores, PooledRewards
+from mega_rl.workers.reward_pool.scorer import PooledRewards
+from mega_rl.workers.scoring.failures import FailureRule, Failures, RewardError
 from tests.helpers.threads import ThreadGroup
 from tests.unit_tests.workers.reward_pool.test_pool import FILE
 from tests.unit_tests.workers.test_reward import PROMPTS, rollout_of
 
-ANY_SHARE = FailedScores(0.0, max_share=1.0)
 Items = list[tuple[Prompt, Response]]
 
 
 @contextmanager
-def pooled(
-    function: str, *, failed: FailedScores = ANY_SHARE, timeout_s: float = 20.0, num_workers: int = 1
-) -> Iterator[PooledRewards]:
+def pooled(function: str, *, timeout_s: float = 20.0, num_workers: int = 1) -> Iterator[PooledRewards]:
     spec = f"{FILE}:{function}"
     pool = RewardPool(WorkerOrder(spec, 0), num_workers=num_workers, timeout_s=timeout_s)
     try:
-        yield PooledRewards(FunctionRewards(resolve(spec)).call, pool, failed=failed)
+        yield PooledRewards(FunctionRewards(resolve(spec)).call, pool)
     finally:
         pool.close()
 
@@ -64,43 +62,36 @@ def test_scores_are_those_of_the_function_in_this_process() -> None:
 
 
 def test_errors_are_those_of_the_function_in_this_process() -> None:
+    """Each costs one response; None is no error."""
+    items = some("1", "raise", "exit", "none", "nan", "2")
+    own = FunctionRewards(resolve(f"{FILE}:short")).score_texts(items)
     with pooled("short") as rewards:
-        for response in ("raise", "exit", "none", "nan"):
-            items = some("1", response, "2")
-            with pytest.raises(RewardError) as own:
-                FunctionRewards(resolve(f"{FILE}:short")).score_texts(items)
-            with pytest.raises(RewardError) as other:
-                rewards.score_texts(items)
-            assert str(other.value) == str(own.value)
-            assert "prompt 17: '1+1='" in str(other.value)
+        assert rewards.score_texts(items) == own
+    assert [outcome.kind if isinstance(outcome, NoScore) else outcome for outcome in own] == [
+        1.0, "error", "error", None, "error", 2.0,
+    ]  # fmt: skip
 
 
 def test_failed_responses_get_the_stated_score_and_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    with pooled("naughty", failed=FailedScores(-2.0, 0.6), timeout_s=0.5) as rewards, caplog.at_level(logging.WARNING):
-        assert rewards.score_texts(some("score 1", "hang", "leave", "score -1", "hang")) == [
-            1.0,
-            -2.0,
-            -2.0,
-            -1.0,
-            -2.0,
-        ]
-        counts = rewards.take_counts()
-        assert rewards.take_counts() == ScoreCounts(0, 0, 0, 0.6, ())
-    assert counts[:4] == (5, 2, 1, 0.6)
-    assert len(counts.examples) == 3
-    assert counts.examples[0] == (
-        "the reward function took longer than reward.pool.timeout_s=0.5; "
-        "prompt 17: '1+1=', response: 'hang', answer: '2'"
-    )
+    items = some("score 1", "hang", "leave", "score -1", "hang")
+    failures, alone = Failures(FailureRule(-2.0, 0.6)), ThreadGroup(1).rank(0)
+    with pooled("naughty", timeout_s=0.5) as rewards, caplog.at_level(logging.WARNING):
+        assert failures.replaced(items, rewards.score_texts(items)) == [1.0, -2.0, -2.0, -1.0, -2.0]
+    assert failures.settle(alone) == {"reward/timeouts": 2.0, "reward/crashes": 1.0, "reward/errors": 0.0}  # type: ignore[arg-type]
+    assert not any(failures.settle(alone).values())  # type: ignore[arg-type]
     warnings = [record.getMessage() for record in caplog.records if "failure_score" in record.getMessage()]
-    assert warnings == [f"{example}; its score is reward.pool.failure_score=-2" for example in counts.examples]
+    assert len(warnings) == 3
+    assert warnings[0] == (
+        "the reward function took longer than reward.pool.timeout_s=0.5; "
+        "prompt 17: '1+1=', response: 'hang', answer: '2'; its score is reward.pool.failure_score=-2"
+    )
 
 
 def test_a_score_that_rewards_failures_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    with pooled("naughty") as rewards, caplog.at_level(logging.WARNING):
-        rewards.score_texts(some("score -1"))
-        for _ in range(2):
-            assert rewards.score_texts(some("leave", "score 1")) == [0.0, 1.0]
+    failures = Failures(FailureRule(0.0, max_share=1.0))
+    failures.replaced(some("a"), [-1.0])
+    for _ in range(2):
+        assert failures.replaced(some("a", "b"), [NoScore("crash", "it crashed"), 1.0]) == [0.0, 1.0]
     warnings = [record.getMessage() for record in caplog.records if "is rewarded" in record.getMessage()]
     assert len(warnings) == 1
     assert "reward.pool.failure_score=0 is above -1" in warnings[0]
@@ -151,8 +142,10 @@ def test_too_many_failed_responses_end_the_run_on_all_ranks(max_share: float) ->
 
     def play(rank: int) -> object:
         ranks = group.rank(rank)
-        with pooled("naughty", failed=FailedScores(-1.0, max_share)) as rewards:
-            worker = RewardWorker(rewards, decode=decode, replica=ranks, everyone=ranks, timeout_s=60)  # type: ignore[arg-type]
+        with pooled("naughty") as rewards:
+            worker = RewardWorker(
+                rewards, decode=decode, replica=ranks, everyone=ranks, timeout_s=60, failed=FailureRule(-1.0, max_share)
+            )  # type: ignore[arg-type]
             return worker.score(rollout_of(), PROMPTS).totals, worker.metrics(), worker.metrics()
 
     group = ThreadGroup(2)
@@ -161,7 +154,8 @@ def test_too_many_failed_responses_end_the_run_on_all_ranks(max_share: float) ->
         if max_share == 0.5:
             scores, metrics, after = result
             assert torch.equal(scores, torch.tensor([2.0, -1.0, 0.0]))
-            assert (metrics, after) == ({"reward/timeouts": 0.0, "reward/crashes": 1.0}, {})
+            assert metrics.pop("time/reward_latency_s") > 0.0
+            assert (metrics, after) == ({"reward/timeouts": 0.0, "reward/crashes": 1.0, "reward/errors": 0.0}, {})
         else:
             assert isinstance(result, RewardError)
             assert "1 of 3 responses have no score: more than reward.pool.max_failed_share=0.1" in str(result)

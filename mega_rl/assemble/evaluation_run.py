@@ -1,0 +1,150 @@
+"""An evaluation without training: a policy from its checkpoint, samples, rewards, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mega_rl import __version__, progress
+from mega_rl.accelerator import Accelerator
+from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens
+from mega_rl.assemble.evaluation import build_evaluation
+from mega_rl.assemble.plan import plan_run
+from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
+from mega_rl.assemble.roles import build_roles
+from mega_rl.assemble.rollouts import RolloutInputs, build_rollouts
+from mega_rl.assemble.run import session
+from mega_rl.assemble.servers import is_colocated, start_servers
+from mega_rl.config.origins import as_record
+from mega_rl.config.schema import Config
+from mega_rl.parallel.agreement import run_on_one
+from mega_rl.parallel.comm import ranks_of
+from mega_rl.parallel.groups import Groups
+from mega_rl.protocols import Ranks
+from mega_rl.storage.disk import make_folder, replace_text
+from mega_rl.trainer.unscored import scored_rows
+from mega_rl.trainer.validation import Evaluation, SetOutcome, response_text
+from mega_rl.types import JsonObject, Metrics
+from mega_rl.versions import installed_version
+
+
+class NoCheckpoints:
+    """Checkpoint store of what saves nothing."""
+
+    def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
+        """Do nothing."""
+
+    def save_in_memory(self, step: int, state: JsonObject) -> None:
+        """Do nothing."""
+
+    def poll(self) -> Metrics:
+        """Return nothing."""
+        return {}
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+def evaluate(config: Config, accelerator: Accelerator) -> JsonObject:
+    """Evaluate as `config.validation` says, on every rank of this job; returns the results, the same on all ranks.
+
+    Rank 0 writes samples.jsonl, one row a sample, and results.json into trainer.run_dir.
+    """
+    with session(config, accelerator) as groups, ExitStack() as resources:
+        world = ranks_of(groups.host_world)
+        outcomes, evaluation, tokens, replicas = _run(config, accelerator, groups, resources)
+        results = _results(config, outcomes)
+        rows = [row for part in replicas.gather_json(list(_rows(outcomes, evaluation, tokens))) for row in part]
+        folder = Path(config.trainer.run_dir)
+        run_on_one(lambda: _write(folder, rows, results, [one.prompts.name for one in outcomes]), world)
+    return results
+
+
+def _run(
+    config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack
+) -> tuple[list[SetOutcome], Evaluation, Tokens, Ranks]:
+    """Return the outcomes on each set, with what reads their samples, and the data-parallel replicas."""
+    world = ranks_of(groups.host_world)
+    plan = plan_run(config, accelerator)
+    plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
+    tokens = read_tokens(config, is_writer=world.rank == 0)
+    prepared = prepare_reward(config, tokens.tokenizer, tokens.decode, resources=resources)
+    columns = reward_columns(config, prepared)
+    _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns)
+    agreed_fingerprint([], sets, world)
+    evaluation = build_evaluation(config, sets, world)
+    servers = start_servers(plan, accelerator, world, resources)
+    colocated = servers is not None and is_colocated(config, accelerator)
+    roles = build_roles(plan, accelerator, groups, colocated=colocated)
+    with progress.phase("preparing the rollout engine"):
+        rollouts = build_rollouts(
+            plan, accelerator, world, servers, roles,
+            checkpoints=NoCheckpoints(), inputs=RolloutInputs(lambda step: []), resources=resources,
+        )  # fmt: skip
+    scorer = build_reward(
+        config, prepared, roles,
+        decode=tokens.decode, everyone=world, on_device=rollouts.on_device, listen=rollouts.listen,
+    )  # fmt: skip
+    rollouts.sync.publish()
+    replicas = roles.actor_engine.data_parallel
+    with progress.phase("evaluating"):
+        outcomes = evaluation.run(0, rollout=rollouts.source, reward=scorer, ranks=replicas, decode=tokens.decode)
+    return outcomes, evaluation, tokens, replicas
+
+
+def _rows(outcomes: Sequence[SetOutcome], evaluation: Evaluation, tokens: Tokens) -> Iterator[dict[str, Any]]:
+    """Yield one row for each sample of this replica."""
+    for outcome in outcomes:
+        rollout, rewards, parts = outcome.rollout, outcome.rewards, outcome.rewards.parts
+        answered = [True] * len(rollout.lengths) if rollout.failed is None else (~rollout.failed).tolist()
+        scored = scored_rows(rollout, rewards).tolist()
+        right = evaluation.is_right(rewards) if evaluation.plan.counted else None
+        for row, number in enumerate(rollout.prompt_index.tolist()):
+            prompt, response = outcome.prompts.prompts[number], response_text(rollout, row, tokens.decode)
+            named = {} if parts is None else dict(zip(parts.names, parts.values[row].tolist(), strict=True))
+            yield {
+                "set": outcome.prompts.name,
+                "prompt_index": number,
+                "sample_index": int(rollout.sample_index[row]),
+                "row": prompt.index,
+                "prompt": prompt.text,
+                "response": response,
+                "reference": prompt.answer,
+                "answer": outcome.votes[row] if outcome.votes else None,
+                "reward": float(rewards.totals[row]) if rewards.scored and scored[row] else None,
+                "parts": {name: value for name, value in named.items() if scored[row] and not math.isnan(value)},
+                "right": right[row] if right is not None and scored[row] else None,
+                "finish": ("stop" if rollout.finished[row] else "length") if answered[row] else "failed",
+                "response_tokens": int(rollout.loss_mask[row].sum()),
+            }
+
+
+def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
+    """Return the numbers of every set, with the settings and versions that they are of."""
+    sets = {}
+    for outcome in outcomes:
+        means = {name.removeprefix("val/"): value for name, value in outcome.metrics.items()}
+        edges = {f"{name}{edge}" for name in outcome.estimates for edge in ("", "_low", "_high")}
+        sets[outcome.prompts.name] = {
+            "prompts": len(outcome.prompts.prompts),
+            "means": {name: value for name, value in means.items() if name not in edges},
+            "estimates": {name: asdict(estimate) for name, estimate in outcome.estimates.items()},
+        }
+    names = ("torch", "transformers", "megatron-core", "sglang")
+    versions = {"mega-rl": __version__} | {name: installed_version(name) for name in names}
+    return {"sets": sets, "seed": config.trainer.seed, "versions": versions, "config": as_record(config)}
+
+
+def _write(folder: Path, rows: Sequence[JsonObject], results: JsonObject, order: Sequence[str]) -> None:
+    """Write samples.jsonl and results.json."""
+    make_folder(folder)
+    places = {name: place for place, name in enumerate(order)}
+    ordered = sorted(rows, key=lambda row: (places[row["set"]], row["prompt_index"], row["sample_index"]))
+    lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in ordered)
+    replace_text(folder / "samples.jsonl", lines)
+    replace_text(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,0 +1,87 @@
+"""Settings of an evaluation without training, from those of a recipe, checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mega_rl.config.rules.validation import files_of
+from mega_rl.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DynamicSamplingConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimConfig,
+    OverlongConfig,
+    ReferenceLayoutConfig,
+    TrainerConfig,
+)
+from mega_rl.preflight.launcher import launched_world_size
+from mega_rl.preflight.run import check_run
+
+
+def checked(config: Config, *, world_size: int | None, out: str, launchers: int = 1) -> Config:
+    """Return `evaluation_config` of a config, with which an evaluation can start; arguments as of `check_run`.
+
+    Raises UserErrors with every mistake found, one line each.
+    """
+    size = launched_world_size() if world_size is None else world_size
+    return check_run(evaluation_config(config, world_size=size, out=out), world_size=size, launchers=launchers)
+
+
+def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
+    """Return the config that evaluates `model.path` on the held-out prompts of `config` and writes into `out`.
+
+    Of the model, the layout, rollouts, rewards and data nothing changes; what only training reads takes its default.
+    Without a temperature of its own, several samples of a prompt are drawn at that of rollouts.
+    """
+    model, trainer, val, data = config.model, config.trainer, config.validation, config.data
+    megatron = config.engine.megatron
+    files = [*data.val_files, *(file for one in val.sets.values() for file in files_of(one))]
+    longest = data.max_prompt_tokens + config.rollout.max_new_tokens
+    temperature = config.rollout.temperature if val.n > 1 and val.temperature == 0 else val.temperature
+    return replace(
+        config,
+        model=ModelConfig(
+            path=model.path,
+            dtype=model.dtype,
+            fp32_head=model.fp32_head,
+            attn_implementation=model.attn_implementation,
+        ),
+        engine=replace(
+            config.engine,
+            megatron=replace(
+                megatron, moe=replace(megatron.moe, routing_replay=False), reference=ReferenceLayoutConfig()
+            ),
+        ),
+        optim=OptimConfig(),
+        algorithm=AlgorithmConfig(advantage="reinforce_plus_plus"),  # needs no other model
+        data=replace(data, source="files", source_settings={}, val_size=0, train_files=files[:1]),
+        rollout=replace(
+            config.rollout,
+            n=1,
+            dynamic_sampling=DynamicSamplingConfig(),
+            sglang=replace(config.rollout.sglang, partial_rollout=False, return_routing=False),
+        ),
+        reward=replace(config.reward, overlong=OverlongConfig()),
+        validation=replace(val, temperature=temperature),
+        checkpoint=CheckpointConfig(resume="never"),
+        metrics=MetricsConfig(progress_bar=config.metrics.progress_bar),
+        trainer=TrainerConfig(
+            run_dir=out,
+            steps=1,
+            prompts_per_step=world_size,
+            minibatch_size=world_size,
+            seed=trainer.seed,
+            val_interval=1,
+            device=trainer.device,
+            deterministic=trainer.deterministic,
+            timeout_s=trainer.timeout_s,
+            microbatch=replace(
+                trainer.microbatch,
+                max_tokens=max(trainer.microbatch.max_tokens, 2 * longest if trainer.microbatch.packing else 1),
+                skip_zero_advantages=False,
+            ),
+        ),
+    )

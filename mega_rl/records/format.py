@@ -1,0 +1,138 @@
+"""Form of a record: its tensors in the order in which a step computes them, and its description in record.json.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from mega_rl.errors import UserError
+from mega_rl.storage.strict_json import JsonFields, parse_object
+
+FORMAT = 1
+RECORD_FILE, WEIGHTS = "record.json", "weights"
+MAX_RECORD_BYTES = 16 << 20
+_SHARD = re.compile(r"replica_\d{5}\.(?:safetensors|jsonl)")
+
+# Tensors in causal order, each with what it is. Whose name is not in a record has no part in its step.
+# [N] are one number for each row, [N, S] one for each token, aligned to the token that it describes.
+TENSORS: Mapping[str, str] = {
+    "prompt_index": "[N] position of the row's prompt in the step's batch",
+    "sample_index": "[N] number of the sample of its prompt",
+    "prompt_lengths": "[N] tokens of the prompt",
+    "lengths": "[N] tokens of prompt and response",
+    "finished": "[N] ended by a stop token",
+    "failed": "[N] without an answer",
+    "weight_version": "[N] oldest version of the weights that sampled the row",
+    "tokens": "[N, S] prompt, response, padding of 0",
+    "loss_mask": "[N, S] tokens that the policy sampled",
+    "token_versions": "[N, S] version of the weights that sampled the token",
+    "routing": "[N, S, L, K] experts that each of L mixtures gave the token",
+    "rollout_logprobs": "[N, S] of the engine that sampled",
+    "policy_logprobs": "[N, S] of the trainer before the update, where old_logprobs are not",
+    "old_logprobs": "[N, S] that the ratio of the loss is taken to",
+    "ref_logprobs": "[N, S] of the reference",
+    "values": "[N, S] of the critic before the update",
+    "rewards": "[N] as scored",
+    "reward_parts": "[N, K] named parts of the rewards, before weights",
+    "greedy_rewards": "[N] of the greedy response to the row's prompt",
+    "shaped_rewards": "[N] after the punishment of overlong responses",
+    "kl_penalty": "[N, S] taken off token rewards",
+    "advantages": "[N, S]",
+    "returns": "[N, S] value targets",
+    "train_mask": "[N, S] tokens that train: loss_mask without filtered responses",
+    "minibatch": "[N] number of the update that trains the row, in the first epoch",
+    "token_weights": "[N, S] 1 / tokens of the mini-batch",
+    "loss_weights": "[N, S] share of the token in its mini-batch's policy loss",
+    "correction_weights": "[N, S] of the token's loss in the first update, for what sampled it",
+}
+MODEL_OUTPUTS = ("policy_logprobs", "old_logprobs", "ref_logprobs", "values")
+INPUTS = (*tuple(TENSORS)[: tuple(TENSORS).index("policy_logprobs")], "rewards", "reward_parts", "greedy_rewards")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a record."""
+
+    file: str  # "replica_00000.safetensors"
+    nbytes: int
+    sha256: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class RecordDescription:
+    """Content of record.json, but for the files."""
+
+    step: int  # from 1 on, as in metrics.jsonl: the weights of step - 1 computed it
+    prompts: int  # of the step's batch
+    kl_coef: float  # before the step's updates
+    reward_parts: tuple[str, ...]  # names of the columns of `reward_parts`
+    reward_weights: tuple[float, ...]  # of each part
+    config: JsonFields  # of the run, nested
+    model: dict[str, str]  # identity by content of the checkpoint that the run began with
+    weights: tuple[str, ...]  # roles whose weights are in the record
+    layout: str
+    world_size: int
+    device: str  # "cpu" or "cuda"
+    dtype: str  # "fp32" or "bf16"
+    versions: dict[str, str]  # of packages
+
+    @property
+    def steps_before(self) -> int:
+        """Return the number of steps whose weights the record's step began with."""
+        return self.step - 1
+
+
+def to_json(description: RecordDescription, shards: list[Shard], tensors: Mapping[str, str]) -> JsonFields:
+    """Return the content of record.json; tensors: dtype of each, in the order of `TENSORS`."""
+    listed = {name: tensors[name] for name in TENSORS if name in tensors}
+    return {
+        "format": FORMAT,
+        **asdict(description),
+        "tensors": listed,
+        "files": [asdict(shard) for shard in shards],
+    }
+
+
+def parse(text: bytes, path: Path) -> tuple[RecordDescription, list[Shard], dict[str, str]]:
+    """Return (description, files, dtype of each tensor) of the text of a record.json. Raises UserError."""
+    try:
+        raw = parse_object(text)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; the record is damaged") from error
+    if raw.get("format") != FORMAT:
+        raise UserError(
+            f"{path}: format={raw.get('format')!r}, this version reads {FORMAT}; use the version that wrote it"
+        )
+    try:
+        names = ("reward_parts", "reward_weights", "weights")
+        kept = {field.name: raw[field.name] for field in fields(RecordDescription)}
+        description = RecordDescription(**{**kept, **{name: tuple(kept[name]) for name in names}})
+        shards = [Shard(**entry) for entry in raw["files"]]
+        tensors = {str(name): str(dtype) for name, dtype in raw["tensors"].items()}
+        _check(description, shards, tensors)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path}: is no record ({type(error).__name__}: {error}); it is damaged") from error
+    return description, shards, tensors
+
+
+def _check(description: RecordDescription, shards: list[Shard], tensors: Mapping[str, str]) -> None:
+    """Raise ValueError for fields of other types, names of files that are none of a record, unknown tensors."""
+    of_type = {int: ("step", "prompts", "world_size"), dict: ("config", "model"), str: ("layout", "device", "dtype")}
+    for kind, names in of_type.items():
+        for name in names:
+            if not isinstance(getattr(description, name), kind):
+                raise ValueError(f"{name} is no {kind.__name__}")
+    if description.step < 1 or not set(description.weights) <= {"actor", "critic", "reference"}:
+        raise ValueError("step or weights are out of range")
+    for shard in shards:
+        if not _SHARD.fullmatch(shard.file) or not isinstance(shard.nbytes, int) or not isinstance(shard.rows, int):
+            raise ValueError(f"file {shard.file!r} is none of a record")
+    unknown = set(tensors) - set(TENSORS)
+    if unknown or not shards:
+        raise ValueError(f"unknown tensors {sorted(unknown)}" if unknown else "no files")

@@ -1,0 +1,217 @@
+"""Records of complete steps: every number that a step computed before its updates, by row and token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.advantages.base import AdvantageEstimator
+from mega_rl.algorithms.corrections.base import Correction, SampledTokens
+from mega_rl.algorithms.kl import RewardKL
+from mega_rl.algorithms.sequences import Sequences
+from mega_rl.metrics.records import to_json_value
+from mega_rl.protocols import Ranks, TokenModel
+from mega_rl.trainer.dumps import sample_rows
+from mega_rl.trainer.greedy import WithGreedyRewards
+from mega_rl.types import Experience, JsonObject, Prompt, Rewards, Rollout, TokenOutputs, row_numbers
+
+
+class RecordedStep(NamedTuple):
+    """A step before its updates, as this rank has it; rows are those of its data-parallel replica."""
+
+    step: int  # from 0 on
+    prompts: Sequence[Prompt]  # of the global batch
+    rollout: Rollout
+    rewards: Rewards  # as scored
+    shaped: Rewards  # with the punishment of overlong responses
+    estimator: AdvantageEstimator
+    outputs: tuple[TokenOutputs, TokenOutputs, TokenOutputs]  # old log-probs, those of the reference, values
+    experience: Experience
+    minibatches: Sequence[Experience]  # of all epochs, in order
+
+
+class StepSink(Protocol):
+    """A recorder of steps."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step, counted from 0, is recorded."""
+        ...
+
+    def __call__(self, step: RecordedStep) -> None:
+        """Record a step; collective."""
+        ...
+
+
+class NoRecorder:
+    """StepSink of a run that records nothing."""
+
+    def is_due(self, step: int) -> bool:
+        """Return False."""
+        return False
+
+    def __call__(self, step: RecordedStep) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class StepColumns:
+    """The tensors of a step by the names of `records.format.TENSORS`, of this replica's rows, on the host.
+
+    policy: evaluates the log-probs before the update where the step's old ones are the sampler's; None where they are
+    the policy's own. on_policy: the loss takes those of its own forward for old ones.
+    """
+
+    ranks: Ranks  # the data-parallel replicas
+    policy: TokenModel | None = None
+    reward_kl: RewardKL | None = None
+    correction: Correction | None = None
+    on_policy: bool = False
+
+    def __call__(self, step: RecordedStep) -> dict[str, Tensor]:
+        """Return the columns, [B] or [B, S, ...]; collective."""
+        rollout, experience = step.rollout, step.experience
+        old, ref, critic = step.outputs
+        assert old.logprobs is not None
+        columns = _sampled(rollout)
+        if self.policy is not None:
+            logprobs = self.policy.evaluate(rollout).logprobs
+            assert logprobs is not None
+            columns["policy_logprobs"] = logprobs
+        columns |= {"old_logprobs": old.logprobs, "advantages": experience.advantages}
+        columns["train_mask"] = experience.loss_mask
+        if ref.logprobs is not None:
+            columns["ref_logprobs"] = ref.logprobs
+        if critic.values is not None:
+            columns |= {"values": critic.values, "returns": experience.returns}
+        if self.reward_kl is not None:
+            reference = old.logprobs if ref.logprobs is None else ref.logprobs
+            columns["kl_penalty"] = self.reward_kl.penalty(old.logprobs, reference) * rollout.loss_mask
+        columns |= _rewards(step) | _weights(step, self.ranks)
+        if self.correction is not None:
+            columns["correction_weights"] = self._correction(experience, columns)
+        return {name: column.detach().to("cpu").contiguous() for name, column in columns.items()}
+
+    def _correction(self, experience: Experience, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return [B, S] float32: weights of token losses in the first update, whose policy is the one before it."""
+        assert self.correction is not None
+        mask = experience.loss_mask
+        policy = columns.get("policy_logprobs", columns["old_logprobs"]) * mask
+        tokens = SampledTokens(
+            policy,
+            policy if self.on_policy else experience.old_logprobs,
+            experience.rollout_logprobs,
+            advantages=experience.advantages,
+            token_weights=columns["token_weights"],
+            sequences=Sequences(row_numbers(mask), len(mask)),
+        )
+        return self.correction(tokens)[0] * mask
+
+
+@dataclass(frozen=True)
+class StepRecorder:
+    """StepSink of every `interval`-th step, from the first on."""
+
+    interval: int
+    columns: StepColumns
+    decode: Callable[[Sequence[int]], str]  # as rewards read it
+    render: Callable[[Sequence[int]], str]  # with all special tokens
+    # (step, its columns, its rows for people); collective
+    write: Callable[[RecordedStep, Mapping[str, Tensor], Sequence[JsonObject]], None]
+    writes_texts: bool = True  # whether this rank's rows for people are written
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a step, counted from 0, is recorded."""
+        return step % self.interval == 0
+
+    def __call__(self, step: RecordedStep) -> None:
+        """Record a step; collective."""
+        columns = self.columns(step)
+        self.write(step, columns, self._rows(step) if self.writes_texts else [])
+
+    def _rows(self, step: RecordedStep) -> list[JsonObject]:
+        """Return every row as dumps of rollouts show it, with the text of each token."""
+        rollout, texts = step.rollout, dict[int, str]()
+        shown = sample_rows(
+            rollout, step.rewards, step.prompts, self.decode, render=self.render,
+            step=step.step + 1, count=len(rollout.tokens), advantages=step.experience.advantages,
+        )  # fmt: skip
+        rows: list[JsonObject] = []
+        for number, row in enumerate(shown):
+            ids = rollout.tokens[number, : int(rollout.lengths[number])].tolist()
+            texts |= {token: self.render([token]) for token in set(ids) - texts.keys()}
+            plain = {key: to_json_value(value) if isinstance(value, float) else value for key, value in row.items()}
+            index = step.prompts[int(rollout.prompt_index[number])].index
+            rows.append({**plain, "data_row": index, "token_texts": [texts[token] for token in ids]})
+        return rows
+
+
+def _sampled(rollout: Rollout) -> dict[str, Tensor]:
+    """Return what sampling gave; token ids as int32."""
+    names = ("prompt_index", "sample_index", "prompt_lengths", "lengths", "finished", "weight_version", "loss_mask")
+    optional = {name: getattr(rollout, name) for name in ("failed", "token_versions", "routing")}
+    return {
+        **{name: getattr(rollout, name) for name in (*names, "rollout_logprobs")},
+        **{name: column for name, column in optional.items() if column is not None},
+        "tokens": rollout.tokens.to(torch.int32),
+    }
+
+
+def _rewards(step: RecordedStep) -> dict[str, Tensor]:
+    """Return the rewards, their parts, and what shaped them."""
+    columns = {"rewards": step.rewards.totals, "shaped_rewards": step.shaped.totals}
+    if step.rewards.parts is not None:
+        columns["reward_parts"] = step.rewards.parts.values
+    if isinstance(step.estimator, WithGreedyRewards):
+        columns["greedy_rewards"] = step.estimator.rewards[step.rollout.prompt_index]
+    return columns
+
+
+def _weights(step: RecordedStep, ranks: Ranks) -> dict[str, Tensor]:
+    """Return the weights of the first epoch's mini-batches at this rank's own rows, which others may train; collective.
+
+    A row that no mini-batch has is of mini-batch -1.
+    """
+    own, width = step.rollout, step.rollout.tokens.size(1)
+    place = {key: row for row, key in enumerate(_keys(own))}
+    count = len(place)
+    columns = {
+        "minibatch": torch.full((count,), -1),
+        "token_weights": torch.zeros(count, width),
+        "loss_weights": torch.zeros(count, width),
+    }
+    seen: set[tuple[int, int]] = set()
+    for number, minibatch in enumerate(step.minibatches):
+        everywhere = ranks.gather_rows(_weights_alone(minibatch))
+        keys = _keys(everywhere)
+        if seen.intersection(keys):  # the next epoch: every rank sees the same rows
+            break
+        seen.update(keys)
+        theirs, mine = [i for i, key in enumerate(keys) if key in place], [place[key] for key in keys if key in place]
+        columns["minibatch"][mine] = number
+        for name in ("token_weights", "loss_weights"):
+            weights = getattr(everywhere, name)[theirs][:, :width]
+            columns[name][mine, : weights.size(1)] = weights
+    return columns
+
+
+def _weights_alone(minibatch: Experience) -> Experience:
+    """Return a mini-batch without what need not travel."""
+    bare: Experience = Experience.from_rows(
+        minibatch.tokens,
+        prompt_lengths=minibatch.prompt_lengths,
+        lengths=minibatch.lengths,
+        prompt_index=minibatch.prompt_index,
+        sample_index=minibatch.sample_index,
+        token_weights=minibatch.token_weights,
+        loss_weights=minibatch.loss_weights,
+    )
+    return bare
+
+
+def _keys(rows: Rollout | Experience) -> list[tuple[int, int]]:
+    """Return (prompt, sample) of each row."""
+    return list(zip(rows.prompt_index.tolist(), rows.sample_index.tolist(), strict=True))

@@ -1,0 +1,68 @@
+"""`mega-rl eval` as one types it: files, results, layouts, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mega_rl.algorithms.evaluation import pass_at_k
+from mega_rl.quickstart.task import make_task, write_checkpoint, write_dataset
+
+REWARD = "def odd(response):\n    return float(len(response) % 2)\n"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eval")
+    write_checkpoint(folder / "model", seed=1)
+    write_dataset(folder, make_task(0, num_held_out=6, num_demonstrations=8))
+    (folder / "odd.py").write_text(REWARD)
+    return folder
+
+
+def run(inputs: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
+    arguments = ["--model", f"{inputs}/model", "--data", f"sums={inputs}/held_out.jsonl", "--out", f"{inputs}/{out}"]
+    arguments += ["--reward", f"{inputs}/odd.py:odd", "--n", "4", "--k", "1,4", "--max-new-tokens", "4"]
+    arguments += ["model.dtype=fp32", "trainer.device=cpu", "data.max_prompt_tokens=16", *more]
+    command = [sys.executable, "-m", "mega_rl.cli", "eval", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+
+
+def test_samples_and_numbers_are_the_same_on_any_layout(inputs: Path) -> None:
+    """One rank, and two of tensor parallelism: every byte of the samples; numbers are those of the written samples."""
+    one, two = run(inputs, "one"), run(inputs, "two", "--nproc-per-node", "2", "engine.megatron.tp=2")
+    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
+    written = (inputs / "one" / "samples.jsonl").read_text()
+    assert (inputs / "two" / "samples.jsonl").read_text() == written
+    rows = [json.loads(line) for line in written.splitlines()]
+    assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [(p, s) for p in range(6) for s in range(4)]
+    assert all(row["right"] == (len(row["response"]) % 2 == 1) for row in rows)
+    results = json.loads((inputs / "one" / "results.json").read_text())
+    estimate = results["sets"]["sums"]["estimates"]["pass_at_4"]
+    right = [sum(row["right"] for row in rows if row["prompt_index"] == prompt) for prompt in range(6)]
+    assert estimate["mean"] == pytest.approx(sum(pass_at_k(4, c, 4) for c in right) / 6)
+    assert "pass_at_4" in one.stdout
+    assert len({row["response"] for row in rows}) > 6
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (("--temperature", "0"), "--temperature=0 with 4 samples of each prompt: greedy ones are all the same"),
+        (("--k", "9"), "validation.k=[9]: 9 is not among 1 to validation.n=4"),
+        (("--data", "x="), "--data=x=: names no file; write NAME=FILE"),
+        (("--data", "x=no.jsonl"), "validation.sets.x: no.jsonl: no such file"),
+        (("validation.answer_of=none.py:f",), "validation.answer_of='none.py:f': "),
+    ],
+)
+def test_mistakes_end_with_2_and_a_line(inputs: Path, more: tuple[str, ...], line: str) -> None:
+    outcome = run(inputs, "never", *more)
+    assert outcome.returncode == 2
+    assert line in outcome.stderr
+    assert not (inputs / "never").exists()

@@ -1,0 +1,74 @@
+"""Runs that record their steps, and replays of these, on ranks of the tests, as they are or with a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+
+def record_runs(rank: int, runs: Sequence[dict[str, Any]]) -> None:
+    """Train runs of these settings one after the other, with log-probs of another engine, as a lockstep has them."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.assemble import running
+    from mega_rl.config.keys import with_settings
+    from mega_rl.config.schema import Config
+    from mega_rl.trainer.dynamic_sampling import DynamicSampling
+    from mega_rl.verify.rl.inputs import reward_of
+    from mega_rl.verify.rl.record import Recorder, ShiftedRollouts
+
+    for settings in runs:
+        config = with_settings(Config(), settings)
+        with running(config, accelerator, reward=reward_of(config)) as (trainer, _):
+            shifting = Recorder(Path("unused"), trainer.ranks, is_writer=False)
+            if isinstance(trainer.rollout, DynamicSampling):
+                trainer.rollout.source = ShiftedRollouts(trainer.rollout.source, shifting)
+            else:
+                trainer.rollout = ShiftedRollouts(trainer.rollout, shifting)
+            trainer.fit()
+
+
+def replay_plans(rank: int, paths: Sequence[str], fault: str = "") -> None:
+    """Replay the plans of some files as `mega_rl.verify.rank` does, with a fault of `faults()`."""
+    from mega_rl.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.verify.tasks import run_task
+
+    for path in paths:
+        with faults()[fault] if fault else nullcontext():
+            run_task(Path(path), accelerator)
+
+
+def faults() -> dict[str, Any]:
+    """Things that a replay's layout could get wrong, by name."""
+    from mega_rl.models import attention
+    from mega_rl.trainer import loop
+    from mega_rl.workers.models import LearningWorker
+
+    evaluate, built, attend = LearningWorker.evaluate, loop.build_experience, attention.attend_packed
+
+    def early_values(self: Any, batch: Any) -> Any:
+        outputs = evaluate(self, batch)
+        if outputs.values is None:
+            return outputs
+        return replace(outputs, values=outputs.values.roll(-1, 1) * batch.loss_mask)
+
+    def early_advantages(*args: Any, **kwargs: Any) -> Any:
+        batch = built(*args, **kwargs)
+        batch.advantages = batch.advantages.roll(-1, 1) * batch.loss_mask
+        return batch
+
+    def flat_attention(*args: Any, scale: float, **kwargs: Any) -> Any:
+        return attend(*args, scale=scale / 2, **kwargs)
+
+    return {
+        "values one token early": patch.object(LearningWorker, "evaluate", early_values),
+        "advantages one token early": patch.object(loop, "build_experience", early_advantages),
+        "attention of half the scale": patch.object(attention, "attend_packed", flat_attention),
+    }

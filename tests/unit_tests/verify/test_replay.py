@@ -1,0 +1,242 @@
+"""`mega-rl replay`: recorded steps agree with what other layouts and engines compute, and faults are named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from mega_rl.cli.app import app
+from mega_rl.cli.text.replay import in_words
+from mega_rl.config.keys import flat
+from mega_rl.errors import UserError
+from mega_rl.records.format import RECORD_FILE
+from mega_rl.records.reader import read_record
+from mega_rl.storage.safetensors_header import read_entries
+from mega_rl.verify.layouts import parse
+from mega_rl.verify.replay.compare import ATOL, Difference
+from mega_rl.verify.replay.plan import ReplayPlan
+from mega_rl.verify.replay.run import Prepared, plan_of, prepare, result_of
+from mega_rl.verify.rl.inputs import algorithm_run, with_layout
+from mega_rl.verify.rl.model import write_inputs
+from mega_rl.verify.rl.reading import ALGORITHMS
+from tests.helpers.distributed import run_ranks
+from tests.helpers.selection import FULL
+from tests.unit_tests.verify.replay_on_ranks import record_runs, replay_plans
+
+pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
+
+LAYOUTS = ("tp2pp2", "fsdp2")
+STEPS = (1, 2)
+# `make test` takes two: all that a step may have, and one update of a group, whose old log-probs are the sampler's.
+CORRECTED = {"algorithm.correction": "tis", "algorithm.correction_settings": {"cap": 1.2}}
+USUAL: dict[str, dict[str, object]] = {
+    "ppo": {**ALGORITHMS["ppo"], **CORRECTED},
+    "one update": {**ALGORITHMS["grpo"], "trainer.minibatch_size": 8},
+}
+CASES = ({name: dict(settings) for name, settings in ALGORITHMS.items()} if FULL else {}) | USUAL
+FAULTS = {
+    "values one token early": ("1", "values"),
+    "advantages one token early": ("1", "advantages"),
+    "attention of half the scale": ("tp2pp2", "old_logprobs"),
+}
+
+
+@dataclass(frozen=True)
+class Replays:
+    """What was recorded, and how far each replay is from it."""
+
+    runs: dict[str, Path]
+    prepared: dict[str, Prepared]
+    differences: dict[tuple[str, int, str], list[Difference]]
+    faulty: dict[str, list[Difference]]
+
+
+@pytest.fixture(scope="module")
+def replays(tmp_path_factory: pytest.TempPathFactory) -> Replays:
+    root = tmp_path_factory.mktemp("replays")
+    runs = {name: root / name.replace(" ", "_") for name in CASES}
+    # Where weights are not in the record, they come from the checkpoint of the step before.
+    settings = [_settings(name, runs[name], with_weights=name != "ppo") for name in CASES]
+    run_ranks(2, record_runs, settings, timeout_s=600.0)
+    prepared, plans = {}, list[tuple[tuple[str, int, str], ReplayPlan]]()
+    for name, run in runs.items():
+        for step in STEPS:
+            work = root / f"work-{run.name}-{step}"
+            one = prepare(record_of(run, step), ",".join(LAYOUTS), work)
+            prepared[f"{name} {step}"] = one
+            plans += [
+                ((name, step, layout.name), plan_of(one, layout, work, timeout_s=120.0)) for layout in one.layouts
+            ]
+    for layout, ranks in zip(LAYOUTS, (4, 2), strict=True):
+        _replay([plan for (_, _, of), plan in plans if of == layout], ranks)
+    differences = {key: list(result_of(prepared[f"{key[0]} {key[1]}"].record, plan)) for key, plan in plans}
+    return Replays(runs, prepared, differences, _faulty(root, runs["ppo"]))
+
+
+def _settings(name: str, folder: Path, *, with_weights: bool) -> dict[str, Any]:
+    """Return the settings of a run on two replicas that records its steps."""
+    folder.mkdir()
+    kept: dict[str, object] = {"metrics.records.weights": True} if with_weights else {"checkpoint.save_interval": 1}
+    run = algorithm_run({**CASES[name], "trainer.steps": max(STEPS), "metrics.records.interval": 1, **kept})
+    config, _ = write_inputs(run, folder, multiple=2)
+    return flat(with_layout(config, parse("dp2"), run_dir=folder / "run"))
+
+
+def record_of(run: Path, step: int) -> Path:
+    return run / "run" / "records" / f"step_{step:06d}"
+
+
+def _replay(plans: list[ReplayPlan], ranks: int, fault: str = "") -> None:
+    paths = []
+    for plan in plans:
+        Path(plan.target).mkdir(parents=True)
+        paths.append(str(Path(plan.target) / "plan.json"))
+        plan.write(Path(paths[-1]))
+    run_ranks(ranks, replay_plans, paths, fault, timeout_s=600.0)
+
+
+def _faulty(root: Path, run: Path) -> dict[str, list[Difference]]:
+    results = {}
+    for number, (fault, (layout, _)) in enumerate(FAULTS.items()):
+        work = root / f"fault-{number}"
+        one = prepare(record_of(run, 2), layout, work)
+        plan = plan_of(one, one.layouts[0], work, timeout_s=120.0)
+        _replay([plan], one.layouts[0].ranks, fault)
+        results[fault] = list(result_of(one.record, plan))
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_agrees_with_its_record(replays: Replays, name: str, layout: str) -> None:
+    for step in STEPS:
+        differences = replays.differences[name, step, layout]
+        assert {"advantages", "loss_weights"} < {difference.tensor for difference in differences}
+        assert [in_words(difference) for difference in differences if not difference.good] == []
+        assert max(difference.largest for difference in differences) < ATOL
+
+
+def test_every_tensor_of_an_actor_critic_step_is_compared(replays: Replays) -> None:
+    ppo = {difference.tensor for difference in replays.differences["ppo", 2, "tp2pp2"]}
+    assert ppo > {"old_logprobs", "ref_logprobs", "values", "kl_penalty", "advantages", "returns", "correction_weights"}
+    one_update = {difference.tensor for difference in replays.differences["one update", 2, "tp2pp2"]}
+    assert one_update > {"policy_logprobs", "old_logprobs"}
+
+
+def test_what_is_compared_is_not_constant(replays: Replays) -> None:
+    tensors = replays.prepared["ppo 2"].record.tensors
+    for name in ("old_logprobs", "ref_logprobs", "values", "kl_penalty", "advantages", "returns", "correction_weights"):
+        assert len(np.unique(tensors[name])) > 30, name
+    assert (tensors["old_logprobs"] != tensors["ref_logprobs"]).any()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_layout_is_named_with_its_tensor(replays: Replays, fault: str) -> None:
+    wrong = [difference for difference in replays.faulty[fault] if not difference.good]
+    tensor = FAULTS[fault][1]
+    assert wrong[0].tensor == tensor, [difference.tensor for difference in wrong]
+    place = wrong[0].first
+    assert place is not None
+    assert place.token is not None
+    record = replays.prepared["ppo 2"].record
+    assert record.tensors["loss_mask"][place.row, place.token]
+    assert place.recorded == pytest.approx(float(record.tensors[tensor][place.row, place.token]))
+    # Off the mask both are 0, and before the first token of the mask nothing can differ.
+    assert place.text == record.rows[place.row]["token_texts"][place.token]
+    # What stands behind a wrong tensor gets the recorded numbers: only the fault itself is named.
+    assert {difference.tensor for difference in wrong} <= {tensor, "ref_logprobs", "values"}
+
+
+@pytest.mark.parametrize("tensor", ["old_logprobs", "values", "advantages"])
+def test_a_changed_number_of_a_record_is_named_with_tensor_sequence_and_token(
+    replays: Replays, tmp_path: Path, tensor: str
+) -> None:
+    one = replays.prepared["ppo 2"]
+    changed = tmp_path / "step_000002"
+    shutil.copytree(one.record.folder, changed)
+    row, token = _change(changed, tensor)
+    plan = plan_of(one, one.layouts[0], _work_of(replays, "ppo", 2), timeout_s=1.0)
+    wrong = [difference for difference in result_of(read_record(changed), plan) if not difference.good]
+    assert [(difference.tensor, difference.num_beyond) for difference in wrong] == [(tensor, 1)]
+    place = wrong[0].first
+    assert place is not None
+    assert (place.prompt, place.sample, place.token) == (row["prompt_index"], row["sample_index"], token)
+    assert f"{tensor} differs first at prompt {row['prompt_index']}, sample {row['sample_index']}" in in_words(wrong[0])
+    assert f"token {token} {row['token_texts'][token]!r}" in in_words(wrong[0])
+
+
+def _work_of(replays: Replays, name: str, step: int) -> Path:
+    return replays.runs[name].parent / f"work-{replays.runs[name].name}-{step}"
+
+
+def _change(record: Path, tensor: str) -> tuple[dict[str, Any], int]:
+    """Add 0.01 to a tensor at the last response token of the second replica's third row; return (row, token)."""
+    path = record / "replica_00001.safetensors"
+    entry = read_entries(path)[tensor]
+    lengths = read_entries(path)["lengths"]
+    data = bytearray(path.read_bytes())
+    token = int(np.frombuffer(data, np.int64, lengths.shape[0], lengths.offset)[2]) - 1
+    numbers = np.frombuffer(data, np.float32, int(np.prod(entry.shape)), entry.offset).reshape(entry.shape)
+    numbers[2, token] += 0.01
+    path.write_bytes(data)
+    described = json.loads((record / RECORD_FILE).read_text())
+    for file in described["files"]:
+        if file["file"] == path.name:
+            file["sha256"] = hashlib.sha256(data).hexdigest()
+    (record / RECORD_FILE).write_text(json.dumps(described))
+    lines = path.with_suffix(".jsonl").read_text().splitlines()
+    return json.loads(lines[2]), token
+
+
+def test_a_record_tells_what_computed_it(replays: Replays) -> None:
+    record = replays.prepared["ppo 2"].record
+    description = record.description
+    assert (description.step, description.steps_before, description.prompts) == (2, 1, 8)
+    assert (description.world_size, description.dtype, description.device) == (2, "fp32", "cpu")
+    assert {"mega_rl", "torch", "megatron-core"} <= set(description.versions)
+    assert description.config["algorithm"]["kl"]["coef"] == description.kl_coef == 0.05
+    keys = list(zip(record.tensors["prompt_index"].tolist(), record.tensors["sample_index"].tolist(), strict=True))
+    assert keys == [(prompt, sample) for prompt in range(8) for sample in range(4)]
+    assert keys == [(row["prompt_index"], row["sample_index"]) for row in record.rows]
+    for number, row in enumerate(record.rows):
+        assert len(row["token_texts"]) == record.tensors["lengths"][number]
+        assert row["reward"] == pytest.approx(float(record.tensors["rewards"][number]))
+
+
+def test_weights_that_are_nowhere_are_asked_for_in_one_line(replays: Replays, tmp_path: Path) -> None:
+    alone = tmp_path / "run" / "records" / "step_000002"
+    shutil.copytree(record_of(replays.runs["ppo"], 2), alone)
+    with pytest.raises(UserError, match=r"weights after step 1.*give them by --weights") as failure:
+        prepare(alone, "1", tmp_path / "work")
+    assert "\n" not in str(failure.value)
+    checkpoint = replays.runs["ppo"] / "run" / "checkpoints" / "step_000001"
+    given = prepare(alone, "1", tmp_path / "given", weights=checkpoint)
+    assert set(given.models) == {"actor", "critic", "reference"}
+    with pytest.raises(UserError, match="is of step 2, the record began after step 1"):
+        prepare(alone, "1", tmp_path / "later", weights=checkpoint.with_name("step_000002"))
+
+
+def test_mistakes_are_one_line(replays: Replays, tmp_path: Path) -> None:
+    record = record_of(replays.runs["one update"], 1)
+    with pytest.raises(UserError, match=r"'tp' is not a layout"):
+        prepare(record, "tp", tmp_path / "a")
+    with pytest.raises(UserError, match="tp16 is not possible"):
+        prepare(record, "tp16", tmp_path / "b")
+    result = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    assert isinstance(result.exception, UserError)
+    assert "is no record" in str(result.exception)
+
+
+def test_a_plan_survives_its_file(replays: Replays, tmp_path: Path) -> None:
+    one = replays.prepared["ppo 2"]
+    plan = plan_of(one, one.layouts[0], tmp_path, timeout_s=3.0)
+    plan.write(tmp_path / "plan.json")
+    assert ReplayPlan.read(tmp_path / "plan.json") == replace(plan, layout=replace(plan.layout, implied=()))
