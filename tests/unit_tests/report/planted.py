@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from mega_rl.metrics.records import encode_step
+from mega_rl.records.format import RecordDescription, Shard, to_json
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror="console.error(1)"></script><!--<b>bold</b>'
 
@@ -77,6 +79,7 @@ def record(folder: Path, step: int = 20, *, rows: int = 2, length: int = 12) -> 
     mask[:, 4:length] = True
     old = np.where(mask, -rng.exponential(0.5, mask.shape), 0).astype(np.float32)
     columns = {
+        "prompt_index": np.arange(rows), "sample_index": np.zeros(rows, dtype=np.int64),
         "loss_mask": mask, "lengths": np.full(rows, length), "old_logprobs": old,
         "rollout_logprobs": np.where(mask, old + rng.normal(0, 0.01, mask.shape), 0).astype(np.float32),
         "ref_logprobs": np.where(mask, old - 0.1, 0).astype(np.float32),
@@ -85,7 +88,18 @@ def record(folder: Path, step: int = 20, *, rows: int = 2, length: int = 12) -> 
     save_file(columns, place / "replica_00000.safetensors")
     texts = ["<|user|>", "1", "+1", "=", HOSTILE, "\n", " so", " the", " answer", " is", " 2", "<|end|>"]
     line = {"step": step, "prompt": "1+1=", "response": "2", "reward": 1.0, "token_texts": (texts * length)[:length]}
-    (place / "replica_00000.jsonl").write_text(f"{json.dumps(line)}\n" * rows)
-    files = [{"file": f"replica_00000.{ending}"} for ending in ("safetensors", "jsonl")]
-    (place / "record.json").write_text(json.dumps({"format": 1, "step": step, "files": files}))
+    keys = [{"prompt_index": row, "sample_index": 0} for row in range(rows)]
+    (place / "replica_00000.jsonl").write_text("".join(f"{json.dumps({**key, **line})}\n" for key in keys))
+    description = RecordDescription(
+        step=step, prompts=rows, kl_coef=0.0, reward_parts=(), reward_weights=(), config={}, model={}, weights=(),
+        layout="", world_size=1, device="cpu", dtype="fp32", versions={},
+    )  # fmt: skip
+    shards = [shard(place / f"replica_00000.{ending}", rows) for ending in ("safetensors", "jsonl")]
+    content = to_json(description, shards, {name: str(column.dtype) for name, column in columns.items()})
+    (place / "record.json").write_text(json.dumps(content))
     return place
+
+
+def shard(path: Path, rows: int) -> Shard:
+    data = path.read_bytes()
+    return Shard(path.name, len(data), hashlib.sha256(data).hexdigest(), rows)

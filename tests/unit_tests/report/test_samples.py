@@ -53,7 +53,8 @@ def test_a_damaged_record_is_named_and_left_out(tmp_path: Path, damage: str, cap
 def test_a_record_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     place = record(plant(tmp_path / "a"))
     files = [{"file": "../../../secret.safetensors"}, {"file": "/secret.safetensors"}]
-    (place / "record.json").write_text(json.dumps({"format": 1, "files": files}))
+    content = json.loads((place / "record.json").read_text())
+    (place / "record.json").write_text(json.dumps({**content, "files": files}))
     assert read_samples(tmp_path / "a").rows == []
 
 
