@@ -21,14 +21,13 @@ def sample_rows(
     step: int,
     count: int,
     advantages: Tensor | None = None,
-    of_set: str | None = None,
 ) -> list[Mapping[str, Any]]:
     """Return `count` rollouts of this rank as readable rows, of as many prompts as there are; see `spread_rows`.
 
     advantages: [B, S] float32, 0 off the mask, None of rollouts that do not train. `prompt` is the user's
     text, `rendered_prompt` the text of the token ids that the model read, by `render`, which shows special tokens;
     `response` is the text that rewards read, by `decode`, with what tools wrote. `advantage_mean` is over the policy's
-    tokens. of_set: name of the set of held-out prompts, for a column `set`; None leaves it out.
+    tokens.
     """
     rows: list[Mapping[str, Any]] = []
     for row in spread_rows(rollout.prompt_index.tolist(), count):
@@ -38,7 +37,6 @@ def sample_rows(
         rows.append(
             {
                 "step": step,
-                **({} if of_set is None else {"set": of_set}),
                 "prompt_index": int(rollout.prompt_index[row]),
                 "sample_index": int(rollout.sample_index[row]),
                 "prompt": prompt.text,

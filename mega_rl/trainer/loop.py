@@ -220,9 +220,9 @@ class PPOTrainer:
             )
         if self.settings.rollout_interval:
             rows = [
-                row
+                {**row, "set": one.prompts.name}
                 for one in outcomes
-                for row in self._rows(done, one.rollout, one.rewards, one.prompts.prompts, of_set=one.prompts.name)
+                for row in self._rows(done, one.rollout, one.rewards, one.prompts.prompts)
             ]
             self.metrics.dump_rollouts(done, rows, validation=True)
         return named(outcomes)
@@ -260,13 +260,12 @@ class PPOTrainer:
         prompts: Sequence[Prompt],
         *,
         advantages: Tensor | None = None,
-        of_set: str | None = None,
     ) -> list[Mapping[str, Any]]:
         """Return the samples of a step that are dumped, or of a validation, which has no advantages."""
         with self.timer.phase("log"):
             return sample_rows(
                 rollout, rewards, prompts, self.decode, render=self.render,
-                step=done, count=self.settings.rollout_samples, advantages=advantages, of_set=of_set,
+                step=done, count=self.settings.rollout_samples, advantages=advantages,
             )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ class KeptRollouts:
         """The source's."""
         return dict(self.source.metrics())
 
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         """The source's rows."""
         rollout: Rollout = self.source.generate(prompts, step=step, greedy=greedy)
         columns = (rollout.tokens, rollout.lengths, rollout.prompt_lengths, rollout.finished)

@@ -98,7 +98,7 @@ class Colocation:
         self.run.sync.add_listener(shared)
         self.rollouts = ColocatedRollouts(cast(Any, self), self.run.sync, shared)
 
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         """As `SglangRolloutEngine.collect`: servers that were lost come back and are sent the weights."""
         self.run.trainer.step(self.run.sync.weight_version)
         lost = [index for index, process in enumerate(self.processes) if index not in self.run.sync.ready]

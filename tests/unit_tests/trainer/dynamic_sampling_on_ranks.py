@@ -49,7 +49,7 @@ class NumberSource:
         self.ranks = ranks
         self.failing = failing
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         places = [(position, sample) for position in share(len(prompts), self.ranks) for sample in range(SAMPLES)]
         failed = [self.failing and step % 7 == 0 and sample == 0 for _, sample in places]
         responses = [[] if fails else response(step, *place) for fails, place in zip(failed, places, strict=True)]
@@ -141,7 +141,7 @@ class RecordingRollout:
         self.ranks = ranks
         self.tokens: list[torch.Tensor] = []
 
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         rollout: Rollout = self.source.generate(prompts, step=step, greedy=greedy)
         self.tokens.append(self.ranks.gather_rows(rollout).tokens)
         return rollout

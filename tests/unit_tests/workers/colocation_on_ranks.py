@@ -49,7 +49,7 @@ class Watcher:
         self.weight_version += 1
         return {"rollout/weight_version": float(self.weight_version)}
 
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         self.note("validate" if greedy else "generate")
         return make_rollout([1])
 

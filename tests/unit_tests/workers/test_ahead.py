@@ -148,7 +148,7 @@ def test_every_sample_but_the_first_steps_is_one_version_old() -> None:
     generate = ahead.generate
     versions = {}
 
-    def watched(prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def watched(prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         versions[policy.weight_version] = policy.published.clone()
         rollout = generate(prompts, step=step, greedy=greedy)
         seen.append((rollout, guard(rollout)))
@@ -188,7 +188,7 @@ class Overlapping(FakePolicy):
         self.most_generating = 0
         self.sent_while_generating = False
 
-    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def generate(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         self.generating += 1
         self.most_generating = max(self.most_generating, self.generating)
         self.generation_began[step].set()
