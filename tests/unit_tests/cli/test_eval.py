@@ -58,6 +58,10 @@ def test_samples_and_numbers_are_the_same_on_any_layout(inputs: Path) -> None:
     assert estimate["mean"] == pytest.approx(sum(pass_at_k(4, c, 4) for c in right) / 6)
     assert "pass_at_4" in one.stdout
     assert len({row["response"] for row in rows}) > 6
+    again = run(inputs, "one")
+    assert again.returncode == 2
+    assert "one: holds samples.jsonl and results.json of an earlier evaluation" in again.stderr
+    assert (inputs / "one" / "samples.jsonl").read_text() == written
 
 
 WAITS = """

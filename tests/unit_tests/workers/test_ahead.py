@@ -148,7 +148,7 @@ def test_every_sample_but_the_first_steps_is_one_version_old() -> None:
     generate = ahead.generate
     versions = {}
 
-    def watched(prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> Rollout:
+    def watched(prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
         versions[policy.weight_version] = policy.published.clone()
         rollout = generate(prompts, step=step, greedy=greedy)
         seen.append((rollout, guard(rollout)))

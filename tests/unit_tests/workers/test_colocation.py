@@ -10,7 +10,7 @@ import torch
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.types import Metrics, Rollout
+from mega_rl.types import Draws, Metrics, Rollout
 from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
 from mega_rl.workers.turns import ResidentModels
 from tests.helpers.distributed import run_ranks
@@ -86,7 +86,7 @@ class Device:
         self.note("publish")
         return {"rollout/weight_version": 1.0}
 
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
+    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: Draws | None = None) -> Rollout:
         assert (self.here, self.servers) == (set(), {"weights", "kv_cache"})
         self.note("generate")
         return make_rollout([1])
@@ -128,7 +128,7 @@ def test_validation_and_checkpoints_leave_the_servers_their_weights() -> None:
     device.events.clear()
     rollouts.generate(PROMPTS, step=1, greedy=True)
     store_of(rollouts).save(1, {})
-    rollouts.generate(PROMPTS, step=1, greedy=True)
+    rollouts.generate(PROMPTS, step=1, draws=Draws(4, 1.0))
     rollouts.generate(PROMPTS, step=1)
     store_of(rollouts).save(2, {})
     away, back = "off gradients optimizer parameters", "on gradients optimizer parameters"
