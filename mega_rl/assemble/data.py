@@ -75,7 +75,7 @@ def load_data(
     load = partial(
         load_prompts,
         tokenizer=tokens.tokenizer,
-        columns=RowColumns(data.prompt_key, data.answer_key, columns),
+        columns=RowColumns(data.prompt_key, data.answer_key, columns, data.source_key if config.reward.sources else ""),
         template=_chat_template(tokens.tokenizer, chat) if chat.template else None,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong_prompts,

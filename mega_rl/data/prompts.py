@@ -52,6 +52,7 @@ class _PromptRow:
     answer: Answer
     messages: tuple[tuple[str, str], ...]  # with a chat template alone
     columns: Mapping[str, Any] | None  # all of them, where the reward reads them
+    source: str
 
 
 class _RowProblem(Exception):
@@ -127,7 +128,7 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
         columns = [] if prompt.row is None else [prompt.row]
-        content = [prompt.token_ids, prompt.text, prompt.answer, *columns]
+        content = [prompt.token_ids, prompt.text, prompt.answer, *columns, *filter(None, [prompt.source])]
         row = json.dumps(content, separators=(",", ":"), default=repr)  # Parquet has more types than JSON
         digest.update(row.encode() + b"\n")
     return digest.hexdigest()
@@ -240,7 +241,7 @@ def _read_parquet(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
         missing = [key for key in columns.needed if key not in names]
         if missing:
             raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(names)}")
-        keys = dict.fromkeys((columns.prompt, columns.answer))
+        keys = dict.fromkeys((columns.prompt, columns.answer, columns.source))
         read = None if columns.reward.every else [key for key in keys if key in names]
         stream = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True, columns=read)
         for number, row in enumerate(stream, start=1):
@@ -275,15 +276,15 @@ def _parse(row: Any, where: str, index: int, columns: RowColumns, template: Chat
     messages = [] if template is None else template.complete(messages)
     model_text = text if template is None else _render(messages, template)
     _check_unicode((prompt_key, model_text), (answer_key, json.dumps(answer, ensure_ascii=False)))
-    turns = tuple((turn["role"], turn["content"]) for turn in messages)
     return _PromptRow(
         where=where,
         index=index,
         text=text,
         model_text=model_text,
         answer=answer,
-        messages=turns,
+        messages=tuple((turn["role"], turn["content"]) for turn in messages),
         columns=row if columns.reward.every else None,
+        source=columns.source_of(row),
     )
 
 
@@ -370,6 +371,7 @@ def _tokenise(
                         answer=row.answer,
                         messages=row.messages,
                         row=row.columns,
+                        source=row.source,
                     )
                 )
     return prompts, long

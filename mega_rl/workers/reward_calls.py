@@ -87,9 +87,13 @@ class RewardCall:
         texts = [arguments[name] for name in TEXTS if name in arguments] if self.positional else []
         return self.function(*texts, **{name: arguments[name] for name in self.names if name in arguments})
 
+    def evaluate(self, arguments: Mapping[str, object]) -> Score:
+        """Return the score of one response. Raises NoScoreError: the function raised, or returned something else."""
+        return evaluate(self, arguments)
 
-def evaluate(call: RewardCall, arguments: Mapping[str, object]) -> Score:
-    """Return the score of one response.
+
+def evaluate(call: RewardCall, arguments: Mapping[str, object], *, subject: str = "the reward function") -> Score:
+    """Return the score of one response; subject: the function's name in errors.
 
     Raises:
         NoScoreError: the function raised, or returned something else.
@@ -97,14 +101,14 @@ def evaluate(call: RewardCall, arguments: Mapping[str, object]) -> Score:
     try:
         return as_score(call(arguments))
     except NotAScoreError as error:
-        raise NoScoreError(f"the reward function returned {error}") from None
+        raise NoScoreError(f"{subject} returned {error}") from None
     except HungError:  # of the interrupt of a function that does not return
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = traceback.TracebackException(type(error), error, None)  # of any exception, also one without a text
         what = f"raised {type(error).__name__}: {text} (at {place.filename}:{place.lineno})"
-        raise NoScoreError(f"the reward function {what}") from error
+        raise NoScoreError(f"{subject} {what}") from error
 
 
 def as_score(value: object) -> Score:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class UnusableFunctionError(Exception):
 class WorkerOrder:
     """Work of a worker: the function that it loads, and the memory that it may use."""
 
-    function: str  # as in reward.function
+    function: str | Mapping[str, str]  # as in reward.function, or reward.functions
     memory_bytes: int  # of address space; 0 is no limit
 
 
@@ -83,7 +84,9 @@ class WorkerProcess:
     async def ready(self) -> None:
         """Wait until the function is loaded. Raises UnusableFunctionError."""
         self._streams = await asyncio.open_connection(sock=self._channel)
-        order = {"function": self._order.function, "memory_bytes": self._order.memory_bytes, "path": sys.path}
+        function = self._order.function
+        function = function if isinstance(function, str) else dict(function)
+        order = {"function": function, "memory_bytes": self._order.memory_bytes, "path": sys.path}
         answer: dict[str, object]
         try:
             async with asyncio.timeout(START_S):

@@ -27,8 +27,8 @@ from typing import NoReturn
 import psutil
 
 from mega_rl.errors import UserError
-from mega_rl.workers.reward_calls import NoScoreError, RewardCall, evaluate, plan_call
-from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.reward_calls import NoScoreError, RewardCall
+from mega_rl.workers.scoring.sets import FunctionSet, load_call
 
 LENGTH = struct.Struct("<I")  # before each message
 OUT_OF_MEMORY = 86  # exit code
@@ -123,7 +123,7 @@ def _work(channel: socket.socket) -> None:
     if order["memory_bytes"]:
         resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"],) * 2)
     try:
-        call = plan_call(resolve(order["function"]))
+        call = load_call(order["function"])
     except UserError as error:
         send_message(channel, {"unusable": str(error)})
         return
@@ -138,10 +138,10 @@ def _work(channel: socket.socket) -> None:
         send_message(channel, answer)
 
 
-def _answer(call: RewardCall, arguments: Mapping[str, object]) -> dict[str, object]:
+def _answer(call: RewardCall | FunctionSet, arguments: Mapping[str, object]) -> dict[str, object]:
     """Return the message for one response; without memory end the process."""
     try:
-        return {"score": evaluate(call, arguments)}
+        return {"score": call.evaluate(arguments)}
     except NoScoreError as error:
         if isinstance(error.__cause__, MemoryError):
             os._exit(OUT_OF_MEMORY)  # what holds the memory may be kept: the next response gets a new process
