@@ -166,7 +166,8 @@ def _function_rewards(
     if function is not None and reward.functions:
         raise UserError("reward.functions names functions, but a Python program has given one; leave one of them out")
     named = load_call(reward.functions, reward.sources) if reward.functions else None
-    rewards = FunctionRewards(named if isinstance(named, FunctionSet) else resolve(reward.function, function))
+    scoring = named if isinstance(named, FunctionSet) else resolve(reward.function, function)
+    rewards = FunctionRewards(scoring, concurrency=reward.pool.concurrency)
     pool, num_workers = reward.pool, reward.pool.workers
     if num_workers > 0 and function is not None:
         raise UserError(
@@ -180,7 +181,11 @@ def _function_rewards(
     if num_workers == 0:
         return rewards
     workers = RewardPool(
-        WorkerOrder(reward.functions or reward.function, memory_bytes=pool.memory_mib << 20),
+        WorkerOrder(
+            reward.functions or reward.function,
+            memory_bytes=pool.memory_mib << 20,
+            concurrency=pool.concurrency if rewards.call.is_async else 0,
+        ),
         num_workers=num_workers,
         timeout_s=pool.timeout_s,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from mega_rl.protocols import Ranks
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 from mega_rl.workers.reward_calls import NoScore, NoScoreError, Response, Score, plan_call
 from mega_rl.workers.reward_pool.begun import Begun
+from mega_rl.workers.scoring.concurrent import outcomes_of
 from mega_rl.workers.scoring.failures import FailureRule, Failures, RewardError, no_score
 from mega_rl.workers.scoring.parts import PartRule
 from mega_rl.workers.scoring.responses import SampledResponse, answered, responses, texts
@@ -216,7 +218,9 @@ def ignore(what: str) -> None:
 class FunctionRewards:
     """Scores by a function or a set of them, called for one response after the other."""
 
-    def __init__(self, function: Callable[..., object] | FunctionSet) -> None:
+    def __init__(self, function: Callable[..., object] | FunctionSet, *, concurrency: int = 64) -> None:
+        """concurrency: calls of an asynchronous function at a time."""
+        self._concurrency = concurrency
         self.call = function if isinstance(function, FunctionSet) else plan_call(function)
 
     @property
@@ -226,6 +230,8 @@ class FunctionRewards:
 
     def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> Outcomes:
         """Return the scores, and why a response has none: the function raised, or returned something else."""
+        if self.call.is_async:
+            return self._together(items, report)
         outcomes: Outcomes = []
         for prompt, response in items:
             report(f"prompt {prompt.index}, whose response the reward function is scoring")
@@ -237,6 +243,12 @@ class FunctionRewards:
                 log.error("%s", no_score("the reward function was interrupted", prompt, response))
                 raise
         return outcomes
+
+    def _together(self, items: Sequence[tuple[Prompt, Response]], report: Report) -> Outcomes:
+        """Return the outcomes of an asynchronous function, on an event loop of this batch."""
+        report(f"one of {len(items)} responses, which the asynchronous reward function is scoring")
+        batch = [self.call.arguments(prompt, response) for prompt, response in items]
+        return asyncio.run(outcomes_of(self.call, batch, concurrency=self._concurrency))
 
     def begin(self, prompt: Prompt, response: Response) -> None:
         """Do nothing: the function is called in the main thread, when the scores are asked for."""

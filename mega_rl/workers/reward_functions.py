@@ -151,5 +151,5 @@ def _check_signature(function: Any, spec: str, key: str) -> None:
         plan_call(function)
     except TypeError as error:
         raise UserError(f"{key}={spec!r}: {error}") from error
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise UserError(f"{key}={spec!r}: is asynchronous or a generator; it must return a number itself")
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        raise UserError(f"{key}={spec!r}: is a generator; it must return a number itself")

@@ -280,6 +280,9 @@ class RewardPoolConfig:
         min=-1,
     )
     timeout_s: float = setting(30.0, "Deadline of one response.", unit="seconds", above=0.0)
+    concurrency: int = setting(
+        64, "Calls of an asynchronous function at a time in each worker, or in the rank without workers.", min=1
+    )
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(
         "score",

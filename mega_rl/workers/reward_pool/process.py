@@ -45,6 +45,7 @@ class WorkerOrder:
 
     function: str | Mapping[str, str]  # as in reward.function, or reward.functions
     memory_bytes: int  # of address space; 0 is no limit
+    concurrency: int = 0  # calls of an asynchronous function at a time; 0: the function is none
 
 
 class WorkerProcess:
@@ -81,12 +82,17 @@ class WorkerProcess:
         """Return the process id of the worker's keeper."""
         return self._process.pid
 
-    async def ready(self) -> None:
-        """Wait until the function is loaded. Raises UnusableFunctionError."""
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until the function is loaded; timeout_s: its deadline of one response. Raises UnusableFunctionError."""
         self._streams = await asyncio.open_connection(sock=self._channel)
         function = self._order.function
         function = function if isinstance(function, str) else dict(function)
-        order = {"function": function, "memory_bytes": self._order.memory_bytes, "path": sys.path}
+        order = {
+            "function": function,
+            "timeout_s": timeout_s,
+            "memory_bytes": self._order.memory_bytes,
+            "path": sys.path,
+        }
         answer: dict[str, object]
         try:
             async with asyncio.timeout(START_S):

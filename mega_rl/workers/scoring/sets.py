@@ -15,6 +15,7 @@ from mega_rl.workers.reward_calls import (
     Score,
     as_score,
     evaluate,
+    evaluate_later,
     plan_call,
 )
 from mega_rl.workers.reward_functions import resolve
@@ -60,25 +61,55 @@ class FunctionSet:
         Raises NoScoreError, which names the function, where one raises or returns something else.
         """
         parts: dict[str, float] = {}
-        names = arguments[FUNCTIONS]
-        assert isinstance(names, list)
-        for name in names:
-            score = evaluate(self.calls[name], arguments, subject=f"the reward function {name!r}")
+        for name, call in self._asked(arguments):
+            score = evaluate(call, arguments, subject=_subject(name))
             if score is None:
                 return None
-            own = (
-                {f"{name}_{part}": value for part, value in score.items()} if isinstance(score, dict) else {name: score}
-            )
-            if twice := sorted(parts.keys() & own.keys()):
-                raise NoScoreError(f"the reward function {name!r} gives a part {twice[0]!r}, which another gives too")
-            parts |= own
-        try:
-            return as_score(parts)
-        except NotAScoreError as error:  # the name of a part beside that of a metric
-            raise NoScoreError(f"the reward functions returned {error}") from None
+            _add(parts, name, score)
+        return _checked(parts)
+
+    @property
+    def is_async(self) -> bool:
+        """Return whether a function is a coroutine function, so that `evaluate_later` alone can call all of them."""
+        return any(call.is_async for call in self.calls.values())
+
+    async def evaluate_later(self, arguments: Mapping[str, object]) -> Score:
+        """Return what `evaluate` does; the functions, of which some are asynchronous, run one after the other."""
+        parts: dict[str, float] = {}
+        for name, call in self._asked(arguments):
+            score = await evaluate_later(call, arguments, subject=_subject(name))
+            if score is None:
+                return None
+            _add(parts, name, score)
+        return _checked(parts)
+
+    def _asked(self, arguments: Mapping[str, object]) -> list[tuple[str, RewardCall]]:
+        names = arguments[FUNCTIONS]
+        assert isinstance(names, list)
+        return [(name, self.calls[name]) for name in names]
 
     def _names(self, source: str) -> Sequence[str]:
         return self.sources[source] if self.sources else tuple(self.calls)
+
+
+def _subject(name: str) -> str:
+    return f"the reward function {name!r}"
+
+
+def _add(parts: dict[str, float], name: str, score: float | dict[str, float]) -> None:
+    """Add the parts that a function gives. Raises NoScoreError for one that another has given."""
+    own = {f"{name}_{part}": value for part, value in score.items()} if isinstance(score, dict) else {name: score}
+    if twice := sorted(parts.keys() & own.keys()):
+        raise NoScoreError(f"{_subject(name)} gives a part {twice[0]!r}, which another gives too")
+    parts |= own
+
+
+def _checked(parts: Mapping[str, float]) -> Score:
+    """Return the parts in alphabetical order. Raises NoScoreError for one with the name of a metric."""
+    try:
+        return as_score(parts)
+    except NotAScoreError as error:
+        raise NoScoreError(f"the reward functions returned {error}") from None
 
 
 def load_call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import math
@@ -167,3 +168,24 @@ def test_a_failed_response_gets_its_score_in_the_parts_of_its_source() -> None:
     (rewards,) = scored_on(1, of, rule, failed)
     assert rewards.totals[2] == -4.0
     assert rewards.columns()[2].nan_to_num(9.0).tolist() == [-4.0, -2.0, -2.0, 9.0]
+
+
+def test_some_functions_of_a_set_are_asynchronous() -> None:
+    """The parts are those of the same functions that are not."""
+
+    async def slowly(response: str, answer: str) -> float:
+        await asyncio.sleep(0)
+        return correct(response, answer)
+
+    async def broken(response: str) -> float:
+        raise ValueError(response)
+
+    items = [(SUM, Response(text, 1, "stop")) for text in ("2", "12", "?", "3")]
+    assert functions(correct=slowly).is_async
+    assert not functions().is_async
+    assert FunctionRewards(functions(correct=slowly)).score_texts(items) == FunctionRewards(functions()).score_texts(
+        items
+    )
+    (outcome,) = FunctionRewards(functions(broken=broken)).score_texts(items[:1])
+    assert isinstance(outcome, NoScore)
+    assert outcome.what.startswith("the reward function 'broken' raised ValueError: 2")
