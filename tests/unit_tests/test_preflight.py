@@ -358,6 +358,8 @@ def test_reward_functions() -> None:
     Path("reward.py").write_text(
         "import math\nfrom os import path as p\nlimit = 3\ndef score():\n    def inner(): ...\n"
     )
+    Path("later.py").write_text("async def score(): ...\n")
+    assert preflight(None, [*BASE, "reward.function=later.py:score"])
     Path("broken.py").write_text("x = 1\ndef f(:\n")
     for name in ("score", "limit", "math", "p"):
         assert preflight(None, [*BASE, f"reward.function=reward.py:{name}"])
