@@ -34,7 +34,7 @@ class Prompt:
     answer: Answer  # the reference answer: "7"; None where the row has none
     messages: tuple[tuple[str, str], ...] = ()  # (role, content) of each, where a chat template made the tokens
     row: Mapping[str, Any] | None = None  # every column of the row, where the reward asks for them
-    source: str = ""  # its part of a mixture: "math"
+    source: str = ""  # its part of a mixture, "math", or the data source of its row, where rewards go by it
     difficulty: float = 0.0  # the number of a curriculum's column
 
 
@@ -116,7 +116,7 @@ class RewardParts:
 
     names: tuple[str, ...]  # of the K parts, in alphabetical order: ("correct", "format")
     weights: tuple[float, ...]  # of each part in the reward; 0: it is only shown
-    values: Tensor  # [B, K] float32, as scored, before weights
+    values: Tensor  # [B, K] float32, as scored, before weights; NaN of a part that the row's data source does not have
 
 
 @dataclass(frozen=True)

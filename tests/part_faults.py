@@ -33,8 +33,8 @@ PARTS = (
     fault(
         "parts",
         "a reward without the weights of its parts",
-        "sum(weight * part for weight, part in",
-        "sum(part for weight, part in",
+        "sum(self.weights.get(name, 1.0) * parts[name] for name in own)",
+        "sum(parts[name] for name in own)",
         WORKER,
     ),
     fault(

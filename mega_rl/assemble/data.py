@@ -87,7 +87,8 @@ def load_data(
         malformed=data.malformed_rows,
         vocab_size=vocab_size,
     )
-    of_rows = RowColumns(data.prompt_key, data.answer_key, columns)
+    source_key = data.source_key if config.reward.sources else ""
+    of_rows = RowColumns(data.prompt_key, data.answer_key, columns, source=source_key)
     to_train = replace(of_rows, difficulty=data.curriculum.key)
     load = partial(
         load_with,
@@ -183,7 +184,9 @@ def _growth(config: Config) -> Growth | None:
 def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> Iterator[str]:
     """Yield a line for each source of a mixture: prompts, tokens, and what a run of so many steps draws of it."""
     counts, drawn = order.metrics(order.drawn_after(steps)), order.drawn_after(steps)
-    for name in dict.fromkeys(prompt.source for prompt in prompts if prompt.source):
+    for name in dict.fromkeys(prompt.source for prompt in prompts):
+        if f"data/{name}/prompts" not in counts:  # a source that rewards go by, of one mixture
+            continue
         own = [len(prompt.token_ids) for prompt in prompts if prompt.source == name]
         share, epochs = counts[f"data/{name}/prompts"] / drawn, counts[f"data/{name}/epochs"]
         yield (

@@ -15,7 +15,7 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens
 from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.plan import plan_run
-from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
+from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
 from mega_rl.assemble.roles import build_roles
 from mega_rl.assemble.rollouts import RolloutInputs, build_rollouts
 from mega_rl.assemble.run import device_bytes, rank_facts, session
@@ -88,6 +88,7 @@ def _run(
     prepared = prepare_reward(config, tokens.tokenizer, tokens.decode, resources=resources)
     columns = reward_columns(config, prepared)
     _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns)
+    check_sources(config, prepared, [], sets)
     agreed_fingerprint([], sets, world)
     evaluation = build_evaluation(config, sets, world)
     servers = start_servers(plan, accelerator, world, resources)

@@ -14,8 +14,9 @@ from mega_rl.config.schema import Config, RewardConfig
 from mega_rl.cores import own_cores
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.protocols import Ranks, SampleListener, Scorer
+from mega_rl.types import Prompt, PromptSet
 from mega_rl.workers.reward import AbsentScorer, FunctionRewards, RewardWorker, TextScorer
 from mega_rl.workers.reward_functions import RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
@@ -26,6 +27,7 @@ from mega_rl.workers.reward_pool.scorer import PooledRewards
 from mega_rl.workers.reward_service import RewardService
 from mega_rl.workers.scoring.failures import FailureRule
 from mega_rl.workers.scoring.parts import PartRule
+from mega_rl.workers.scoring.sets import FunctionSet, load_call, source_problems
 from mega_rl.workers.turns import ScorerOnDevice
 
 Decode = Callable[[Sequence[int]], str]
@@ -77,12 +79,31 @@ def reward_columns(config: Config, prepared: TextScorer | TokenRows | None) -> R
         return RewardColumns(answer=bool(key), structured=True)
     if not isinstance(prepared, FunctionRewards | PooledRewards):
         return RewardColumns(answer=False, structured=True)
+    reward = config.reward
+    taker = "functions" if reward.functions else f"function={reward.function!r}"
     if prepared.columns.answer and not key:
         raise UserError(
-            f"data.answer_key is empty, but reward.function={config.reward.function!r} takes an answer: name the "
+            f"data.answer_key is empty, but reward.{taker} takes an answer: name the "
             "column, or give that parameter a default"
         )
     return prepared.columns
+
+
+def check_sources(
+    config: Config,
+    prepared: TextScorer | TokenRows | None,
+    train: Sequence[Prompt],
+    held_out: Sequence[PromptSet],
+) -> None:
+    """Raise UserErrors where the data sources of the rows are not those of reward.sources.
+
+    train: empty of an evaluation, whose rows need not have every source.
+    """
+    if not isinstance(prepared, FunctionRewards | PooledRewards) or not isinstance(prepared.call, FunctionSet):
+        return
+    others = [prompt for one in held_out for prompt in one.prompts]
+    if problems := source_problems(prepared.call, train, others, key=config.data.source_key):
+        raise UserErrors(problems)
 
 
 def build_reward(
@@ -110,7 +131,7 @@ def build_reward(
             everyone=everyone,
             timeout_s=config.trainer.timeout_s,
             early=None if isinstance(prepared, HttpRewards) or not arrives else prepared.begin,
-            parts=PartRule(config.reward.weights, reader=_reader_of_parts(config)),
+            parts=PartRule(config.reward.weights, _reader_of_parts(config), tuple(config.reward.sources)),
             failed=None if isinstance(prepared, HttpRewards) else _failure_rule(config.reward),
         )
         if isinstance(prepared, PooledRewards) and arrives:
@@ -142,7 +163,11 @@ def _function_rewards(
     reward: RewardConfig, function: RewardFunction | None, resources: ExitStack
 ) -> FunctionRewards | PooledRewards:
     """Return the reward function, called in this process or in workers. Raises UserError."""
-    rewards = FunctionRewards(resolve(reward.function, function))
+    if function is not None and reward.functions:
+        raise UserError("reward.functions names functions, but a Python program has given one; leave one of them out")
+    named = load_call(reward.functions, reward.sources) if reward.functions else None
+    scoring = named if isinstance(named, FunctionSet) else resolve(reward.function, function)
+    rewards = FunctionRewards(scoring, concurrency=reward.pool.concurrency)
     pool, num_workers = reward.pool, reward.pool.workers
     if num_workers > 0 and function is not None:
         raise UserError(
@@ -150,12 +175,17 @@ def _function_rewards(
             "Python program; name it as reward.function=FILE.py:NAME, or set reward.pool.workers=0"
         )
     if num_workers < 0:  # comparing two strings needs no process
-        in_process = function is not None or reward.function == "exact_match"
+        names = {*reward.functions.values()} or {reward.function}
+        in_process = function is not None or names == {"exact_match"}
         num_workers = 0 if in_process else min(MAX_WORKERS, own_cores() - 1)
     if num_workers == 0:
         return rewards
     workers = RewardPool(
-        WorkerOrder(reward.function, memory_bytes=pool.memory_mib << 20),
+        WorkerOrder(
+            reward.functions or reward.function,
+            memory_bytes=pool.memory_mib << 20,
+            concurrency=pool.concurrency if rewards.call.is_async else 0,
+        ),
         num_workers=num_workers,
         timeout_s=pool.timeout_s,
     )

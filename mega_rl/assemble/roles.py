@@ -187,7 +187,8 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
             )
         )
     if reward.source in ("function", "http"):
-        facts.append(RoleFacts("reward", reward.function if reward.source == "function" else reward.http.url))
+        function = ", ".join(reward.functions.values()) or reward.function
+        facts.append(RoleFacts("reward", function if reward.source == "function" else reward.http.url))
     return facts
 
 

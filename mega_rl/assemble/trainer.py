@@ -31,7 +31,7 @@ from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.records import build_recorder
-from mega_rl.assemble.rewards import build_reward, prepare_reward, reward_columns
+from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_roles, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
@@ -156,6 +156,7 @@ def _read_inputs(
         columns=reward_columns(config, reward),
         source=source,
     )
+    check_sources(config, reward, train, held_out)
     if is_writer:
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
         warn_of_date(tokens.tokenizer, config.data.chat)

@@ -17,7 +17,7 @@ _ENGINE_KEYS = {
     "fsdp": keys_below("engine.fsdp"),
 }
 _SOURCE_KEYS = {
-    "function": ("reward.function", *keys_in("reward.pool")),
+    "function": ("reward.function", "reward.functions", *keys_in("reward.pool")),
     "model": keys_in("reward.model"),
     "http": keys_in("reward.http"),
 }
@@ -245,9 +245,13 @@ _NEEDS = (
         lambda config: config.rollout.source == "single_turn",
         fault="cannot work",
     ),
+    Need(("reward.function",), "no reward.functions", lambda config: not config.reward.functions),
+    Need(("reward.sources",), "reward.functions", lambda config: bool(config.reward.functions)),
+    Need(("data.source_key",), "reward.sources", lambda config: bool(config.reward.sources)),
     Need(
         ("reward.weights",),
-        "rewards that may have named parts: reward.source=http, or reward.function=path/to/file.py:function",
+        "rewards that may have named parts: reward.source=http, reward.functions, or "
+        "reward.function=path/to/file.py:function",
         lambda config: may_have_parts(config),
     ),
     Need(
@@ -357,7 +361,9 @@ def models_take_turns(config: Config, *, colocated: bool) -> bool:
 def may_have_parts(config: Config) -> bool:
     """Return whether rewards may have named parts: those of a service and of a user's function."""
     reward = config.reward
-    return reward.source == "http" or (reward.source == "function" and ":" in reward.function)
+    return reward.source == "http" or (
+        reward.source == "function" and (bool(reward.functions) or ":" in reward.function)
+    )
 
 
 def has_pass_for_old_logprobs(config: Config) -> bool:

@@ -75,13 +75,18 @@ def _coerce_list(value: object, item: type, field: dataclasses.Field[Any]) -> li
 def _coerce_mapping(value: object, kind: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadValue("needs a mapping of names to values; write it as {name: value}")
+    lists = isinstance(kind, types.GenericAlias)  # by the name of a data source, which may be any text
     for name, entry in value.items():
-        if not isinstance(name, str) or not name.isidentifier():
+        if not isinstance(name, str) or not (name.isidentifier() or (lists and name)):
             raise BadValue(f"{shown(name)} is no name; legal: letters, digits and _, as {{enable_thinking: false}}")
         if not _is_json(entry):
             raise BadValue(
                 f"the value of {name} must be made of texts, finite numbers, true, false, null, [a, b], {{a: b}}"
             )
+        if lists and not (isinstance(entry, list) and all(isinstance(item, str) for item in entry)):
+            raise BadValue(f"the value of {name} must be a list of texts; write it as [a, b]")
+        if kind is str and not isinstance(entry, str):
+            raise BadValue(f"the value of {name} must be a text")
     if kind is not float:
         return dict(value)
     for name, entry in value.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,15 @@ class RowColumns:
     answer: str  # "" where no row has one
     reward: RewardColumns = RewardColumns()
     difficulty: str = ""  # a number; "" where none is read
+    source: str = ""  # of the row's data source, which a row need not have; "" where nothing reads it
 
     @property
     def needed(self) -> tuple[str, ...]:
         """Columns that every row must have."""
         of_reward = (self.prompt, self.answer) if self.reward.answer else (self.prompt,)
         return (*of_reward, self.difficulty) if self.difficulty else of_reward
+
+    def source_of(self, row: Mapping[str, Any]) -> str:
+        """Return the data source of a row; empty where it names none, or nothing reads it."""
+        value = row.get(self.source) if self.source else None
+        return "" if value is None else str(value)

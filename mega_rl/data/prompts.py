@@ -146,6 +146,7 @@ def _tokenise(
                         answer=row.answer,
                         messages=row.messages,
                         row=row.columns,
+                        source=row.source,
                         difficulty=row.difficulty,
                     )
                 )

@@ -32,6 +32,7 @@ class PromptRow:
     model_text: str  # what the model sees
     answer: Answer
     messages: tuple[tuple[str, str], ...]  # with a chat template alone
+    source: str
     difficulty: float
     columns: Mapping[str, Any] | None  # all of them, where the reward reads them
 
@@ -108,7 +109,7 @@ def _read_parquet(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
         missing = [key for key in columns.needed if key not in names]
         if missing:
             raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(names)}")
-        keys = dict.fromkeys((columns.prompt, columns.answer, columns.difficulty))
+        keys = dict.fromkeys((columns.prompt, columns.answer, columns.difficulty, columns.source))
         read = None if columns.reward.every else [key for key in keys if key in names]
         stream = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True, columns=read)
         for number, row in enumerate(stream, start=1):
@@ -151,6 +152,7 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
         model_text=model_text,
         answer=answer,
         messages=turns,
+        source=columns.source_of(row),
         difficulty=_difficulty(row[columns.difficulty], columns.difficulty) if columns.difficulty else 0.0,
         columns=row if columns.reward.every else None,
     )

@@ -10,6 +10,7 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import UserError
 from mega_rl.preflight.checkpoints import tensor_shape
+from mega_rl.workers.reward_calls import TAKEN
 from mega_rl.workers.reward_service import RewardService
 
 REWARD_FUNCTIONS = ("exact_match", "math_verify")
@@ -19,7 +20,11 @@ def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterat
     """Yield the problems of the source that reward.source names."""
     reward = config.reward
     if reward.source == "function":
-        yield from _function(reward.function)
+        if reward.functions:
+            for name, function in reward.functions.items():
+                yield from _named_function(name, function)
+        else:
+            yield from _function(reward.function)
     elif reward.source == "http":
         yield from _service(config)
     elif "reward.model.path" in checkpoints:
@@ -69,7 +74,14 @@ def _room(config: Config) -> Iterator[str]:
         )
 
 
-def _function(function: str) -> Iterator[str]:
-    """Yield the problem of the reward function; a user's file is parsed, not run."""
+def _function(function: str, key: str = "reward.function") -> Iterator[str]:
+    """Yield the problem of the reward function of a setting; a user's file is parsed, not run."""
     if problem := missing_name(function, builtin=REWARD_FUNCTIONS, kind="function"):
-        yield f"reward.function={function!r}: {problem}"
+        yield f"{key}={function!r}: {problem}"
+
+
+def _named_function(name: str, function: str) -> Iterator[str]:
+    """Yield the problems of one of reward.functions."""
+    if name in TAKEN or not name.isascii():
+        yield f"reward.functions.{name}: is not ASCII, or the name of another metric below reward/; rename it"
+    yield from _function(function, f"reward.functions.{name}")

@@ -147,6 +147,8 @@ class DynamicSampling:
 
 def has_spread(prompt_index: Tensor, rewards: Tensor, *, count: int) -> Tensor:
     """Return [count] bool: whether a prompt has samples of different rewards; prompt_index [N] int64, rewards [N]."""
+    known = ~rewards.isnan()  # not of a part that the prompt's data source does not have
+    prompt_index, rewards = prompt_index[known], rewards[known]
     lowest = torch.full((count,), torch.inf).scatter_reduce(0, prompt_index, rewards, "amin")
     highest = torch.full((count,), -torch.inf).scatter_reduce(0, prompt_index, rewards, "amax")
     return lowest < highest
@@ -184,10 +186,23 @@ def _joined(first: tuple[Rollout, Rewards], second: tuple[Rollout, Rewards]) -> 
             rollout.failed = ~_answered(rollout)
     columns = [_columns(rollout) for rollout in rollouts]
     fields = {name: torch.cat([_widened(of[name], width) for of in columns]) for name in columns[0]}
-    rewards = [of.columns() for of in (first[1], second[1])]
+    rewards = [_renamed(first[1], second[1]), second[1].columns()]
     rewards = [_widened(of, max(rows.size(1) for rows in rewards)) for of in rewards]
-    known = first[1] if first[1].parts is not None and first[1].parts.names else second[1]
+    known = second[1] if second[1].parts is not None and second[1].parts.names else first[1]
     return Rollout.from_rows(**fields), known.with_columns(torch.cat(rewards))
+
+
+def _renamed(first: Rewards, second: Rewards) -> Tensor:
+    """Return the columns of the first under the parts of the second, which has those of the first and maybe more.
+
+    A data source that is scored for the first time brings parts of its own; rows of others have NaN in them.
+    """
+    columns, before, after = first.columns(), first.parts, second.parts
+    if before is None or after is None or not before.names or before.names == after.names:
+        return columns
+    wide = columns.new_full((len(columns), 1 + len(after.names)), torch.nan)
+    wide[:, [0, *(1 + after.names.index(name) for name in before.names)]] = columns
+    return wide
 
 
 def _widened(column: Tensor, width: int) -> Tensor:

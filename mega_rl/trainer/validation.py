@@ -117,16 +117,19 @@ class Evaluation:
         """Return [prompt, right, vote] of each sample of this replica that has an answer and a reward, in order."""
         scored = scored_rows(rows, rewards).tolist()
         right = self.is_right(rewards)
+        judged = (~_judged(rewards, self.plan.right_part).isnan()).tolist()  # a data source may lack the part
         prompts = rows.prompt_index.tolist()
-        return [[prompts[row], right[row], votes[row]] for row in range(len(prompts)) if scored[row]]
+        return [[prompts[row], right[row], votes[row]] for row in range(len(prompts)) if scored[row] and judged[row]]
 
 
 def right_samples(rewards: Rewards, *, above: float, part: str) -> list[bool]:
     """Return [B] whether each sample's reward, or the named part of it, is above a number. Raises UserError."""
-    values = rewards.totals
-    if part:
-        values = _part(rewards.parts, part, rows=len(values))
-    return [value > above for value in values.tolist()]
+    return [value > above for value in _judged(rewards, part).tolist()]
+
+
+def _judged(rewards: Rewards, part: str) -> Tensor:
+    """Return [B] the rewards, or the named part of them. Raises UserError."""
+    return _part(rewards.parts, part, rows=len(rewards.totals)) if part else rewards.totals
 
 
 def _part(parts: RewardParts | None, name: str, *, rows: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +14,13 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.parallel.agreement import all_failures, run_beside_meetings
 from mega_rl.protocols import Ranks
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
-from mega_rl.workers.reward_calls import NoScore, NoScoreError, Response, Score, evaluate, plan_call
+from mega_rl.workers.reward_calls import NoScore, NoScoreError, Response, Score, plan_call
 from mega_rl.workers.reward_pool.begun import Begun
+from mega_rl.workers.scoring.concurrent import outcomes_of
 from mega_rl.workers.scoring.failures import FailureRule, Failures, RewardError, no_score
 from mega_rl.workers.scoring.parts import PartRule
 from mega_rl.workers.scoring.responses import SampledResponse, answered, responses, texts
+from mega_rl.workers.scoring.sets import FunctionSet
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +112,9 @@ class RewardWorker:
                 self._seconds = time.perf_counter() - begin
 
         outcomes, failure = run_beside_meetings(work, self._everyone, stalled=watch.stalled)
-        self._parts.settle(outcomes, self._everyone)
-        outcomes = [self._parts.checked(outcome) for outcome in outcomes]
+        self._parts.settle(items, outcomes, self._everyone)
+        scored = zip(items, outcomes, strict=False)  # of failed scoring there is nothing
+        outcomes = [self._parts.checked(outcome, prompt) for (prompt, _), outcome in scored]
         row_scores: list[Score] = []
         try:
             row_scores = self._scores(items[: len(outcomes)], outcomes)
@@ -122,8 +126,8 @@ class RewardWorker:
         self._count_failures()
         self._measure_latency(len(rows))
         columns = torch.zeros(len(rollout.lengths), 1 + len(self._parts.names or ()), dtype=torch.float32)
-        for row, score in zip(rows, row_scores, strict=True):
-            columns[row] = torch.tensor(self._parts.columns(score))
+        for row, (prompt, _), score in zip(rows, items, row_scores, strict=True):
+            columns[row] = torch.tensor(self._parts.columns(score, prompt))
         return self._parts.rewards(self._replica.sum(columns.to(rollout.tokens.device)))
 
     def _scores(self, items: Sequence[tuple[Prompt, Response]], outcomes: Outcomes) -> list[Score]:
@@ -212,10 +216,12 @@ def ignore(what: str) -> None:
 
 
 class FunctionRewards:
-    """Scores by a function, called for one response after the other as `mega_rl.workers.reward_calls` says."""
+    """Scores by a function or a set of them, called for one response after the other."""
 
-    def __init__(self, function: Callable[..., object]) -> None:
-        self.call = plan_call(function)
+    def __init__(self, function: Callable[..., object] | FunctionSet, *, concurrency: int = 64) -> None:
+        """concurrency: calls of an asynchronous function at a time."""
+        self._concurrency = concurrency
+        self.call = function if isinstance(function, FunctionSet) else plan_call(function)
 
     @property
     def columns(self) -> RewardColumns:
@@ -224,17 +230,25 @@ class FunctionRewards:
 
     def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> Outcomes:
         """Return the scores, and why a response has none: the function raised, or returned something else."""
+        if self.call.is_async:
+            return self._together(items, report)
         outcomes: Outcomes = []
         for prompt, response in items:
             report(f"prompt {prompt.index}, whose response the reward function is scoring")
             try:
-                outcomes.append(evaluate(self.call, self.call.arguments(prompt, response)))
+                outcomes.append(self.call.evaluate(self.call.arguments(prompt, response)))
             except NoScoreError as error:
                 outcomes.append(NoScore("error", str(error)))
             except KeyboardInterrupt:  # a second Ctrl-C, or the function's own
                 log.error("%s", no_score("the reward function was interrupted", prompt, response))
                 raise
         return outcomes
+
+    def _together(self, items: Sequence[tuple[Prompt, Response]], report: Report) -> Outcomes:
+        """Return the outcomes of an asynchronous function, on an event loop of this batch."""
+        report(f"one of {len(items)} responses, which the asynchronous reward function is scoring")
+        batch = [self.call.arguments(prompt, response) for prompt, response in items]
+        return asyncio.run(outcomes_of(self.call, batch, concurrency=self._concurrency))
 
     def begin(self, prompt: Prompt, response: Response) -> None:
         """Do nothing: the function is called in the main thread, when the scores are asked for."""

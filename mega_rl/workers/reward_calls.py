@@ -6,7 +6,8 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +22,7 @@ FACTS = (
     "row", "messages", "prompt_index", "finish", "num_tokens", "turns", "transcript", "token_ids", "prompt_ids",
 )  # for parameters so named  # fmt: skip
 RESPONSE_TEXTS = frozenset({"response", "turns", "transcript", "token_ids"})
+SUBJECT = "the reward function"  # of an error, where a run has one function
 SHOWN_CHARACTERS = 200  # of a value in an error
 LARGEST = 3.4028234663852886e38  # finite float32
 # Names of metrics below reward/ that every run may have, so that no part can have them; docs/metrics.md.
@@ -87,24 +89,51 @@ class RewardCall:
         texts = [arguments[name] for name in TEXTS if name in arguments] if self.positional else []
         return self.function(*texts, **{name: arguments[name] for name in self.names if name in arguments})
 
+    def evaluate(self, arguments: Mapping[str, object]) -> Score:
+        """Return the score of one response. Raises NoScoreError: the function raised, or returned something else."""
+        return evaluate(self, arguments)
 
-def evaluate(call: RewardCall, arguments: Mapping[str, object]) -> Score:
-    """Return the score of one response.
+    @property
+    def is_async(self) -> bool:
+        """Return whether the function is a coroutine function, which `evaluate_later` alone can call."""
+        return inspect.iscoroutinefunction(self.function)
+
+    async def evaluate_later(self, arguments: Mapping[str, object]) -> Score:
+        """Return the score of one response by a function that may be asynchronous. Raises NoScoreError."""
+        return await evaluate_later(self, arguments)
+
+
+def evaluate(call: RewardCall, arguments: Mapping[str, object], *, subject: str = SUBJECT) -> Score:
+    """Return the score of one response; subject: the function's name in errors.
 
     Raises:
         NoScoreError: the function raised, or returned something else.
     """
-    try:
+    with _named_errors(subject):
         return as_score(call(arguments))
+
+
+async def evaluate_later(call: RewardCall, arguments: Mapping[str, object], *, subject: str = SUBJECT) -> Score:
+    """Return what `evaluate` does of a function that may be asynchronous. Raises NoScoreError."""
+    with _named_errors(subject):
+        value = call(arguments)
+        return as_score(await value if inspect.isawaitable(value) else value)
+
+
+@contextmanager
+def _named_errors(subject: str) -> Iterator[None]:
+    """Turn what a user's function raises, or that it returned no score, into a NoScoreError."""
+    try:
+        yield
     except NotAScoreError as error:
-        raise NoScoreError(f"the reward function returned {error}") from None
+        raise NoScoreError(f"{subject} returned {error}") from None
     except HungError:  # of the interrupt of a function that does not return
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything; the cause is kept
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = traceback.TracebackException(type(error), error, None)  # of any exception, also one without a text
         what = f"raised {type(error).__name__}: {text} (at {place.filename}:{place.lineno})"
-        raise NoScoreError(f"the reward function {what}") from error
+        raise NoScoreError(f"{subject} {what}") from error
 
 
 def as_score(value: object) -> Score:

@@ -113,8 +113,8 @@ def _boxed(answer: str) -> str:
 BUILTINS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
 
 
-def resolve(spec: str, given: RewardFunction | None = None) -> RewardFunction:
-    """Return the reward function that `reward.function` names: a built-in name, or `path/to/file.py:function`.
+def resolve(spec: str, given: RewardFunction | None = None, *, key: str = "reward.function") -> RewardFunction:
+    """Return the reward function that the setting `key` names: a built-in name, or `path/to/file.py:function`.
 
     given: the function itself, of a Python program; its name is then in `spec`.
 
@@ -122,18 +122,18 @@ def resolve(spec: str, given: RewardFunction | None = None) -> RewardFunction:
     and one that cannot be called as `mega_rl.workers.reward_calls` does.
     """
     if given is not None:
-        _check_signature(given, spec)
+        _check_signature(given, spec, key)
         return given
     if spec in BUILTINS:
         return BUILTINS[spec]
     if ":" not in spec:
-        raise UserError(_unknown(spec))
-    function: RewardFunction = load_from_file(spec, key="reward.function", kind="function")
-    _check_signature(function, spec)
+        raise UserError(_unknown(spec, key))
+    function: RewardFunction = load_from_file(spec, key=key, kind="function")
+    _check_signature(function, spec, key)
     return function
 
 
-def _unknown(spec: str) -> str:
+def _unknown(spec: str, key: str) -> str:
     nearest = difflib.get_close_matches(spec, BUILTINS, n=1)
     if spec.endswith(".py"):
         hint = f"add the function: {spec}:name"
@@ -141,15 +141,15 @@ def _unknown(spec: str) -> str:
         hint = f"did you mean {nearest[0]}?"
     else:
         hint = "or give path/to/file.py:function"
-    return f"reward.function={spec!r}: is not among the built-in functions {', '.join(sorted(BUILTINS))}; {hint}"
+    return f"{key}={spec!r}: is not among the built-in functions {', '.join(sorted(BUILTINS))}; {hint}"
 
 
-def _check_signature(function: Any, spec: str) -> None:
+def _check_signature(function: Any, spec: str, key: str) -> None:
     if not callable(function):
-        raise UserError(f"reward.function={spec!r}: is of type {type(function).__name__}, not a function")
+        raise UserError(f"{key}={spec!r}: is of type {type(function).__name__}, not a function")
     try:
         plan_call(function)
     except TypeError as error:
-        raise UserError(f"reward.function={spec!r}: {error}") from error
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise UserError(f"reward.function={spec!r}: is asynchronous or a generator; it must return a number itself")
+        raise UserError(f"{key}={spec!r}: {error}") from error
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        raise UserError(f"{key}={spec!r}: is a generator; it must return a number itself")

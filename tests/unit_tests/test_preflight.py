@@ -371,6 +371,8 @@ def test_reward_functions() -> None:
     Path("reward.py").write_text(
         "import math\nfrom os import path as p\nlimit = 3\ndef score():\n    def inner(): ...\n"
     )
+    Path("later.py").write_text("async def score(): ...\n")
+    assert preflight(None, [*BASE, "reward.function=later.py:score"])
     Path("broken.py").write_text("x = 1\ndef f(:\n")
     for name in ("score", "limit", "math", "p"):
         assert preflight(None, [*BASE, f"reward.function=reward.py:{name}"])
@@ -384,6 +386,43 @@ def test_reward_functions() -> None:
     }
     for function, why in bad.items():
         assert problems(f"reward.function='{function}'") == [f"reward.function={function!r}: {why}"]
+
+
+def test_several_reward_functions() -> None:
+    Path("reward.py").write_text("def score(): ...\nraise SystemExit('run')\n")
+    functions = "reward.functions={a: exact_match, b: 'reward.py:score'}"
+    sources = "reward.sources={openai/gsm8k: [a, b], chat: [b]}"
+    assert preflight(None, [*BASE, functions, sources, "reward.weights={a: 2, b_form: 0.1}", "data.source_key=set"])
+    bad = {
+        "reward.functions={mean: math_verify, b: 'reward.py:no'}": [
+            "reward.functions.mean: is not ASCII, or the name of another metric below reward/; rename it",
+            "reward.functions.b='reward.py:no': reward.py defines no 'no'; it has score",
+        ],
+        "reward.sources={chat: [b, c, b], x: []}": [
+            "reward.sources.chat: 'c' is not in reward.functions; legal: a, b",
+            "reward.sources.chat=['b', 'c', 'b']: names a function twice; name it once",
+            "reward.sources.x is empty: name which of reward.functions score its rows; legal: a, b",
+            "reward.functions.a scores nothing: no entry of reward.sources names it; add it, or leave it out",
+        ],
+        "reward.weights={c: 1}": [
+            "reward.weights.c has no effect: no function of that name is in reward.functions; legal: a, b, or "
+            "NAME_PART of a function that returns named parts"
+        ],
+        "reward.function=math_verify": [
+            "reward.function=math_verify has no effect: it needs no reward.functions; set that or leave it out (on a "
+            "command line: reward.function=null)"
+        ],
+        "reward.functions={a: 1}": ["reward.functions={'a': 1}: the value of a must be a text"],
+        "reward.sources={chat: a}": [
+            "reward.sources={'chat': 'a'}: the value of chat must be a list of texts; write it as [a, b]"
+        ],
+    }
+    for setting, lines in bad.items():
+        assert problems(functions, setting) == lines
+    (line,) = problems(sources)
+    assert "has no effect: it needs reward.functions" in line
+    (line,) = problems("data.source_key=set")
+    assert line.startswith("data.source_key=set has no effect: it needs reward.sources")
 
 
 HTTP = ("reward.source=http", "reward.http.url=https://rewards.example/score")

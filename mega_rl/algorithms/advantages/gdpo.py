@@ -45,14 +45,16 @@ def gdpo(
     parts: K parts r with their weights w; group_ids [B] int64, rows of one prompt share an id and are all on this rank;
     mask [B, S] bool. The mean of s over the batch, which the paper takes off, is 0: that of each group is. Deviations
     are the unbiased ones, as in `grpo`. A part that is equal in all samples of a prompt adds exactly 0 to them. A row
-    without response tokens, a failed sample, is in no group.
+    without response tokens, a failed sample, is in no group. A part that is NaN, one that the data source of the prompt
+    does not have, is in none of the row's sums, and a row without any part in no deviation of the batch.
     """
-    groups = PromptGroups.of(group_ids, mask)
     scores = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
-    for weight, rewards in zip(parts.weights, parts.values.unbind(dim=1), strict=True):
+    present = mask.any(dim=1, keepdim=True) & ~parts.values.isnan()
+    for weight, values, own in zip(parts.weights, parts.values.unbind(dim=1), present.unbind(dim=1), strict=True):
+        groups, rewards = PromptGroups.of(group_ids, mask & own[:, None]), values.nan_to_num()
         centred = groups.centred(rewards)
         deviation = (groups.sum(centred.square()) / (groups.counts - 1).clamp(min=1)).sqrt()
         scores += weight * centred / (deviation + eps)
-    sums = sum_over_ranks(torch.stack([groups.answered.double(), scores.square()]).sum(dim=1))
+    sums = sum_over_ranks(torch.stack([present.any(dim=1).double(), scores.square()]).sum(dim=1))
     count, squares = sums.unbind()
     return spread(scores / ((squares / (count - 1).clamp(min=1)).sqrt() + eps), mask)

@@ -38,7 +38,7 @@ def missing_name(spec: str, *, builtin: Sequence[str], kind: str) -> str | None:
     names = {name for statement in tree.body for name in _bound(statement)}
     if name in names:
         return None
-    nodes = (ast.FunctionDef,) if kind == "function" else (ast.ClassDef, ast.FunctionDef)
+    nodes = (ast.FunctionDef, ast.AsyncFunctionDef) if kind == "function" else (ast.ClassDef, ast.FunctionDef)
     public = [entry.name for entry in tree.body if isinstance(entry, nodes) and entry.name[0] != "_"]
     if name:
         return f"{path} defines no {name!r}; it has {', '.join(public or sorted(names)) or 'nothing'}"
@@ -61,7 +61,7 @@ def definition(spec: str) -> Definition | None:
 
 def _bound(statement: ast.stmt) -> set[str]:
     """Return the names that a top-level statement of a module binds to something callable."""
-    if isinstance(statement, Definition):
+    if isinstance(statement, Definition | ast.AsyncFunctionDef):
         return {statement.name}
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}

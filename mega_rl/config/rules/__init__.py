@@ -14,6 +14,7 @@ from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, corrects, n
 from mega_rl.config.rules import mixture as mixture_rules
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import reference as reference_rules
+from mega_rl.config.rules import rewards as reward_rules
 from mega_rl.config.rules import rollout as rollout_rules
 from mega_rl.config.rules import validation as validation_rules
 from mega_rl.config.schema import Config, KlConfig
@@ -30,6 +31,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
     problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
     problems += [*rollout_rules.rollouts(config), *_reward(config), *_without_rewards(config)]
+    problems += reward_rules.functions(config)
     problems += validation_rules.validation(config)
     problems += [*_profile(config, world_size), *mixture_rules.mixture(config.data), *mixture_rules.curriculum(config)]
     for key, facts in (models or {}).items():

@@ -50,6 +50,9 @@ class DataConfig:
     )
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
     answer_key: str = setting("answer", "Column handed to the reward as the reference answer; empty: none.")
+    source_key: str = setting(
+        "data_source", "Column with the name of a row's data source, which reward.sources goes by."
+    )
     max_prompt_tokens: int = setting(1024, "Longest prompt.", unit="tokens", min=1)
     overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
@@ -285,6 +288,9 @@ class RewardPoolConfig:
         min=-1,
     )
     timeout_s: float = setting(30.0, "Deadline of one response.", unit="seconds", above=0.0)
+    concurrency: int = setting(
+        64, "Calls of an asynchronous function at a time in each worker, or in the rank without workers.", min=1
+    )
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(
         "score",
@@ -330,6 +336,16 @@ class RewardConfig:
         choices=("function", "model", "http", "none"),
     )
     function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+    functions: dict[str, str] = setting(
+        {},
+        "Several functions in the place of reward.function, as {correct: math_verify, format: rewards.py:has_boxes}; "
+        "each gives the part of the reward that has its name.",
+    )
+    sources: dict[str, list[str]] = setting(
+        {},
+        "Names of reward.functions that score the rows of each data source, as {gsm8k: [correct, format], "
+        "chat: [polite]}; empty: all functions score every row.",
+    )
     weights: dict[str, float] = setting(
         {},
         "Weights of named parts of the reward, as {format: 0.2}; a part without one has 1, and one of 0 is only shown.",

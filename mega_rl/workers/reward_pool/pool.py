@@ -13,15 +13,16 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from mega_rl.workers.reward_calls import NoScore, NotAScoreError, Score, as_score
+from mega_rl.workers.reward_calls import NoScore, Score
+from mega_rl.workers.reward_pool.calls import GRACE_S, WorkerCalls
 from mega_rl.workers.reward_pool.process import (
     START_S,
     UnusableFunctionError,
-    WorkerEndedError,
     WorkerOrder,
     WorkerProcess,
 )
@@ -49,6 +50,7 @@ class RewardPool:
         """Start the workers without waiting for them. timeout_s: deadline of one response."""
         assert num_workers > 0, "a pool needs a worker"
         self._order = order
+        self._calls = WorkerCalls(order, timeout_s)
         self._timeout_s = timeout_s
         self._broken = ""  # why no worker can score
         self._items: asyncio.Queue[_Item] = asyncio.Queue()
@@ -62,7 +64,8 @@ class RewardPool:
     @property
     def patience_s(self) -> float:
         """Return how long a pool with open responses ends none at most: two starts of a worker, and a deadline."""
-        return 2 * (START_S + 2 * END_S) + self._timeout_s
+        hang_s = self._timeout_s + (GRACE_S if self._order.concurrency else 0.0)
+        return 2 * (START_S + 2 * END_S) + (2 if self._order.concurrency else 1) * hang_s
 
     def submit(self, arguments: Mapping[str, object]) -> Future[Score | NoScore]:
         """Return the future outcome of a response, given what the function gets; first come, first served.
@@ -123,11 +126,17 @@ class RewardPool:
         """Run one worker and its successors until the pool closes or no worker can start."""
         worker: WorkerProcess | None = None
         item: _Item | None = None
+        again: deque[_Item] = deque()
         try:
             while True:
-                worker = worker or await self._start(number)
+                worker = worker or await self._calls.start(number)
+                if self._order.concurrency:
+                    worker = await self._serve_together(worker, again)
+                    continue
                 item = item or await self._items.get()
-                outcome = await self._score(worker, item)
+                begin, item.tries = time.monotonic(), item.tries + 1
+                outcome = await self._calls.score(worker, item.message, item.left_s)
+                item.left_s -= time.monotonic() - begin
                 kind = outcome.kind if isinstance(outcome, NoScore) else "score"
                 if kind in ("timeout", "crash"):
                     await worker.end()
@@ -142,32 +151,29 @@ class RewardPool:
             if worker is not None:
                 await worker.end()
 
-    async def _start(self, number: int) -> WorkerProcess:
-        """Return a worker that has loaded the function. Raises UnusableFunctionError."""
-        worker = WorkerProcess(self._order, number)
-        try:
-            await worker.ready()
-        except BaseException:
-            await worker.end()
-            raise
-        return worker
+    async def _serve_together(self, worker: WorkerProcess, again: deque[_Item]) -> WorkerProcess | None:
+        """Finish the next responses at the same time; return the worker, None if it was lost.
 
-    async def _score(self, worker: WorkerProcess, item: _Item) -> Score | NoScore:
-        """Return the outcome of one try of a response."""
-        begin = time.monotonic()
+        again: responses that were lost together, since one of them blocks the event loop or crashes the worker. They
+        are tried one by one, so that it costs that one alone.
+        """
+        is_retry = bool(again)
+        items = [again.popleft() if is_retry else await self._items.get()]
+        while not is_retry and len(items) < self._order.concurrency and not self._items.empty():
+            items.append(self._items.get_nowait())
+        outcomes = await self._calls.score_together(worker, [item.message for item in items])
+        if not isinstance(outcomes, NoScore):
+            for item, outcome in zip(items, outcomes, strict=True):
+                self._finish(item, outcome)
+            return worker
+        await worker.end()
+        if len(items) > 1:
+            again.extend(items)
+            return None
+        (item,) = items
         item.tries += 1
-        try:
-            async with asyncio.timeout(item.left_s):
-                answer = await worker.ask(item.message)
-        except TimeoutError:
-            return NoScore("timeout", f"the reward function took longer than reward.pool.timeout_s={self._timeout_s:g}")
-        except WorkerEndedError as error:
-            return NoScore("crash", f"the reward function crashed its process, which {error}")
-        finally:
-            item.left_s -= time.monotonic() - begin
-        if "score" not in answer:
-            return NoScore("error", str(answer.get("no_score", "the reward worker sent no score")))
-        try:
-            return as_score(answer["score"])
-        except NotAScoreError as error:  # the user's code may have written to the channel
-            return NoScore("error", f"the reward worker sent {error}")
+        if outcomes.kind == "timeout" or item.tries > 1:
+            self._finish(item, outcomes)
+        else:
+            again.append(item)
+        return None

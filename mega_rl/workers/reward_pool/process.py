@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +43,9 @@ class UnusableFunctionError(Exception):
 class WorkerOrder:
     """Work of a worker: the function that it loads, and the memory that it may use."""
 
-    function: str  # as in reward.function
+    function: str | Mapping[str, str]  # as in reward.function, or reward.functions
     memory_bytes: int  # of address space; 0 is no limit
+    concurrency: int = 0  # calls of an asynchronous function at a time; 0: the function is none
 
 
 class WorkerProcess:
@@ -80,10 +82,17 @@ class WorkerProcess:
         """Return the process id of the worker's keeper."""
         return self._process.pid
 
-    async def ready(self) -> None:
-        """Wait until the function is loaded. Raises UnusableFunctionError."""
+    async def ready(self, timeout_s: float) -> None:
+        """Wait until the function is loaded; timeout_s: its deadline of one response. Raises UnusableFunctionError."""
         self._streams = await asyncio.open_connection(sock=self._channel)
-        order = {"function": self._order.function, "memory_bytes": self._order.memory_bytes, "path": sys.path}
+        function = self._order.function
+        function = function if isinstance(function, str) else dict(function)
+        order = {
+            "function": function,
+            "timeout_s": timeout_s,
+            "memory_bytes": self._order.memory_bytes,
+            "path": sys.path,
+        }
         answer: dict[str, object]
         try:
             async with asyncio.timeout(START_S):

@@ -8,6 +8,7 @@ input and by a signal. Messages are JSON behind their length (`read_message`), n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import faulthandler
@@ -21,14 +22,15 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import psutil
 
 from mega_rl.errors import UserError
-from mega_rl.workers.reward_calls import NoScoreError, RewardCall, evaluate, plan_call
-from mega_rl.workers.reward_functions import resolve
+from mega_rl.workers.reward_calls import NoScore, NoScoreError, RewardCall
+from mega_rl.workers.scoring.concurrent import failed, outcomes_of
+from mega_rl.workers.scoring.sets import FunctionSet, load_call
 
 LENGTH = struct.Struct("<I")  # before each message
 OUT_OF_MEMORY = 86  # exit code
@@ -123,14 +125,18 @@ def _work(channel: socket.socket) -> None:
     if order["memory_bytes"]:
         resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"],) * 2)
     try:
-        call = plan_call(resolve(order["function"]))
+        call = load_call(order["function"])
     except UserError as error:
         send_message(channel, {"unusable": str(error)})
         return
     send_message(channel, {"ready": True})
-    own, kept = os.getpid(), _children()
+    own, kept, runner = os.getpid(), _children(), asyncio.Runner()
     while (text := read_message(channel)) is not None:
-        answer = _answer(call, json.loads(text))
+        asked = json.loads(text)
+        if call.is_async:
+            answer: dict[str, object] = {"answers": _answers(call, asked, runner, order["timeout_s"])}
+        else:
+            answer = _answer(call, asked)
         if os.getpid() != own:  # a fork that the function has made and not ended
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)  # no alarm of one response in the next
@@ -138,14 +144,31 @@ def _work(channel: socket.socket) -> None:
         send_message(channel, answer)
 
 
-def _answer(call: RewardCall, arguments: Mapping[str, object]) -> dict[str, object]:
+def _answers(
+    call: RewardCall | FunctionSet, batch: Sequence[Mapping[str, object]], runner: asyncio.Runner, timeout_s: float
+) -> list[dict[str, object]]:
+    """Return the messages for responses that are scored at the same time."""
+    outcomes = runner.run(
+        outcomes_of(call, batch, concurrency=len(batch), timeout_s=timeout_s, on_error=_without_score)
+    )
+    return [
+        {outcome.kind: outcome.what} if isinstance(outcome, NoScore) else {"score": outcome} for outcome in outcomes
+    ]
+
+
+def _answer(call: RewardCall | FunctionSet, arguments: Mapping[str, object]) -> dict[str, object]:
     """Return the message for one response; without memory end the process."""
     try:
-        return {"score": evaluate(call, arguments)}
+        return {"score": call.evaluate(arguments)}
     except NoScoreError as error:
-        if isinstance(error.__cause__, MemoryError):
-            os._exit(OUT_OF_MEMORY)  # what holds the memory may be kept: the next response gets a new process
-        return {"no_score": str(error)}
+        return {"error": _without_score(error).what}
+
+
+def _without_score(error: NoScoreError) -> NoScore:
+    """Return the outcome of a response whose function failed; without memory end the process."""
+    if isinstance(error.__cause__, MemoryError):
+        os._exit(OUT_OF_MEMORY)  # what holds the memory may be kept: the next response gets a new process
+    return failed(error)
 
 
 def _children() -> frozenset[int]:

@@ -14,6 +14,7 @@ from mega_rl.workers.reward_calls import NoScore, Response, RewardCall, Score
 from mega_rl.workers.reward_pool.begun import Begun
 from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.scoring.failures import RewardError, no_score
+from mega_rl.workers.scoring.sets import FunctionSet
 
 _BEAT_S = 5.0
 
@@ -24,15 +25,15 @@ class PooledRewards:
     A response that takes longer than its deadline, or crashes its worker twice, has no score either.
     """
 
-    def __init__(self, call: RewardCall, pool: RewardPool) -> None:
-        self._call = call
+    def __init__(self, call: RewardCall | FunctionSet, pool: RewardPool) -> None:
+        self.call = call
         self._pool = pool
         self._begun: Begun[Future[Score | NoScore]] = Begun()  # by prompt and response
 
     @property
     def columns(self) -> RewardColumns:
         """Columns of the data that the function reads."""
-        return self._call.columns
+        return self.call.columns
 
     def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> Outcomes:
         """Return the outcomes. Raises RewardError when no worker can score."""
@@ -49,7 +50,7 @@ class PooledRewards:
 
     def _submit(self, prompt: Prompt, response: Response) -> Future[Score | NoScore]:
         try:
-            return self._pool.submit(self._call.arguments(prompt, response))
+            return self._pool.submit(self.call.arguments(prompt, response))
         except (TypeError, ValueError) as error:
             what = f"the row cannot be sent to a reward worker: {error}; set reward.pool.workers=0, or drop the column"
             raise no_score(what, prompt, response) from None

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
+from mega_rl.algorithms.advantages.gdpo import gdpo
 from mega_rl.algorithms.advantages.opo import opo
 from mega_rl.algorithms.advantages.registry import ESTIMATORS as REGISTRY
 from mega_rl.algorithms.statistics import SumOverRanks, identity
@@ -316,3 +318,24 @@ def test_the_optimal_baseline_leaves_no_reward_by_length() -> None:
     advantages = opo(batch.rewards, batch.group_ids, batch.mask).sum(dim=1)  # a row's tokens all have its number
     for group in (0, 10):
         assert float(advantages[batch.group_ids == group].sum()) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_gdpo_normalises_a_part_where_it_is_present() -> None:
+    """Two data sources with a part of their own each, one part of both, and a prompt without any; float64 numpy."""
+    prompts = np.array([0, 0, 0, 1, 1, 1, 2, 2, 3, 3])
+    rng = np.random.default_rng(3)
+    values = rng.normal(size=(10, 3)).astype(np.float32)
+    values[:3, 1], values[3:8, 0], values[8:] = np.nan, np.nan, np.nan
+    weights = (1.0, 0.5, 2.0)
+    scores = np.zeros(10)
+    for column, weight in enumerate(weights):
+        for prompt in range(4):
+            rows = prompts == prompt
+            own = values[rows, column].astype(np.float64)
+            if not np.isnan(own).any():
+                scores[rows] += weight * (own - own.mean()) / (own.std(ddof=1) + 1e-6)
+    expected = scores / (np.sqrt((scores[:8] ** 2).sum() / 7) + 1e-6)
+    mask = torch.ones(10, 2, dtype=torch.bool)
+    parts = RewardParts(("a", "b", "c"), weights, torch.from_numpy(values))
+    advantages = gdpo(parts, torch.from_numpy(prompts), mask)
+    np.testing.assert_allclose(advantages[:, 0].numpy(), expected, rtol=2e-6, atol=1e-7)

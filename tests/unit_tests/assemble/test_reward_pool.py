@@ -7,6 +7,7 @@ in the ranks themselves, bit for bit, also after a resume. Workers count what th
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.unit_tests.assemble.run_cases import run_all
 
 STEPS, SAVED = 2, 1
 MACHINE = ("time/", "perf/", "memory/", "checkpoint/")  # metrics of the machine rather than of training
+SOURCES = [f'"data_source": "digits/sums", "parity": "{parity}"' for parity in ("even", "odd")]
 REWARDS = """
 import os, random
 
@@ -38,6 +40,9 @@ def crashes(prompt, response, prompt_index):
 
 def silent(prompt, response, prompt_index):
     return None if prompt_index == 3 else of_the_text(prompt, response, "")
+
+def form(response):
+    return {"short": -len(response) / 7, "odd": len(response) % 2}
 
 def raises(prompt, response, prompt_index):
     return of_the_text(prompt, response, "") if prompt_index != 3 else {}[response]
@@ -108,9 +113,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pool")
     write_tiny_checkpoint(folder / "actor", num_hidden_layers=1)
     write_digit_tokenizer(folder / "actor", vocab_size=50)
-    (folder / "train.jsonl").write_text("".join(f'{{"prompt": "{i}+2=", "answer": "{i + 2}"}}\n' for i in range(8)))
+    (folder / "train.jsonl").write_text(
+        "".join(f'{{"prompt": "{i}+2=", "answer": "{i + 2}", {SOURCES[i % 2]}}}\n' for i in range(8))
+    )
     (folder / "rewards.py").write_text(REWARDS)
     return folder
+
+
+def several(root: Path) -> tuple[str, ...]:
+    """Return the settings of a run with two reward functions, of which one has two parts."""
+    functions = f"correct: '{root}/rewards.py:of_the_text', form: '{root}/rewards.py:form'"
+    return (
+        *("reward.function=null", f"reward.functions={{{functions}}}", "reward.weights={form_odd: 0.5}"),
+        *("algorithm.advantage=gdpo", "engine.megatron.tp=1", "reward.overlong.buffer_tokens=2"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +147,15 @@ def runs(root: Path) -> list[dict[str, Any]]:
         "masked": settings_of(
             root, "masked", "reward.pool.workers=1", "engine.megatron.tp=1", "reward.pool.on_failure=mask",
             "reward.pool.max_failed_share=0.25", function="raises",
+        ),
+        "no source": settings_of(root, "no source", *several(root), "reward.pool.workers=1"),
+        "one source": settings_of(
+            root, "one source", *several(root), "reward.sources={digits/sums: [correct, form]}", "reward.pool.workers=0"
+        ),
+        "two sources": settings_of(
+            root, "two sources", *several(root), "data.source_key=parity", "reward.pool.workers=1",
+            "reward.sources={even: [correct, form], odd: [form]}", "metrics.records.interval=1",
+            "rollout.dynamic_sampling.max_generations=2",
         ),
     }  # fmt: skip
     return run_ranks(2, run_all, cases, device="cpu")
@@ -174,3 +199,26 @@ def test_responses_left_out_and_masked_failures_train_alike(root: Path, runs: li
     assert [record.pop("reward/errors") for record in masked.values()] == [2.0, 0.0]
     assert not any(record.pop("reward/errors") for record in silent.values())
     assert silent == masked
+
+
+def test_one_data_source_changes_no_number_of_a_run(root: Path, runs: list[dict[str, Any]]) -> None:
+    """Nor does a worker: that run's functions are called in the ranks."""
+    expected = metrics(root, "no source")
+    assert {"reward/correct", "reward/form_odd", "reward/form_short"} <= expected[1].keys()
+    assert metrics(root, "one source") == expected
+    for rank in runs:
+        assert rank["one source"]["rows"] == rank["no source"]["rows"]
+
+
+def test_each_data_source_has_its_parts(root: Path, runs: list[dict[str, Any]]) -> None:
+    """Prompts of even number have all three parts, the others those of their form alone; nothing becomes NaN."""
+    records = metrics(root, "two sources")
+    assert list(records) == [1, 2]
+    for record in records.values():
+        assert all(math.isfinite(value) for value in record.values())
+        assert {"reward/correct", "reward/form_odd", "reward/form_short"} <= record.keys()
+    for record in sorted((root / "two sources" / "records").iterdir()):
+        rows = [json.loads(line) for file in record.glob("*.jsonl") for line in file.read_text().splitlines()]
+        for row in rows:
+            assert (row["reward_correct"] is None) == (row["data_row"] % 2 == 1)
+            assert row["reward_form_odd"] is not None

@@ -346,8 +346,8 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
         (
             "reward.weights.form=0.5",
             "reward.weights={'form': 0.5} has no effect: it needs rewards that may have named parts: "
-            "reward.source=http, or reward.function=path/to/file.py:function; set that or leave it out (on a command "
-            "line: reward.weights=null)",
+            "reward.source=http, reward.functions, or reward.function=path/to/file.py:function; set that or leave it "
+            "out (on a command line: reward.weights=null)",
         ),
         (
             "algorithm.advantage=distillation",

@@ -393,3 +393,21 @@ def test_a_parquet_file_without_answers(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
     (prompt,) = load(tmp_path / "a.parquet", columns=columns_of(RewardColumns(answer=False)))
     assert prompt.answer is None
+
+
+def test_data_sources_of_rows(tmp_path: Path) -> None:
+    """A row need not have one, of either kind of file; a number is read as text; they are part of the fingerprint."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": "a", "answer": "1", "set": name} for name in ("math/x", 7, None)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": "a", "answer": "1"}\n')
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"], "set": ["math/x"]}), tmp_path / "b.parquet")
+    columns = RowColumns("prompt", "answer", source="set")
+    prompts = load(file, columns=columns)
+    assert [prompt.source for prompt in prompts] == ["math/x", "7", "", ""]
+    assert [prompt.source for prompt in load(tmp_path / "b.parquet", columns=columns)] == ["math/x"]
+    unread = load(file)
+    assert {prompt.source for prompt in unread} == {""}
+    assert fingerprint(prompts) != fingerprint(unread)

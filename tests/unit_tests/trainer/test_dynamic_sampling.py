@@ -17,11 +17,11 @@ from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.errors import UserErrors
 from mega_rl.protocols import Scorer
 from mega_rl.trainer import RunSettings
-from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
+from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan, _joined, has_spread
 from mega_rl.trainer.loop import PPOTrainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs
-from mega_rl.types import Metrics, Prompt, Rewards, Rollout
+from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeTimer, held_out
 from tests.helpers.selection import FULL
@@ -290,3 +290,25 @@ def test_settings_that_mean_nothing_are_refused(overrides: tuple[str, ...], mess
 
 def test_settings_that_go_together() -> None:
     assert check(load(None, (*GRPO, ON, "rollout.dynamic_sampling.prompts=96")), world_size=1) == []
+
+
+def test_parts_of_a_data_source_that_comes_later() -> None:
+    """Rows from before have NaN in them; a part that a prompt does not have is no spread of it."""
+    first = (
+        sampled_rows(2),
+        Rewards(torch.tensor([1.0, 2.0]), RewardParts(("b",), (1.0,), torch.tensor([[1.0], [2.0]]))),
+    )
+    later = RewardParts(("a", "b"), (3.0, 1.0), torch.tensor([[0.5, torch.nan], [0.5, torch.nan]]))
+    _, rewards = _joined(first, (sampled_rows(2), Rewards(torch.tensor([1.5, 1.5]), later)))
+    assert rewards.parts is not None
+    assert (rewards.parts.names, rewards.parts.weights) == (("a", "b"), (3.0, 1.0))
+    assert rewards.parts.values.nan_to_num(-9.0).tolist() == [[-9.0, 1.0], [-9.0, 2.0], [0.5, -9.0], [0.5, -9.0]]
+    prompts = torch.tensor([0, 0, 1, 1])
+    assert has_spread(prompts, rewards.parts.values[:, 0], count=2).tolist() == [False, False]
+    assert has_spread(prompts, rewards.parts.values[:, 1], count=2).tolist() == [True, False]
+
+
+def sampled_rows(count: int) -> Rollout:
+    """Return rows of one token each behind a prompt of one."""
+    ones = torch.ones(count, dtype=torch.int64)
+    return Rollout.from_rows(torch.ones(count, 2, dtype=torch.int64), prompt_lengths=ones, lengths=2 * ones)

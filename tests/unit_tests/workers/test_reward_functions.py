@@ -137,7 +137,7 @@ def keyword_only(*, text, response, answer):
     return 0.0
 
 async def later(prompt, response, answer):
-    return 0.0
+    yield 0.0
 
 def several(prompt, response, answer):
     yield 0.0
@@ -176,8 +176,8 @@ def test_user_functions(user_file: Path) -> None:
         ("FILE:number", r"is of type int, not a function"),
         ("FILE:two", r"signature \(completion, answer\).*\(prompt, response, answer\), with row, .*: too many"),
         ("FILE:keyword_only", r"too many positional"),
-        ("FILE:later", r"asynchronous or a generator"),
-        ("FILE:several", r"asynchronous or a generator"),
+        ("FILE:later", r"is a generator"),
+        ("FILE:several", r"is a generator"),
     ],
 )
 def test_specs_that_name_nothing(user_file: Path, spec: str, expected: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -187,3 +188,15 @@ class Naughty:
     def helper(rest: str) -> float:
         """Scores 1 while the file's own helper lives."""
         return float(STARTED.poll() is None)
+
+
+async def awaited(response: str, prompt_index: int) -> float | None:
+    """What `short` gives after other calls have begun, or trouble of a coroutine's own."""
+    await asyncio.sleep(0.001 * (prompt_index % 3))
+    if response == "wait":
+        await asyncio.sleep(60)
+    if response == "block":
+        time.sleep(60)
+    if response == "die":
+        os._exit(3)
+    return short(response)

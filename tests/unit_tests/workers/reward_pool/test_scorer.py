@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,9 +29,11 @@ Items = list[tuple[Prompt, Response]]
 
 
 @contextmanager
-def pooled(function: str, *, timeout_s: float = 20.0, num_workers: int = 1) -> Iterator[PooledRewards]:
+def pooled(
+    function: str, *, timeout_s: float = 20.0, num_workers: int = 1, concurrency: int = 0
+) -> Iterator[PooledRewards]:
     spec = f"{FILE}:{function}"
-    pool = RewardPool(WorkerOrder(spec, 0), num_workers=num_workers, timeout_s=timeout_s)
+    pool = RewardPool(WorkerOrder(spec, 0, concurrency), num_workers=num_workers, timeout_s=timeout_s)
     try:
         yield PooledRewards(FunctionRewards(resolve(spec)).call, pool)
     finally:
@@ -160,3 +163,55 @@ def test_too_many_failed_responses_end_the_run_on_all_ranks(max_share: float) ->
             assert isinstance(result, RewardError)
             assert "1 of 3 responses have no score: more than reward.pool.max_failed_share=0.1" in str(result)
             assert "prompt 17: '1+1=', response: 'leave'" in str(result)
+
+
+def outcome_kinds(outcomes: Sequence[object]) -> list[object]:
+    return [outcome.kind if isinstance(outcome, NoScore) else outcome for outcome in outcomes]
+
+
+def test_scores_of_an_asynchronous_function() -> None:
+    """Those of the function called once for each response, here and in workers, errors among them."""
+    items = some("1.5", "raise", "exit", "none", "nan", *(str(number / 7) for number in range(20)))
+    expected = FunctionRewards(resolve(f"{FILE}:short")).score_texts(items)
+    own = FunctionRewards(resolve(f"{FILE}:awaited"), concurrency=3).score_texts(items)
+    assert outcome_kinds(own) == outcome_kinds(expected)
+    with pooled("awaited", num_workers=2, concurrency=4) as rewards:
+        assert rewards.score_texts(items) == own
+        assert rewards.score_texts(items[::-1]) == own[::-1]
+
+
+def test_calls_wait_at_the_same_time() -> None:
+    """Each of 40 responses waits for all 40 to have begun."""
+    begun: list[str] = []
+
+    async def together(response: str) -> float:
+        begun.append(response)
+        while len(begun) < 40:
+            await asyncio.sleep(0.001)
+        return float(response)
+
+    scores = FunctionRewards(together, concurrency=40).score_texts(some(*map(str, range(40))))
+    assert scores == list(map(float, range(40)))
+
+
+def test_no_more_calls_at_a_time_than_allowed() -> None:
+    running: list[int] = [0, 0]
+
+    async def counted(response: str) -> float:
+        running[0] += 1
+        running[1] = max(running)
+        await asyncio.sleep(0)
+        running[0] -= 1
+        return 1.0
+
+    FunctionRewards(counted, concurrency=3).score_texts(some(*"abcdefgh"))
+    assert running == [0, 3]
+
+
+@pytest.mark.parametrize(("trouble", "kind"), [("wait", "timeout"), ("block", "timeout"), ("die", "crash")])
+def test_one_of_several_at_a_time_costs_itself_alone(trouble: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coroutine that waits is cancelled; one that blocks the loop or ends the process costs one more worker."""
+    monkeypatch.setattr("mega_rl.workers.reward_pool.calls.GRACE_S", 0.2)
+    with pooled("awaited", timeout_s=0.4, concurrency=8) as rewards:
+        assert outcome_kinds(rewards.score_texts(some("1", "2", trouble, "3"))) == [1.0, 2.0, kind, 3.0]
+        assert rewards.score_texts(some("4")) == [4.0]
