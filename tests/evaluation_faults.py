@@ -39,7 +39,7 @@ EVALUATION = (
     fault(
         "evaluation",
         "samples without a reward count as wrong",
-        "for row in range(len(prompts)) if scored[row]]",
+        "for row in range(len(prompts)) if scored[row] and judged[row]]",
         "for row in range(len(prompts))]",
         VALIDATION,
     ),

@@ -645,8 +645,8 @@ REWARDS = (
     fault(
         "rewards",
         "scores out of their rows",
-        "for row, score in zip(rows, row_scores, strict=True):",
-        "for row, score in zip(range(len(rows)), row_scores, strict=True):",
+        "for row, (prompt, _), score in zip(rows, items, row_scores, strict=True):",
+        "for row, (prompt, _), score in zip(range(len(rows)), items, row_scores, strict=True):",
         "workers/test_reward.py",
     ),
     fault(

@@ -47,8 +47,8 @@ PARTS = (
     fault(
         "parts",
         "parts of the row before",
-        "columns[row] = torch.tensor(self._parts.columns(score))",
-        "columns[row - 1] = torch.tensor(self._parts.columns(score))",
+        "columns[row] = torch.tensor(self._parts.columns(score, prompt))",
+        "columns[row - 1] = torch.tensor(self._parts.columns(score, prompt))",
         WORKER,
     ),
     fault(
