@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from mega_rl.data.ordering import EPOCH, permutation
 from mega_rl.types import Metrics, Prompt
 
 
-class StepOrder:
+class StepOrder(ABC):
     """Batches of steps, cut one after the other from an endless order of prompts."""
 
     def __init__(self, *, batch_size: int, num_prompts: int) -> None:
@@ -25,9 +26,9 @@ class StepOrder:
         """Return the number of prompts in the batches of the first `done` steps."""
         return done * self._batch_size
 
+    @abstractmethod
     def take(self, first: int, count: int) -> list[Prompt]:
         """Return `count` prompts from number `first` of the endless order on, counted from 0."""
-        raise NotImplementedError
 
     def metrics(self, drawn: int) -> Metrics:
         """Return the number of prompts drawn, and how many epochs that is."""
