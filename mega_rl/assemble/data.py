@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from fractions import Fraction
@@ -23,9 +23,6 @@ from mega_rl.config.schema import ChatConfig, Config, DataConfig, SourceConfig
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts, split
-from mega_rl.data.sampling.curriculum import Growth, ordered
-from mega_rl.data.sampling.epochs import StepOrder
-from mega_rl.data.sampling.mixture import MixtureSampler, weights_by_size
 from mega_rl.data.source import RowSource
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure
@@ -146,53 +143,6 @@ def chat_of(chat: ChatConfig, source: SourceConfig) -> ChatConfig:
     return replace(
         chat, system_prompt=system_prompt, template_kwargs={**chat.template_kwargs, **source.template_kwargs}
     )
-
-
-def prompt_sampler(config: Config, prompts: Sequence[Prompt]) -> StepOrder:
-    """Return the order in which a run draws its training prompts. Raises UserError for a source that has none left."""
-    data, trainer = config.data, config.trainer
-    growth = _growth(config)
-    if not data.mixture.sources:
-        return ordered(prompts, growth, trainer.prompts_per_step, shuffle=data.shuffle, seed=trainer.seed)
-    sources = data.mixture.named()
-    by_source = {name: [prompt for prompt in prompts if prompt.source == name] for name in sources}
-    if empty := [name for name, own in by_source.items() if not own]:
-        raise UserError(
-            f"data.val_size={data.val_size}: leaves data.mixture.sources.{empty[0]} no prompt to train on; make it "
-            "smaller, or name data.val_files"
-        )
-    weights = {name: source.weight for name, source in sources.items()}
-    if not any(weights.values()):
-        weights = weights_by_size({name: len(own) for name, own in by_source.items()}, data.mixture.temperature)
-    return MixtureSampler(
-        by_source,
-        weights,
-        batch_size=trainer.prompts_per_step,
-        shuffle=data.shuffle,
-        seed=trainer.seed,
-        growth=growth,
-    )
-
-
-def _growth(config: Config) -> Growth | None:
-    """Return how a curriculum grows, None without one."""
-    own = config.data.curriculum
-    draws = own.steps * config.trainer.prompts_per_step
-    return Growth(own.start, draws, easy_is_high=own.easy == "high") if own.key else None
-
-
-def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> Iterator[str]:
-    """Yield a line for each source of a mixture: prompts, tokens, and what a run of so many steps draws of it."""
-    counts, drawn = order.metrics(order.drawn_after(steps)), order.drawn_after(steps)
-    for name in dict.fromkeys(prompt.source for prompt in prompts):
-        if f"data/{name}/prompts" not in counts:  # a source that rewards go by, of one mixture
-            continue
-        own = [len(prompt.token_ids) for prompt in prompts if prompt.source == name]
-        share, epochs = counts[f"data/{name}/prompts"] / drawn, counts[f"data/{name}/epochs"]
-        yield (
-            f"data source {name}: {len(own):,} prompts of {sum(own):,} tokens, {share:.1%} of all draws, {epochs:.3g} "
-            f"epochs in {steps} steps"
-        )
 
 
 def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
@@ -20,9 +19,7 @@ from mega_rl.assemble.data import (
     Tokens,
     agreed_fingerprint,
     load_data,
-    prompt_sampler,
     read_tokens,
-    source_lines,
     warn_of_date,
     warn_of_few,
     with_length,
@@ -30,6 +27,8 @@ from mega_rl.assemble.data import (
 from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
+from mega_rl.assemble.prompts.order import PromptOrder, prompt_order, source_lines
+from mega_rl.assemble.prompts.sampling import StepSampling, step_sampling
 from mega_rl.assemble.records import build_recorder
 from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_roles, role_facts
@@ -37,6 +36,7 @@ from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.assemble.sources import OwnRollouts, load_data_source, load_rollout_source
 from mega_rl.checkpoint.export import HfExports
+from mega_rl.checkpoint.run_state import ORDER
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
@@ -44,7 +44,6 @@ from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig
-from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.errors import UserError
 from mega_rl.metrics.flops import peak_flops
 from mega_rl.metrics.sinks import make_sink
@@ -53,14 +52,13 @@ from mega_rl.metrics.steps import StepMeter, StepTraces
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import MetricsSink, Ranks, RolloutSource, Scorer
+from mega_rl.protocols import MetricsSink, Ranks, RolloutSource
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
-from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
 from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.trainer.loop import PromptSource
 from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
 from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, RolloutLogprobs
+from mega_rl.trainer.order.state import RatesState
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.validation import Evaluation
@@ -95,7 +93,7 @@ class _LoadedRun:
     inputs: _RunInputs
     world: Ranks
     roles: Roles
-    prompts: StepOrder
+    prompts: PromptOrder
     rollouts: Rollouts
     restored: Restored  # from the checkpoint that all of it comes from
 
@@ -127,12 +125,16 @@ def build_trainer(
     servers = start_servers(plan, accelerator, world, resources)
     colocated = servers is not None and is_colocated(config, accelerator)
     roles = build_roles(plan, accelerator, groups, colocated=colocated)
-    prompts = prompt_sampler(config, inputs.train)
+    prompts = prompt_order(config, inputs.train)
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(
             plan, accelerator, world, servers, roles,
-            checkpoints=checkpoints, inputs=RolloutInputs(prompts.batch, inputs.own_rollouts), resources=resources,
+            checkpoints=checkpoints,
+            inputs=RolloutInputs(prompts.steps.batch, inputs.own_rollouts),
+            resources=resources,
         )  # fmt: skip
+    if prompts.rates is not None:
+        checkpoints.add_engine(ORDER, RatesState(prompts.rates, world))
     restored = _restore(checkpoints, roles, rollouts, config.trainer)
     checkpoints.move_earlier_run(Path(config.trainer.run_dir))
     parts = _LoadedRun(plan, inputs, world, roles, prompts, rollouts, restored)
@@ -184,7 +186,7 @@ def _open_records(parts: _LoadedRun) -> MetricsSink:
             log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
         for line in advice(config):
             log.warning("%s", line)
-        for line in source_lines(parts.inputs.train, parts.prompts, steps=config.trainer.steps):
+        for line in source_lines(parts.inputs.train, parts.prompts.steps, steps=config.trainer.steps):
             log.info("%s", line)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
@@ -268,20 +270,12 @@ def _connect(
         stop_requested=stop_requested,
         greedy_baseline=ADVANTAGE.needs(config, "needs_greedy"),
         start=parts.restored.steps,
-        count_data=parts.prompts.metrics,
+        count_data=parts.prompts.steps.metrics,
     )
 
 
-class _Sampling(NamedTuple):
-    """Parts of the trainer that sample and score."""
-
-    prompts: PromptSource
-    rollout: RolloutSource
-    reward: Scorer
-
-
-def _sampling(parts: _LoadedRun, timer: StepMeter) -> _Sampling:
-    """Return the sources of prompts, rollouts and rewards; with dynamic sampling one object is all three."""
+def _sampling(parts: _LoadedRun, timer: StepMeter) -> StepSampling:
+    """Return the sources of prompts, rollouts and rewards."""
     config, rollouts = parts.plan.config, parts.rollouts
     rollout = _known_tokens(rollouts.source, parts.roles, parts.world)
     if not config.trainer.async_steps:  # else the phase is a wait for samples, and its rate says nothing
@@ -295,24 +289,8 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> _Sampling:
         on_device=rollouts.on_device,
         listen=rollouts.listen,
     )
-    settings, per_step = config.rollout.dynamic_sampling, config.trainer.prompts_per_step
-    if not settings.max_generations:
-        return _Sampling(parts.prompts, rollout, reward)
-    dynamic = DynamicSampling(
-        draw=parts.prompts.take,
-        source=rollout,
-        scorer=reward,
-        ranks=parts.roles.actor_engine.data_parallel,
-        phase=timer.phase,
-        plan=SamplingPlan(
-            per_step,
-            settings.prompts or per_step,
-            settings.max_generations,
-            by_parts=ADVANTAGE.needs(config, "needs_parts"),
-        ),
-        drawn=parts.restored.prompts_drawn,
-    )
-    return _Sampling(dynamic, dynamic, dynamic)
+    ranks, drawn = parts.roles.actor_engine.data_parallel, parts.restored.prompts_drawn
+    return step_sampling(config, parts.prompts, rollout, reward, ranks=ranks, phase=timer.phase, drawn=drawn)
 
 
 def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:

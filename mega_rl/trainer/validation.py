@@ -117,26 +117,26 @@ class Evaluation:
         """Return [prompt, right, vote] of each sample of this replica that has an answer and a reward, in order."""
         scored = scored_rows(rows, rewards).tolist()
         right = self.is_right(rewards)
-        judged = (~_judged(rewards, self.plan.right_part).isnan()).tolist()  # a data source may lack the part
+        known = (~judged(rewards, self.plan.right_part).isnan()).tolist()  # a data source may lack the part
         prompts = rows.prompt_index.tolist()
-        return [[prompts[row], right[row], votes[row]] for row in range(len(prompts)) if scored[row] and judged[row]]
+        return [[prompts[row], right[row], votes[row]] for row in range(len(prompts)) if scored[row] and known[row]]
 
 
 def right_samples(rewards: Rewards, *, above: float, part: str) -> list[bool]:
     """Return [B] whether each sample's reward, or the named part of it, is above a number. Raises UserError."""
-    return [value > above for value in _judged(rewards, part).tolist()]
+    return [value > above for value in judged(rewards, part).tolist()]
 
 
-def _judged(rewards: Rewards, part: str) -> Tensor:
-    """Return [B] the rewards, or the named part of them. Raises UserError."""
-    return _part(rewards.parts, part, rows=len(rewards.totals)) if part else rewards.totals
+def judged(rewards: Rewards, part: str, *, setting: str = "validation.right_part") -> Tensor:
+    """Return [B] the rewards, or the part of them that a setting names. Raises UserError."""
+    return _part(rewards.parts, part, rows=len(rewards.totals), setting=setting) if part else rewards.totals
 
 
-def _part(parts: RewardParts | None, name: str, *, rows: int) -> Tensor:
+def _part(parts: RewardParts | None, name: str, *, rows: int, setting: str) -> Tensor:
     names = () if parts is None else parts.names
     if parts is None or (name not in names and (names or rows)):
         has = f"has the parts {', '.join(names)}" if names else "is a number, without named parts"
-        raise UserError(f"validation.right_part={name} has no effect: the reward {has}")
+        raise UserError(f"{setting}={name} has no effect: the reward {has}")
     return parts.values[:, names.index(name)] if names else parts.values.sum(dim=1)
 
 

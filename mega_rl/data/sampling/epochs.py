@@ -54,9 +54,10 @@ class PromptSampler(StepOrder):
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
 
     def take(self, first: int, count: int) -> list[Prompt]:
-        return [self._prompts[self._position(number)] for number in range(first, first + count)]
+        return [self._prompts[self.position(number)] for number in range(first, first + count)]
 
-    def _position(self, number: int) -> int:
+    def position(self, number: int) -> int:
+        """Return the place in the list of the prompts of a draw, counted from 0."""
         epoch, offset = divmod(number, len(self._prompts))
         if not self._shuffle:
             return offset

@@ -11,11 +11,11 @@ import hashlib
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 
-from mega_rl.data.sampling.curriculum import Growth, ordered
+from mega_rl.data.sampling.curriculum import OrderPlan
 from mega_rl.data.sampling.epochs import StepOrder
+from mega_rl.data.sampling.success import SuccessRates, SuccessSampler
 from mega_rl.types import Metrics, Prompt
 
 MAX_CYCLE = 1_000_000  # draws after which the order of sources begins again; finer shares are rounded to it
@@ -116,13 +116,12 @@ class MixtureSampler(StepOrder):
     """The prompts of each step from several sources, a pure function of the arguments and the step.
 
     Each source runs through epochs of its own, in an order of its own where `shuffle` says so: one that has ended an
-    epoch begins the next while others go on. With `growth` each begins with its easiest prompts, over its share of the
-    draws.
+    epoch begins the next while others go on. A curriculum holds within each, one of growth over its share of the draws.
     """
 
     def __init__(
-        self, prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], *, batch_size: int, shuffle: bool,
-        seed: int, growth: Growth | None = None,
+        self, prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], plan: OrderPlan, *,
+        batch_size: int, rates: SuccessRates | None = None,
     ) -> None:  # fmt: skip
         assert prompts.keys() == weights.keys()
         self.shares = shares_of(weights)
@@ -131,20 +130,29 @@ class MixtureSampler(StepOrder):
         self._samplers: list[StepOrder] = []
         for name in self._names:
             share = self.shares[name] / sum(self.shares.values())
-            own = None if growth is None else replace(growth, draws=math.ceil(share * growth.draws))
             size = max(1, round(share * batch_size))
-            self._samplers.append(ordered(prompts[name], own, size, shuffle=shuffle, seed=seed, key=_key(name)))
+            own = plan.for_share(share)
+            self._samplers.append(own.order(prompts[name], rates, batch_size=size, key=_key(name)))
         self._order = DrawOrder([self.shares[name] for name in self._names])
+        self._rates = rates
 
     def take(self, first: int, count: int) -> list[Prompt]:
         draws = [self._order.draw(number) for number in range(first, first + count)]
-        return [prompt for source, number in draws for prompt in self._samplers[source].take(number, 1)]
+        numbers: dict[int, list[int]] = {}  # source -> its draws, which follow one another
+        for source, number in draws:
+            numbers.setdefault(source, []).append(number)
+        taken = {source: iter(self._samplers[source].take(own[0], len(own))) for source, own in numbers.items()}
+        return [next(taken[source]) for source, _ in draws]
 
     def metrics(self, drawn: int) -> Metrics:
         metrics = super().metrics(drawn)
+        if self._rates is not None:
+            metrics |= self._rates.metrics("data/")
         for name, sampler, count in zip(self._names, self._samplers, self._order.counts(drawn), strict=True):
             metrics[f"data/{name}/prompts"] = float(count)
             metrics[f"data/{name}/epochs"] = count / sampler.num_prompts
+            if isinstance(sampler, SuccessSampler):
+                metrics |= sampler.of_rates(f"data/{name}/")
         return metrics
 
 
