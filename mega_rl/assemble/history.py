@@ -63,12 +63,12 @@ class Restored(NamedTuple):
 
 
 def resume(
-    checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, steps: int, prompts_per_step: int
+    checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, steps: int, prompts_per_step: int, length: str
 ) -> Restored:
     """Restore the latest checkpoint and return the position that it had come to; zeros when the run starts afresh.
 
     `steps` of the run are all that there are to do. prompts_per_step: drawn by each step of a checkpoint of a version
-    that kept no number.
+    that kept no number. length: the setting that says how long the run is.
     """
     with progress.phase("reading the checkpoint"):
         checkpoint = checkpoints.restore()
@@ -79,7 +79,7 @@ def resume(
     log.info("resumed after step %d", checkpoint.step)
     if checkpoint.step >= steps:
         log.info(
-            "step %d of %d is done: nothing is left to train; raise trainer.steps to train on", checkpoint.step, steps
+            "step %d of %d is done: nothing is left to train; raise %s to train on", checkpoint.step, steps, length
         )
     return Restored(checkpoint.step, int(checkpoint.state.get("prompts_drawn", checkpoint.step * prompts_per_step)))
 

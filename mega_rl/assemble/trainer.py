@@ -115,6 +115,7 @@ def build_trainer(
     world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
     inputs = _read_inputs(plan, reward_function, everyone=world, resources=resources)
+    given = config.trainer
     config = with_length(config, len(inputs.train), world_size=world.size)
     plan = dataclasses.replace(plan, config=config)
     fingerprint = agreed_fingerprint(inputs.train, inputs.evaluation.sets, world)
@@ -135,7 +136,8 @@ def build_trainer(
         )  # fmt: skip
     if prompts.rates is not None:
         checkpoints.add_engine(ORDER, RatesState(prompts.rates, world))
-    restored = _restore(checkpoints, roles, rollouts, config.trainer)
+    length = "trainer.epochs" if given.epochs else "trainer.steps"
+    restored = _restore(checkpoints, roles, rollouts, config.trainer, length=length)
     checkpoints.move_earlier_run(Path(config.trainer.run_dir))
     parts = _LoadedRun(plan, inputs, world, roles, prompts, rollouts, restored)
     metrics = _open_records(parts)
@@ -165,7 +167,9 @@ def _read_inputs(
     return _RunInputs(tokens, reward, train, build_evaluation(config, held_out, everyone), own_rollouts)
 
 
-def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trainer: TrainerConfig) -> Restored:
+def _restore(
+    checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trainer: TrainerConfig, *, length: str
+) -> Restored:
     """Return the position of the checkpoint that everything was restored from; zeros when the run starts afresh."""
     for role in TRAINED_ROLES:
         if role in roles.engines:
@@ -174,7 +178,10 @@ def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trai
         checkpoints.add_engine("reference", roles.average)
     if rollouts.pending is not None:
         checkpoints.add_rank_state("rollout", rollouts.pending)
-    return resume(checkpoints, roles.kl, rollouts.sync, steps=trainer.steps, prompts_per_step=trainer.prompts_per_step)
+    return resume(
+        checkpoints, roles.kl, rollouts.sync,
+        steps=trainer.steps, prompts_per_step=trainer.prompts_per_step, length=length,
+    )  # fmt: skip
 
 
 def _open_records(parts: _LoadedRun) -> MetricsSink:

@@ -147,12 +147,13 @@ class MixtureSampler(StepOrder):
     def metrics(self, drawn: int) -> Metrics:
         metrics = super().metrics(drawn)
         if self._rates is not None:
-            metrics |= self._rates.metrics("data/")
+            metrics |= self._rates.metrics()
         for name, sampler, count in zip(self._names, self._samplers, self._order.counts(drawn), strict=True):
             metrics[f"data/{name}/prompts"] = float(count)
             metrics[f"data/{name}/epochs"] = count / sampler.num_prompts
             if isinstance(sampler, SuccessSampler):
-                metrics |= sampler.of_rates(f"data/{name}/")
+                rates = sampler.of_rates()
+                metrics |= {f"data/{name}/{key.removeprefix('data/')}": value for key, value in rates.items()}
         return metrics
 
 

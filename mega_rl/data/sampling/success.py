@@ -37,7 +37,7 @@ PREFERENCES: Mapping[str, tuple[Callable[[_Floats], _Floats], float]] = {
 
 @dataclass(frozen=True)
 class Preference:
-    """How prompts are preferred by their success rates."""
+    """Rule that prompts are preferred by, and the share of the draws that it leaves to epochs."""
 
     rule: str  # one of PREFERENCES
     explore: float  # share of the draws that go through epochs, above 0, below 1
@@ -77,7 +77,7 @@ class SuccessRates:
         weights = np.where(samples > 0, of_rate(right / np.maximum(samples, 1e-300)), unseen)
         return np.floor(weights * _SCALE).astype(np.int64)
 
-    def metrics(self, prefix: str, places: _Integers | None = None) -> Metrics:
+    def metrics(self, places: _Integers | None = None) -> Metrics:
         """Return the mean rate of prompts that have samples, and shares of all that are unseen, solved and unsolved.
 
         places: of the prompts that are meant; None: all.
@@ -86,12 +86,12 @@ class SuccessRates:
         right, samples = self.right[places], self.samples[places]
         seen = samples > 0
         metrics = {
-            f"{prefix}unseen_fraction": float((~seen).mean()),
-            f"{prefix}solved_fraction": float((seen & (right == samples)).mean()),
-            f"{prefix}unsolved_fraction": float((seen & (right == 0)).mean()),
+            "data/unseen_fraction": float((~seen).mean()),
+            "data/solved_fraction": float((seen & (right == samples)).mean()),
+            "data/unsolved_fraction": float((seen & (right == 0)).mean()),
         }
         if seen.any():
-            metrics[f"{prefix}success_mean"] = float((right[seen] / samples[seen]).mean())
+            metrics["data/success_mean"] = float((right[seen] / samples[seen]).mean())
         return metrics
 
 
@@ -124,11 +124,11 @@ class SuccessSampler(StepOrder):
         return [self._prompts[next(explored if now > then else preferred)] for then, now in pairwise(before)]
 
     def metrics(self, drawn: int) -> Metrics:
-        return super().metrics(drawn) | self.of_rates("data/")
+        return super().metrics(drawn) | self.of_rates()
 
-    def of_rates(self, prefix: str) -> Metrics:
+    def of_rates(self) -> Metrics:
         """Return the metrics of the prompts' success rates."""
-        return self._rates.metrics(prefix, self._places)
+        return self._rates.metrics(self._places)
 
     def _explored(self, draws: int) -> int:
         """Return how many of the first draws go through epochs."""

@@ -14,6 +14,7 @@ from mega_rl.errors import UserErrors
 KEY = "data.mixture.sources"
 TWO = (f"{KEY}.math={{files: m.jsonl}}", f"{KEY}.code={{files: [c.jsonl]}}")
 WEIGHTED = (f"{KEY}.math={{files: m.jsonl, weight: 3}}", f"{KEY}.code={{files: [c.jsonl], weight: 0.5}}")
+SUCCESS = "data.curriculum.success.prefer=unsolved"
 
 
 def broken(*overrides: str) -> list[str]:
@@ -81,6 +82,18 @@ def test_mistakes(overrides: tuple[str, ...], problem: str) -> None:
         ),
         (("data.curriculum.key=d", "data.curriculum.steps=9"), ""),
         (("data.curriculum.key=d", "data.curriculum.steps=900", "trainer.epochs=2"), ""),
+        ((SUCCESS,), ""),
+        (
+            ("data.curriculum.success.explore=0.5",),
+            "data.curriculum.success.explore=0.5 has no effect: it needs data.c",
+        ),
+        ((SUCCESS, "data.shuffle=false"), f"{SUCCESS} with data.shuffle=false: prompts come in one of two orders"),
+        (
+            (SUCCESS, "data.curriculum.key=d", "data.curriculum.steps=9"),
+            f"{SUCCESS} with data.curriculum.key=d: prompts",
+        ),
+        ((SUCCESS, "reward.source=none"), f"{SUCCESS} has no effect: reward.source=none says of no sample"),
+        ((SUCCESS, "trainer.async_steps=1"), f"{SUCCESS} with trainer.async_steps=1: the prompts of the next step"),
     ],
 )
 def test_curricula(overrides: tuple[str, ...], problem: str) -> None:
