@@ -58,7 +58,7 @@ from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
 from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, RolloutLogprobs
-from mega_rl.trainer.order.state import RatesState
+from mega_rl.trainer.order.state import OrderState
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.validation import Evaluation
@@ -134,8 +134,8 @@ def build_trainer(
             inputs=RolloutInputs(prompts.steps.batch, inputs.own_rollouts),
             resources=resources,
         )  # fmt: skip
-    if prompts.rates is not None:
-        checkpoints.add_engine(ORDER, RatesState(prompts.rates, world))
+    if prompts.rates is not None or prompts.steps.numbers():
+        checkpoints.add_engine(ORDER, OrderState(prompts.steps, prompts.rates, world))
     length = "trainer.epochs" if given.epochs else "trainer.steps"
     restored = _restore(checkpoints, roles, rollouts, config.trainer, length=length)
     checkpoints.move_earlier_run(Path(config.trainer.run_dir))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mega_rl.data.ordering import EPOCH, permutation
 from mega_rl.types import Metrics, Prompt
@@ -29,6 +29,13 @@ class StepOrder(ABC):
     @abstractmethod
     def take(self, first: int, count: int) -> list[Prompt]:
         """Return `count` prompts from number `first` of the endless order on, counted from 0."""
+
+    def numbers(self) -> dict[str, int]:
+        """Return the numbers that a checkpoint keeps of the order, equal on all ranks; none of a pure function."""
+        return {}
+
+    def restore(self, numbers: Mapping[str, int]) -> None:  # noqa: B027: a pure function has nothing to restore
+        """Go on from the `numbers` of a checkpoint; called before the first `take`, with none of one that has none."""
 
     def metrics(self, drawn: int) -> Metrics:
         """Return the number of prompts drawn, and how many epochs that is."""

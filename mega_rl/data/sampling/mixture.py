@@ -1,8 +1,9 @@
 """Prompts of each step from several sources by weight, epoch after epoch of each.
 
 The sources' draws are spread as evenly as can be: after any number of draws each source has had its share of them, less
-or more than one prompt. Which source a draw is from depends on its number alone, so a run goes on from any step without
-a state, and no random number is spent on it; what a source gives is random, by its own epochs.
+or more than one prompt. Which source a draw is from depends on its number alone, and no random number is spent on it;
+what a source gives is random, by its own epochs. A run that goes on with other shares begins their order where it is,
+and each source goes on in its epoch; that point is all there is to keep.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mega_rl.types import Metrics, Prompt
 MAX_CYCLE = 1_000_000  # draws after which the order of sources begins again; finer shares are rounded to it
 _LEAST = 1e-12  # weight of a source beside the largest, which a temperature near 0 would round to nothing
 _SCALE = 1 << 64
+_BEGIN, _SHARE, _BEFORE = "begin", "share", "before"  # numbers of a checkpoint
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
@@ -133,22 +135,59 @@ class MixtureSampler(StepOrder):
             size = max(1, round(share * batch_size))
             own = plan.for_share(share)
             self._samplers.append(own.order(prompts[name], rates, batch_size=size, key=_key(name)))
-        self._order = DrawOrder([self.shares[name] for name in self._names])
+        self.shares = {name: self.shares[name] for name in self._names}
+        self._order = DrawOrder(list(self.shares.values()))
+        self._begin, self._before = 0, [0] * len(self._names)  # draw that the order begins at, and each source's before
+        self._other: DrawOrder | None = None  # order up to here, of a run that goes on with other shares
         self._rates = rates
 
     def take(self, first: int, count: int) -> list[Prompt]:
-        draws = [self._order.draw(number) for number in range(first, first + count)]
+        draws = [self._draw(number) for number in range(first, first + count)]
         numbers: dict[int, list[int]] = {}  # source -> its draws, which follow one another
         for source, number in draws:
             numbers.setdefault(source, []).append(number)
         taken = {source: iter(self._samplers[source].take(own[0], len(own))) for source, own in numbers.items()}
         return [next(taken[source]) for source, _ in draws]
 
+    def numbers(self) -> dict[str, int]:
+        numbers = {_BEGIN: self._begin}
+        for source, name in enumerate(self._names):
+            numbers |= {f"{name}/{_SHARE}": self.shares[name], f"{name}/{_BEFORE}": self._before[source]}
+            numbers |= {f"{name}/{key}": value for key, value in self._samplers[source].numbers().items()}
+        return numbers
+
+    def restore(self, numbers: Mapping[str, int]) -> None:
+        for name, sampler in zip(self._names, self._samplers, strict=True):
+            prefix = f"{name}/"
+            sampler.restore({key.removeprefix(prefix): n for key, n in numbers.items() if key.startswith(prefix)})
+        if _BEGIN not in numbers:
+            return
+        shares = [numbers[f"{name}/{_SHARE}"] for name in self._names]
+        self._begin = numbers[_BEGIN]
+        self._before = [numbers[f"{name}/{_BEFORE}"] for name in self._names]
+        if shares != list(self.shares.values()):
+            self._other = DrawOrder(shares)
+
+    def _draw(self, number: int) -> tuple[int, int]:
+        """Return (source, number within the source) of a draw."""
+        if self._other is not None:  # the first one of a run that goes on with other shares
+            self._before = self._counts(number, self._other)
+            self._begin, self._other = number, None
+        source, own = self._order.draw(number - self._begin)
+        return source, self._before[source] + own
+
+    def _counts(self, drawn: int, order: DrawOrder) -> list[int]:
+        """Return how many draws each source has had in all, by an order that holds since `_begin`."""
+        counts = order.counts(drawn - self._begin)
+        return [before + count for before, count in zip(self._before, counts, strict=True)]
+
     def metrics(self, drawn: int) -> Metrics:
         metrics = super().metrics(drawn)
         if self._rates is not None:
             metrics |= self._rates.metrics()
-        for name, sampler, count in zip(self._names, self._samplers, self._order.counts(drawn), strict=True):
+        for name, sampler, count in zip(
+            self._names, self._samplers, self._counts(drawn, self._other or self._order), strict=True
+        ):
             metrics[f"data/{name}/prompts"] = float(count)
             metrics[f"data/{name}/epochs"] = count / sampler.num_prompts
             if isinstance(sampler, SuccessSampler):

@@ -1,4 +1,4 @@
-"""State of the order of prompts in a checkpoint: success rates, whole on every rank, in any layout."""
+"""State of the order of prompts in a checkpoint: its numbers and success rates, in any layout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.data.sampling.success import SuccessRates
 from mega_rl.parallel.boxes import whole
 from mega_rl.protocols import Ranks
@@ -14,21 +15,20 @@ from mega_rl.types import EngineState, Piece
 
 
 @dataclass(frozen=True)
-class RatesState:
-    """`protocols.StatefulModel` of success rates: rank 0 writes them, and every rank reads them."""
+class OrderState:
+    """`protocols.StatefulModel` of an order: rank 0 writes its success rates, and every rank reads them."""
 
-    rates: SuccessRates
+    steps: StepOrder
+    rates: SuccessRates | None
     ranks: Ranks  # all
 
     def state(self) -> EngineState:
-        columns = {"right": self.rates.right, "samples": self.rates.samples}
-        return EngineState(
-            [
-                Piece(name, column.shape, whole(column.shape), torch.from_numpy(column), owned=self.ranks.rank == 0)
-                for name, column in columns.items()
-            ],
-            {},
-        )
+        columns = {} if self.rates is None else {"right": self.rates.right, "samples": self.rates.samples}
+        pieces = [
+            Piece(name, column.shape, whole(column.shape), torch.from_numpy(column), owned=self.ranks.rank == 0)
+            for name, column in columns.items()
+        ]
+        return EngineState(pieces, dict(self.steps.numbers()))
 
     def resume_from(self, numbers: Mapping[str, int | float]) -> None:
-        """Do nothing: the bytes of `state` are the rates themselves."""
+        self.steps.restore({name: int(number) for name, number in numbers.items()})

@@ -112,3 +112,42 @@ def test_sources_of_one_size_have_different_orders() -> None:
     first, second = ([prompt.index for prompt in drawn if prompt.source == name] for name in ("a", "b"))
     assert sorted(first) == sorted(second)
     assert first != second
+
+
+def changed(weights: Mapping[str, float], *, before: MixtureSampler) -> MixtureSampler:
+    """The mixture with other weights, going on from a checkpoint of `before`."""
+    sampler = MixtureSampler(prompts(), weights, OrderPlan(True, 0), batch_size=4)
+    sampler.restore(before.numbers())
+    return sampler
+
+
+def test_other_weights_on_resume_take_each_source_on_in_its_epoch() -> None:
+    old = sampler(batch_size=4)
+    drawn = Counter(prompt.text for prompt in old.take(0, 40))
+    new = changed({"math": 1.0, "code": 1.0, "chat": 6.0}, before=old)
+    own = Counter(prompt.text for prompt in new.take(40, 80))
+    for name, share in {"math": 10, "code": 10, "chat": 60}.items():
+        counts = [drawn[f"{name} {index}"] + own[f"{name} {index}"] for index in range(SIZES[name])]
+        assert sum(own[f"{name} {index}"] for index in range(SIZES[name])) == pytest.approx(share, abs=1)
+        assert max(counts) - min(counts) <= 1  # no prompt is left out of an epoch, and none comes twice in one
+
+
+def test_the_point_of_a_change_is_kept_by_later_checkpoints() -> None:
+    """Counts are of both orders, and a third run goes on as the second does."""
+    weights = {"math": 1.0, "code": 1.0, "chat": 6.0}
+    second = changed(weights, before=sampler(batch_size=4))
+    whole = second.take(40, 24)
+    third = changed(weights, before=second)
+    assert third.take(48, 16) == whole[8:]
+    assert third.metrics(64) == second.metrics(64)
+    assert sum(second.metrics(64)[f"data/{name}/prompts"] for name in SIZES) == 64
+    assert second.metrics(40)["data/math/prompts"] == sampler(batch_size=4).metrics(40)["data/math/prompts"]
+
+
+def test_equal_weights_on_resume_change_nothing() -> None:
+    old = sampler(batch_size=4)
+    same = changed(WEIGHTS, before=old)
+    assert same.take(12, 20) == old.take(12, 20)
+    blank = sampler(batch_size=4)
+    blank.restore({})  # of a checkpoint of a version that kept no numbers
+    assert blank.take(12, 20) == old.take(12, 20)
