@@ -34,7 +34,7 @@ class StepOrder(ABC):
         """Return the numbers that a checkpoint keeps of the order, equal on all ranks; none of a pure function."""
         return {}
 
-    def restore(self, numbers: Mapping[str, int]) -> None:  # noqa: B027: a pure function has nothing to restore
+    def restore(self, numbers: Mapping[str, int]) -> None:  # noqa: B027
         """Go on from the `numbers` of a checkpoint; called before the first `take`, with none of one that has none."""
 
     def metrics(self, drawn: int) -> Metrics:
