@@ -73,6 +73,8 @@ def load_data(
 ) -> tuple[list[Prompt], list[PromptSet]]:
     """Return (training prompts, sets of held-out prompts), each with the columns that the reward reads.
 
+    Without training prompts of a run that streams them.
+
     source: gives the rows of a split, of a user's own data, in place of data.train_files.
     """
     data = config.data
@@ -90,10 +92,13 @@ def load_data(
     load = partial(
         load_with,
         columns=of_rows,
-        template=_chat_template(tokens.tokenizer, data.chat),
+        template=chat_template(tokens.tokenizer, data.chat),
     )
     with progress.phase("reading and tokenizing the data", announce=True):
-        if data.mixture.sources:
+        prompts: list[Prompt] = []
+        if data.stream.rows:
+            log.info("data.stream.rows=%d: training prompts are read while the run goes on", data.stream.rows)
+        elif data.mixture.sources:
             prompts = _load_mixture(data, tokens, columns, load_with)
         else:
             prompts = load(data.train_files if source is None else source(tokens, "train"), columns=to_train)
@@ -101,6 +106,8 @@ def load_data(
             held_out: Sequence[Prompt] = load(source(tokens, "validation"))
         elif data.val_files:
             held_out = load(data.val_files)
+        elif data.stream.rows:
+            held_out = []
         else:
             prompts, held_out = split(prompts, data.val_size, seed=config.trainer.seed)
         main = [PromptSet("", held_out)] if held_out else []
@@ -125,7 +132,7 @@ def _load_mixture(
             own = load(
                 source.files,
                 columns=RowColumns(prompt_key, answer_key, columns, data.curriculum.key),
-                template=_chat_template(tokens.tokenizer, chat),
+                template=chat_template(tokens.tokenizer, chat),
             )
         except UserError as error:
             problems += [f"data.mixture.sources.{name}: {line}" for line in str(error).splitlines()]
@@ -179,7 +186,7 @@ def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], r
     return own[0]
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate | None:
+def chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate | None:
     """Return the rendering of conversations, None without a chat template."""
     if not chat.template:
         return None
@@ -189,7 +196,7 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> Chat
 
 def warn_of_date(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
     """Log a warning where prompts depend on the day of the run's start."""
-    template = _chat_template(tokenizer, chat)
+    template = chat_template(tokenizer, chat)
     if template is not None and template.changes_daily():
         log.warning(
             "the chat template writes today's date into the prompts, so a checkpoint cannot be resumed on another day; "

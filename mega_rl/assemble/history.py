@@ -45,7 +45,10 @@ def _identity(config: Config, ranks: Ranks, *, data_fingerprint: str) -> dict[st
             named, local = recorded(config).data, config.data
             names = [*named.train_files, *named.mixture.files()]
             files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
-            read = {"model": model_identity(Path(config.model.path)), FILES: file_records(files)}
+            read = {
+                "model": model_identity(Path(config.model.path)),
+                FILES: file_records(files, sampled=local.stream.rows > 0),
+            }
         except (UserError, OSError) as error:
             message = str(error)
     message = first_failure(message, ranks)

@@ -29,6 +29,7 @@ from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.prompts.order import PromptOrder, prompt_order, source_lines
 from mega_rl.assemble.prompts.sampling import StepSampling, step_sampling
+from mega_rl.assemble.prompts.stream import TrainStreams, open_streams
 from mega_rl.assemble.records import build_recorder
 from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_roles, role_facts
@@ -80,7 +81,8 @@ class _RunInputs:
 
     tokens: Tokens
     reward: TextScorer | TokenRows | None  # None: the run has no reward
-    train: list[Prompt]
+    train: list[Prompt]  # empty of a run that streams them
+    streams: TrainStreams | None
     evaluation: Evaluation  # of the held-out prompts
     own_rollouts: OwnRollouts | None
 
@@ -119,6 +121,7 @@ def build_trainer(
     config = with_length(config, len(inputs.train), world_size=world.size)
     plan = dataclasses.replace(plan, config=config)
     fingerprint = agreed_fingerprint(inputs.train, inputs.evaluation.sets, world)
+    fingerprint = fingerprint if inputs.streams is None else inputs.streams.fingerprint
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint)
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     # Servers with devices of their own come up while the models are built; those that share the trainer's have
@@ -126,7 +129,8 @@ def build_trainer(
     servers = start_servers(plan, accelerator, world, resources)
     colocated = servers is not None and is_colocated(config, accelerator)
     roles = build_roles(plan, accelerator, groups, colocated=colocated)
-    prompts = prompt_order(config, inputs.train)
+    prompts = prompt_order(config, inputs.train, inputs.streams)
+    resources.callback(prompts.steps.close)
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(
             plan, accelerator, world, servers, roles,
@@ -153,18 +157,17 @@ def _read_inputs(
     tokens = read_tokens(config, is_writer=is_writer)
     own_rollouts, source = load_rollout_source(config, tokens), load_data_source(config)
     reward = prepare_reward(config, tokens.tokenizer, tokens.decode, reward_function, resources=resources)
-    train, held_out = load_data(
-        config,
-        tokens,
-        vocab_size=plan.models["actor"].hf.vocab_size,
-        columns=reward_columns(config, reward),
-        source=source,
-    )
-    check_sources(config, reward, train, held_out)
-    if is_writer:
+    vocab_size, columns = plan.models["actor"].hf.vocab_size, reward_columns(config, reward)
+    train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
+    check = partial(check_sources, config, reward, held_out=held_out)
+    streams = open_streams(config, tokens, vocab_size=vocab_size, columns=columns, ranks=everyone, check=check)
+    if streams is None:
+        check(train)
+    if is_writer and streams is None:
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
+    if is_writer:
         warn_of_date(tokens.tokenizer, config.data.chat)
-    return _RunInputs(tokens, reward, train, build_evaluation(config, held_out, everyone), own_rollouts)
+    return _RunInputs(tokens, reward, train, streams, build_evaluation(config, held_out, everyone), own_rollouts)
 
 
 def _restore(

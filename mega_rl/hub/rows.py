@@ -42,6 +42,26 @@ def fetch_rows(name: DatasetName, *, role: Role, label: str) -> tuple[Path, Data
         return _make(name, commit=commit, role=role, label=label)
 
 
+def pin_rows(name: DatasetName, *, role: Role, label: str) -> DatasetName:
+    """Return the pinned name of a split that is to be streamed, of which nothing is downloaded. Raises UserError."""
+    if "[" in name.split:
+        raise UserError(f"{label}: a part of a split cannot be streamed; name the whole one, or set data.stream.rows=0")
+    if name.pinned:
+        return name
+    request = {**_request(name, _commit(name, label=label), role), "only_name": True}
+    with progress.phase(f"looking up {label}", deadline_s=DEADLINE_S, announce=True):
+        answer = _read(request, label)
+    if "problem" in answer:
+        raise UserError(f"{label}: {answer['problem']}")
+    return name.at(answer["commit"], config=answer["config"], split=answer["split"])
+
+
+def _request(name: DatasetName, commit: str, role: Role) -> dict[str, Any]:
+    """Return what the program that reads a split is asked for; commit: "" where the Hub cannot be asked."""
+    revision = commit or name.revision
+    return {"repo": name.repo, "config": name.config, "split": name.split, "revision": revision, "role": role}
+
+
 def _commit(name: DatasetName, *, label: str) -> str:
     """Return the commit that the revision stands for now; "" where the Hub cannot be asked. Raises UserError."""
     try:
@@ -60,15 +80,7 @@ def _make(name: DatasetName, *, commit: str, role: Role, label: str) -> tuple[Pa
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{label}: {folder} cannot be made ({error.strerror}); set HF_HOME to another folder") from None
-    request = {
-        "repo": name.repo,
-        "config": name.config,
-        "split": name.split,
-        "revision": commit or name.revision,
-        "role": role,
-        "folder": str(folder),
-    }
-    answer = _read(request, label)
+    answer = _read({**_request(name, commit, role), "folder": str(folder)}, label)
     if "problem" in answer:
         raise UserError(f"{label}: {answer['problem']}")
     pinned = name.at(answer["commit"], config=answer["config"], split=answer["split"])

@@ -1,6 +1,7 @@
 """The program behind `mega_rl.hub.rows`: read one split of a Hub dataset and write it as Parquet.
 
 Its argument is a JSON object, its last line of output another: {"file", "commit", "config", "split"}, or {"problem"}.
+With "only_name" nothing is downloaded or written, and the file is "".
 No code of the repository runs: the library has no dataset scripts any more, and is asked for remote data files alone.
 """
 
@@ -35,6 +36,12 @@ def make(request: dict[str, Any]) -> dict[str, str]:
     datasets.utils.logging.set_verbosity(logging.ERROR)
     datasets.disable_progress_bars()
     builder = _builder(request)
+    if request.get("only_name"):
+        names = datasets.get_dataset_split_names(
+            f"hf://datasets/{request['repo']}", builder.config.name, revision=request["revision"]
+        )
+        split = _split(list(names), request)
+        return {"file": "", "commit": str(builder.hash), "config": builder.config.name, "split": split}
     builder.download_and_prepare()
     split = _split(list(builder.info.splits or ()), request)
     commit, asked = str(builder.hash), request["revision"]
@@ -85,15 +92,15 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     except RowsProblem as problem:
         return {"problem": str(problem)}
     except UNREADABLE as error:
-        return {"problem": _words(error, request)}
+        return {"problem": words(error, repo=request["repo"], revision=request["revision"])}
 
 
-def _words(error: Exception, request: dict[str, Any]) -> str:
+def words(error: Exception, *, repo: str, revision: str) -> str:
     """Return why the library failed; it hides what the Hub answered, so the Hub is asked once more for access."""
-    place: dict[str, Any] = {"repo": request["repo"], "revision": request["revision"], "kind": "dataset"}
+    place: dict[str, Any] = {"repo": repo, "revision": revision, "kind": "dataset"}
     if not constants.HF_HUB_OFFLINE:
         try:
-            HfApi().auth_check(request["repo"], repo_type="dataset")
+            HfApi().auth_check(repo, repo_type="dataset")
         except FAILURES as refusal:
             return reason(refusal, **place)
     if constants.HF_HUB_OFFLINE or any(isinstance(cause, httpx.HTTPError) for cause in chain(error)):

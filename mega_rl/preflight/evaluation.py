@@ -19,6 +19,7 @@ from mega_rl.config.schema import (
     OptimConfig,
     OverlongConfig,
     ReferenceLayoutConfig,
+    StreamConfig,
     TrainerConfig,
 )
 from mega_rl.errors import UserError
@@ -117,4 +118,5 @@ def _held_out(data: DataConfig, files: list[str]) -> DataConfig:
         train_files=files[:1],
         mixture=MixtureConfig(),
         curriculum=CurriculumConfig(),
+        stream=StreamConfig(),
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from mega_rl.assemble.prompts.stream import TrainStreams
 from mega_rl.config.schema import Config
 from mega_rl.data.sampling.curriculum import Growth, OrderPlan
 from mega_rl.data.sampling.epochs import StepOrder
-from mega_rl.data.sampling.mixture import MixtureSampler, weights_by_size
+from mega_rl.data.sampling.mixture import mixture_of, weights_by_size
 from mega_rl.data.sampling.success import Preference, SuccessRates
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
@@ -21,8 +22,13 @@ class PromptOrder(NamedTuple):
     rates: SuccessRates | None  # None: it does not depend on the run's samples
 
 
-def prompt_order(config: Config, prompts: Sequence[Prompt]) -> PromptOrder:
-    """Return the order of a run, nothing measured yet. Raises UserError for a source that has no prompts left."""
+def prompt_order(config: Config, prompts: Sequence[Prompt], streams: TrainStreams | None = None) -> PromptOrder:
+    """Return the order of a run, nothing measured yet. Raises UserError for a source that has no prompts left.
+
+    streams: in the place of prompts that are in memory.
+    """
+    if streams is not None:
+        return PromptOrder(streams.order(config), None)
     rates = success_rates(config, prompts)
     return PromptOrder(prompt_sampler(config, prompts, rates), rates)
 
@@ -58,7 +64,7 @@ def prompt_sampler(config: Config, prompts: Sequence[Prompt], rates: SuccessRate
     weights = {name: source.weight for name, source in sources.items()}
     if not any(weights.values()):
         weights = weights_by_size({name: len(own) for name, own in by_source.items()}, data.mixture.temperature)
-    return MixtureSampler(by_source, weights, plan, batch_size=trainer.prompts_per_step, rates=rates)
+    return mixture_of(by_source, weights, plan, batch_size=trainer.prompts_per_step, rates=rates)
 
 
 def _growth(config: Config) -> Growth | None:

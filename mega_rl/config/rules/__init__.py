@@ -16,6 +16,7 @@ from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import reference as reference_rules
 from mega_rl.config.rules import rewards as reward_rules
 from mega_rl.config.rules import rollout as rollout_rules
+from mega_rl.config.rules import stream as stream_rules
 from mega_rl.config.rules import validation as validation_rules
 from mega_rl.config.schema import Config, KlConfig
 
@@ -34,6 +35,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     problems += reward_rules.functions(config)
     problems += validation_rules.validation(config)
     problems += [*_profile(config, world_size), *mixture_rules.mixture(config.data), *mixture_rules.curriculum(config)]
+    problems += stream_rules.stream(config)
     for key, facts in (models or {}).items():
         if not (key == "model.ref_path" and reference_rules.has_own_layout(config)):
             problems += parallel_rules.fits_model(config.engine.megatron, key, facts)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, SourceConfig, SuccessConfig
+from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, SourceConfig, StreamConfig, SuccessConfig
 from mega_rl.config.schema.engine import (
     DdpConfig,
     EngineConfig,
@@ -87,6 +87,7 @@ __all__ = [
     "SglangServerConfig",
     "SglangSyncConfig",
     "SourceConfig",
+    "StreamConfig",
     "SuccessConfig",
     "TrainerConfig",
     "ValidationConfig",

@@ -54,6 +54,22 @@ class MixtureConfig:
 
 
 @dataclass(frozen=True)
+class StreamConfig:
+    """Training prompts that are read while the run goes on, for data that do not fit into memory or on the disk."""
+
+    rows: int = setting(
+        0,
+        "Rows that are in memory at a time and shuffled with one another; two more blocks are read ahead. 0: all "
+        "training prompts are read at the start.",
+        unit="rows",
+        min=0,
+    )
+    timeout_s: float = setting(
+        300.0, "The run ends when the next rows have not come within this time.", unit="seconds", above=0.0
+    )
+
+
+@dataclass(frozen=True)
 class SuccessConfig:
     """Prompts preferred by the success rate that the run measures in their own samples."""
 

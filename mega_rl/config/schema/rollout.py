@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig
+from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, StreamConfig
 from mega_rl.config.schema.setting import ATTENTION, setting
 
 
@@ -60,6 +60,7 @@ class DataConfig:
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
+    stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
 
     @property
     def reads_train_files(self) -> bool:

@@ -37,9 +37,16 @@ class StepOrder(ABC):
     def restore(self, numbers: Mapping[str, int]) -> None:  # noqa: B027
         """Go on from the `numbers` of a checkpoint; called before the first `take`, with none of one that has none."""
 
+    def close(self) -> None:  # noqa: B027
+        """End what the order does in the background."""
+
+    def epochs(self, drawn: int) -> float:
+        """Return how many epochs the first draws are."""
+        return drawn / self.num_prompts
+
     def metrics(self, drawn: int) -> Metrics:
         """Return the number of prompts drawn, and how many epochs that is."""
-        return {"data/prompts": float(drawn), "data/epochs": drawn / self.num_prompts}
+        return {"data/prompts": float(drawn), "data/epochs": self.epochs(drawn)}
 
 
 class PromptSampler(StepOrder):

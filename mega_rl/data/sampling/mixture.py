@@ -122,20 +122,15 @@ class MixtureSampler(StepOrder):
     """
 
     def __init__(
-        self, prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], plan: OrderPlan, *,
-        batch_size: int, rates: SuccessRates | None = None,
+        self, samplers: Mapping[str, StepOrder], shares: Mapping[str, int], *, batch_size: int,
+        rates: SuccessRates | None = None,
     ) -> None:  # fmt: skip
-        assert prompts.keys() == weights.keys()
-        self.shares = shares_of(weights)
-        super().__init__(batch_size=batch_size, num_prompts=sum(map(len, prompts.values())))
-        self._names = sorted(prompts)
-        self._samplers: list[StepOrder] = []
-        for name in self._names:
-            share = self.shares[name] / sum(self.shares.values())
-            size = max(1, round(share * batch_size))
-            own = plan.for_share(share)
-            self._samplers.append(own.order(prompts[name], rates, batch_size=size, key=_key(name)))
-        self.shares = {name: self.shares[name] for name in self._names}
+        """shares: of `shares_of`. rates: of all sources, where their orders follow them."""
+        assert samplers.keys() == shares.keys()
+        super().__init__(batch_size=batch_size, num_prompts=sum(own.num_prompts for own in samplers.values()))
+        self._names = sorted(samplers)
+        self._samplers = [samplers[name] for name in self._names]
+        self.shares = {name: shares[name] for name in self._names}
         self._order = DrawOrder(list(self.shares.values()))
         self._begin, self._before = 0, [0] * len(self._names)  # draw that the order begins at, and each source's before
         self._other: DrawOrder | None = None  # order up to here, of a run that goes on with other shares
@@ -168,6 +163,10 @@ class MixtureSampler(StepOrder):
         if shares != list(self.shares.values()):
             self._other = DrawOrder(shares)
 
+    def close(self) -> None:
+        for sampler in self._samplers:
+            sampler.close()
+
     def _draw(self, number: int) -> tuple[int, int]:
         """Return (source, number within the source) of a draw."""
         if self._other is not None:  # the first one of a run that goes on with other shares
@@ -182,21 +181,35 @@ class MixtureSampler(StepOrder):
         return [before + count for before, count in zip(self._before, counts, strict=True)]
 
     def metrics(self, drawn: int) -> Metrics:
-        metrics = super().metrics(drawn)
+        metrics = super().metrics(drawn) if self.num_prompts else {"data/prompts": float(drawn)}  # not of streams
         if self._rates is not None:
             metrics |= self._rates.metrics()
         for name, sampler, count in zip(
             self._names, self._samplers, self._counts(drawn, self._other or self._order), strict=True
         ):
             metrics[f"data/{name}/prompts"] = float(count)
-            metrics[f"data/{name}/epochs"] = count / sampler.num_prompts
+            metrics[f"data/{name}/epochs"] = sampler.epochs(count)
             if isinstance(sampler, SuccessSampler):
                 rates = sampler.of_rates()
                 metrics |= {f"data/{name}/{key.removeprefix('data/')}": value for key, value in rates.items()}
         return metrics
 
 
-def _key(name: str) -> list[int]:
+def mixture_of(
+    prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], plan: OrderPlan, *,
+    batch_size: int, rates: SuccessRates | None = None,
+) -> MixtureSampler:  # fmt: skip
+    """Return a mixture of lists of prompts, each in the order of a plan; rates: measured, where it goes by them."""
+    shares = shares_of(weights)
+    samplers: dict[str, StepOrder] = {}
+    for name, own in prompts.items():
+        share = shares[name] / sum(shares.values())
+        size = max(1, round(share * batch_size))
+        samplers[name] = plan.for_share(share).order(own, rates, batch_size=size, key=key_of(name))
+    return MixtureSampler(samplers, shares, batch_size=batch_size, rates=rates)
+
+
+def key_of(name: str) -> list[int]:
     """Return non-negative integers that stand for a source's name, whatever its place among the others."""
     digest = hashlib.sha256(name.encode()).digest()
     return [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 16, 4)]

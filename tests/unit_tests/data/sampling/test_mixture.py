@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from mega_rl.data.sampling.curriculum import OrderPlan
-from mega_rl.data.sampling.mixture import MAX_CYCLE, DrawOrder, MixtureSampler, shares_of, weights_by_size
+from mega_rl.data.sampling.mixture import MAX_CYCLE, DrawOrder, MixtureSampler, mixture_of, shares_of, weights_by_size
 from mega_rl.types import Prompt
 
 WEIGHTS = {"math": 3.0, "code": 1.0, "chat": 0.5}
@@ -24,7 +24,7 @@ def prompts(sizes: Mapping[str, int] = SIZES) -> dict[str, list[Prompt]]:
 
 
 def sampler(*, shuffle: bool = True, seed: int = 0, batch_size: int = 4) -> MixtureSampler:
-    return MixtureSampler(prompts(), WEIGHTS, OrderPlan(shuffle, seed), batch_size=batch_size)
+    return mixture_of(prompts(), WEIGHTS, OrderPlan(shuffle, seed), batch_size=batch_size)
 
 
 @pytest.mark.parametrize("trial", range(40))
@@ -99,7 +99,7 @@ def test_a_step_depends_on_its_number_alone() -> None:
 def test_the_order_of_a_source_does_not_depend_on_the_others_names() -> None:
     """A name seeds its source, not its place: an earlier name beside it changes nothing."""
     sizes = {"math": 7, "a_new_one": 4}
-    other = MixtureSampler(prompts(sizes), {"math": 1.0, "a_new_one": 1.0}, OrderPlan(True, 0), batch_size=1)
+    other = mixture_of(prompts(sizes), {"math": 1.0, "a_new_one": 1.0}, OrderPlan(True, 0), batch_size=1)
     first, second = (
         [prompt.index for prompt in order.take(0, 60) if prompt.source == "math"][:14] for order in (sampler(), other)
     )
@@ -107,7 +107,7 @@ def test_the_order_of_a_source_does_not_depend_on_the_others_names() -> None:
 
 
 def test_sources_of_one_size_have_different_orders() -> None:
-    alike = MixtureSampler(prompts({"a": 9, "b": 9}), {"a": 1, "b": 1}, OrderPlan(True, 0), batch_size=1)
+    alike = mixture_of(prompts({"a": 9, "b": 9}), {"a": 1, "b": 1}, OrderPlan(True, 0), batch_size=1)
     drawn = alike.take(0, 18)
     first, second = ([prompt.index for prompt in drawn if prompt.source == name] for name in ("a", "b"))
     assert sorted(first) == sorted(second)
@@ -116,7 +116,7 @@ def test_sources_of_one_size_have_different_orders() -> None:
 
 def changed(weights: Mapping[str, float], *, before: MixtureSampler) -> MixtureSampler:
     """The mixture with other weights, going on from a checkpoint of `before`."""
-    sampler = MixtureSampler(prompts(), weights, OrderPlan(True, 0), batch_size=4)
+    sampler = mixture_of(prompts(), weights, OrderPlan(True, 0), batch_size=4)
     sampler.restore(before.numbers())
     return sampler
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mega_rl.data.sampling.curriculum import OrderPlan
-from mega_rl.data.sampling.mixture import MixtureSampler
+from mega_rl.data.sampling.mixture import mixture_of
 from mega_rl.data.sampling.success import Preference, SuccessRates, SuccessSampler, draw_by_weight
 from mega_rl.types import Prompt
 
@@ -114,7 +114,7 @@ def test_each_source_of_a_mixture_has_preferences_of_its_own() -> None:
     sources = {"a": prompts(12, source="a"), "b": prompts(12, first=100, source="b")}
     everyone = [*sources["a"], *sources["b"]]
     rates = rates_of(everyone, {place: 4 if place % 12 < 6 else 0 for place in range(24)})
-    order = MixtureSampler(sources, {"a": 3, "b": 1}, OrderPlan(True, 0, None, PREFERENCE), batch_size=8, rates=rates)
+    order = mixture_of(sources, {"a": 3, "b": 1}, OrderPlan(True, 0, None, PREFERENCE), batch_size=8, rates=rates)
     batches = [order.batch(step) for step in range(30)]
     assert all(Counter(prompt.source for prompt in batch) == {"a": 6, "b": 2} for batch in batches)
     learnable = sum(int(prompt.text) < 6 for batch in batches for prompt in batch) / 240
