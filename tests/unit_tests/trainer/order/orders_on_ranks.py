@@ -1,4 +1,4 @@
-"""Runs whose prompts go by measured success, on each rank of a launch: what they draw, sample and end with."""
+"""Runs whose order of prompts has a state, on each rank of a launch: what they draw, sample and end with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, MixtureConfig
 from tests.helpers.engines import exported, replaced
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
@@ -19,14 +19,24 @@ class Run(NamedTuple):
     layout: str
     source: str = ""  # name of the run to resume from
     dynamic: bool = False
+    kind: str = "success"  # or "stream", of a mixture of two
+    weight: float = 3.0  # of the larger stream
     forget: bool = False  # a planted fault: the checkpoint's rates are not restored
 
 
 def config_of(folder: Path, name: str, run: Run) -> Config:
-    """GRPO over 24 prompts, of which a step takes six; those that are solved come by epochs alone."""
+    """GRPO in steps of six prompts: of 24, those that are solved by epochs alone, or of streams in blocks of ten."""
     config = run_config(folder, run.layout, "grpo")
-    config = replaced(config, "data", train_files=[str(folder / "few.jsonl")])
-    config = replaced(config, "data.curriculum.success", prefer="learnable", explore=0.2, right_above=0.5)
+    if run.kind == "success":
+        config = replaced(config, "data", train_files=[str(folder / "few.jsonl")])
+        config = replaced(config, "data.curriculum.success", prefer="learnable", explore=0.2, right_above=0.5)
+    else:
+        sources = {
+            "few": {"files": [str(folder / "few.jsonl")], "weight": 1.0},
+            "many": {"files": [str(folder / f"many-{part}.parquet") for part in range(3)], "weight": run.weight},
+        }
+        config = replaced(config, "data", train_files=[], mixture=MixtureConfig(sources=sources))
+        config = replaced(config, "data.stream", rows=10)
     config = replaced(config, "reward", function=f"{folder / 'hopeless.py'}:half_are_hopeless")
     if run.dynamic:
         config = replaced(config, "rollout.dynamic_sampling", max_generations=4, prompts=4)
@@ -46,7 +56,7 @@ class Draws:
 
     def batch(self, step: int) -> Any:
         prompts = self.source.batch(step)
-        self.batches.append([prompt.index for prompt in prompts])
+        self.batches.append([f"{prompt.source} {prompt.text}" for prompt in prompts])
         return prompts
 
 
