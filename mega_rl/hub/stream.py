@@ -29,7 +29,7 @@ class HubShard:
 
     def rows(self, columns: object, *, skip: int) -> Iterator[tuple[str, object]]:
         """Yield (place, row) from row `skip` on. Raises UserError for what the Hub or the library refuses."""
-        with _readable(self.pinned):
+        with _readable(self.pinned, self.name):
             shard = self.dataset.shard(num_shards=self.num_shards, index=self.number)
             for number, row in enumerate(shard.skip(skip) if skip else shard, start=skip + 1):
                 yield f"{self.name}: row {number}", row
@@ -39,7 +39,7 @@ def hub_shards(pinned: DatasetName) -> list[HubShard]:
     """Return the shards of a split at a commit. Raises UserError."""
     import datasets
 
-    with _readable(pinned):
+    with _readable(pinned, str(pinned)):
         remote = f"hf://datasets/{pinned.repo}"  # never a folder of that name
         builder = datasets.load_dataset_builder(remote, pinned.config, revision=pinned.revision)
         dataset = builder.as_streaming_dataset(split=pinned.split)
@@ -48,11 +48,11 @@ def hub_shards(pinned: DatasetName) -> list[HubShard]:
 
 
 @contextmanager
-def _readable(pinned: DatasetName) -> Iterator[None]:
-    """Raise what the Hub or the library refuses as a UserError."""
+def _readable(pinned: DatasetName, label: str) -> Iterator[None]:
+    """Raise what the Hub or the library refuses as a UserError that begins with the label."""
     from mega_rl.hub.rows_program import UNREADABLE, words
 
     try:
         yield
     except (*UNREADABLE, ValueError) as error:
-        raise UserError(f"{pinned}: {words(error, repo=pinned.repo, revision=pinned.revision)}") from error
+        raise UserError(f"{label}: {words(error, repo=pinned.repo, revision=pinned.revision)}") from error
