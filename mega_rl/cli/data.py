@@ -1,4 +1,4 @@
-"""`mega-rl data`: published problem sets as the JSONL files that the packaged recipes name. Imports no torch."""
+"""`mega-rl data`: published problem sets as JSONL files, and the prompts of a recipe. Imports no torch by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mega_rl.cli.help import Commands
 from mega_rl.datafiles.problems import GSM8K, INSTRUCTION, MATH, ProblemSet
 from mega_rl.datafiles.writing import Source, write_files
 
-app = Commands(name="data", help="Write train.jsonl and test.jsonl of a published problem set.")
+app = Commands(name="data", help="Write files of a published problem set, or show the prompts of a recipe.")
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for train.jsonl and test.jsonl, as data/gsm8k.")]
 Train = Annotated[
@@ -28,8 +28,30 @@ Force = Annotated[bool, typer.Option("--force", help="Replace files that are the
 
 @app.callback()
 def _commands() -> None:
-    """Write train.jsonl and test.jsonl of a published problem set."""
+    """Write files of a published problem set, or show the prompts of a recipe."""
     progress.show_progress()
+
+
+@app.command()
+def show(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a packaged one.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as data.mixture.temperature=2."),
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=0, help="Prompts of each set that are shown.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show the sets of prompts of a recipe: rows, tokens, shares, and how many epochs of each the run draws.
+
+    The first prompts of each are shown as the model sees them. Nothing is trained, and no weight is read.
+    """
+    from mega_rl.datafiles.overview import overview_lines
+
+    for line in overview_lines(recipe, overrides or [], prompts=prompts, as_json=as_json):
+        typer.echo(line)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import PromptReading, fingerprint
 from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.data.sampling.mixture import MixtureSampler, key_of, shares_of
-from mega_rl.data.stream.blocks import BlockReader, Position, StreamPlan
+from mega_rl.data.stream.blocks import BlockReader, StreamPlan
 from mega_rl.data.stream.order import StreamSampler
 from mega_rl.data.stream.shards import FileShard, Shard
 from mega_rl.hub.names import dataset_name
@@ -71,9 +71,9 @@ def open_streams(
 
     def read() -> str:
         digest, first = hashlib.sha256(), []
-        for name, reader in _readers(config, tokens, vocab_size, columns):
+        for name, reader in stream_readers(config, tokens, vocab_size, columns):
             readers[name] = reader
-            prompts = next(reader.blocks(Position())).prompts
+            prompts = reader.first_block()
             first += prompts
             content = [name, str(reader.plan), *(shard.identity() for shard in reader.shards), fingerprint(prompts)]
             digest.update("\n".join(content).encode() + b"\n")
@@ -85,7 +85,7 @@ def open_streams(
     return TrainStreams(readers, identity, ranks)
 
 
-def _readers(
+def stream_readers(
     config: Config, tokens: Tokens, vocab_size: int, columns: RewardColumns
 ) -> Iterator[tuple[str, BlockReader]]:
     """Yield the readers of all streams by name. Raises UserError."""

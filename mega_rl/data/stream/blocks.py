@@ -69,6 +69,10 @@ class BlockReader:
     plan: StreamPlan
     source: str = ""  # of a mixture; "": prompts keep the one of their row
 
+    def first_block(self) -> list[Prompt]:
+        """Return the prompts of the first block in the order of their draws. Raises UserError as `blocks` does."""
+        return next(self.blocks(Position())).prompts
+
     def blocks(self, at: Position) -> Iterator[Block]:
         """Yield block after block, epoch after epoch, without an end.
 
