@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.evaluation_faults import EVALUATION
 from tests.fault import Fault, fault
+from tests.order_faults import ORDER
 from tests.part_faults import PARTS
 from tests.reference_faults import REFERENCE
 from tests.rl_faults import CORRECTIONS, EXPERIENCE, LOSSES
@@ -852,6 +853,7 @@ FAULTS: tuple[Fault, ...] = (
     *REFERENCE,
     *PARTS,
     *DATA,
+    *ORDER,
     *PARALLEL,
     *ROLLOUT,
     *TRAINER,

@@ -117,17 +117,17 @@ class Evaluation:
         """Return [prompt, right, vote] of each sample of this replica that has an answer and a reward, in order."""
         scored = scored_rows(rows, rewards).tolist()
         right = self.is_right(rewards)
-        known = (~judged(rewards, self.plan.right_part).isnan()).tolist()  # a data source may lack the part
+        judged = (~judged_values(rewards, self.plan.right_part).isnan()).tolist()  # a data source may lack the part
         prompts = rows.prompt_index.tolist()
-        return [[prompts[row], right[row], votes[row]] for row in range(len(prompts)) if scored[row] and known[row]]
+        return [[prompts[row], right[row], votes[row]] for row in range(len(prompts)) if scored[row] and judged[row]]
 
 
 def right_samples(rewards: Rewards, *, above: float, part: str) -> list[bool]:
     """Return [B] whether each sample's reward, or the named part of it, is above a number. Raises UserError."""
-    return [value > above for value in judged(rewards, part).tolist()]
+    return [value > above for value in judged_values(rewards, part).tolist()]
 
 
-def judged(rewards: Rewards, part: str, *, setting: str = "validation.right_part") -> Tensor:
+def judged_values(rewards: Rewards, part: str, *, setting: str = "validation.right_part") -> Tensor:
     """Return [B] the rewards, or the part of them that a setting names. Raises UserError."""
     return _part(rewards.parts, part, rows=len(rewards.totals), setting=setting) if part else rewards.totals
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mega_rl.data.sampling.success import SuccessRates
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.unscored import scored_rows
-from mega_rl.trainer.validation import judged
+from mega_rl.trainer.validation import judged_values
 from mega_rl.types import Draws, Metrics, Prompt, Rewards, Rollout
 
 
@@ -59,7 +59,7 @@ class MeasuredSuccess:
 
     def _counts(self, rollout: Rollout, rewards: Rewards, num_prompts: int) -> Tensor:
         """Return [num_prompts, 2] float64: this replica's right samples of each prompt, and all that have a score."""
-        values = judged(rewards, self.right_part, setting="data.curriculum.success.right_part")
+        values = judged_values(rewards, self.right_part, setting="data.curriculum.success.right_part")
         known = scored_rows(rollout, rewards) & ~values.isnan()  # a data source may lack the part
         columns = torch.stack([(values > self.right_above) & known, known], dim=1).double()
         return torch.zeros(num_prompts, 2, dtype=torch.float64).index_add(0, rollout.prompt_index, columns)

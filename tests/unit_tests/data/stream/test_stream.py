@@ -253,3 +253,10 @@ def test_a_position_is_where_a_block_begins(files: list[Path]) -> None:
     blocks = reader_of(files).blocks(Position())
     first, second = next(blocks), next(blocks)
     assert next(reader_of(files).blocks(first.after)) == second
+
+
+def test_each_block_has_an_order_of_its_own(files: list[Path]) -> None:
+    blocks = reader_of(files[1:2]).blocks(Position())
+    orders = [[prompt.index - block.begin.rows for prompt in block.prompts] for block in (next(blocks), next(blocks))]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(8))
+    assert orders[0] != orders[1]
