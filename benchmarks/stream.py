@@ -54,7 +54,7 @@ def measure(road: str, files: list[str], rows: int) -> dict[str, float]:
     from mega_rl.data.columns import RowColumns
     from mega_rl.data.prompts import PromptReading, load_prompts
     from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
-    from mega_rl.data.stream.blocks import BlockReader, StreamPlan
+    from mega_rl.data.stream.blocks import StreamPlan, StreamReader
     from mega_rl.data.stream.order import StreamSampler
     from mega_rl.data.stream.shards import FileShard
 
@@ -67,7 +67,7 @@ def measure(road: str, files: list[str], rows: int) -> dict[str, float]:
     else:
         reading = PromptReading(words, 50_000, columns, None, 1000)
         shards = [FileShard(Path(file)) for file in files]
-        reader = BlockReader("data.train_files", shards, reading, StreamPlan(int(road), shuffle=True, seed=0))
+        reader = StreamReader("data.train_files", shards, reading, StreamPlan(int(road), shuffle=True, seed=0))
         order = StreamSampler(reader, lambda work: json.loads(json.dumps(work())), batch_size=BATCH, timeout_s=600)
     order.batch(0)
     first = time.perf_counter() - begin

@@ -280,7 +280,7 @@ def _connect(
         stop_requested=stop_requested,
         greedy_baseline=ADVANTAGE.needs(config, "needs_greedy"),
         start=parts.restored.steps,
-        count_data=parts.prompts.steps.metrics,
+        count_data=parts.prompts.metrics,
     )
 
 

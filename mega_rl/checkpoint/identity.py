@@ -41,12 +41,12 @@ def model_identity(folder: Path) -> str:
     return CONTENT + digest.hexdigest()
 
 
-def file_records(files: Mapping[str, str], *, sampled: bool = False) -> dict[str, list[Any]]:
+def file_records(files: Mapping[str, str], *, sampled: bool = False) -> dict[str, list[int | str]]:
     """Return [bytes, SHA-256] of every data file that is there, by its name for people.
 
     sampled: of files that are streamed, and too large to be read at every start; also names of the Hub, without bytes.
     """
-    records: dict[str, list[Any]] = {}
+    records: dict[str, list[int | str]] = {}
     for name, path in files.items():
         if sampled:
             is_file = Path(path).is_file()

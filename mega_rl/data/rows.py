@@ -86,7 +86,7 @@ def _read_jsonl(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
     return read_jsonl(file)
 
 
-def read_jsonl(file: Path, *, skip: int = 0) -> Iterator[tuple[str, Any]]:
+def read_jsonl(file: Path, *, skip: int = 0) -> Iterator[tuple[str, object]]:
     """Yield (place, row) of a JSONL file from row `skip` on, a RowProblem for an unreadable row."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mega_rl.assemble.data import Tokens, load_data, read_tokens, with_length
 from mega_rl.assemble.prompts.order import prompt_order
@@ -172,7 +171,7 @@ def _table(sets: Sequence[SetOverview]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _shown(prompt: Prompt, tokens: Tokens, limit: int | None) -> dict[str, Any]:
+def _shown(prompt: Prompt, tokens: Tokens, limit: int | None) -> dict[str, str]:
     """Return prompt, as the model sees it, and answer, on one line each and not longer than a limit."""
     answer = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, ensure_ascii=False)
     texts = {"prompt": tokens.render(prompt.token_ids), "answer": answer}

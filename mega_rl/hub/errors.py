@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 from typing import Literal
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import (
     DisabledRepoError,
     GatedRepoError,
@@ -93,3 +94,25 @@ def _endpoint() -> str:
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def unreadable() -> tuple[type[Exception], ...]:
+    """Return what the datasets library may end with where it cannot read a set."""
+    import datasets
+    import pyarrow
+    import yaml
+
+    return (*FAILURES, RuntimeError, datasets.exceptions.DatasetsError, pyarrow.ArrowException, yaml.YAMLError)
+
+
+def why_unreadable(error: Exception, *, repo: str, revision: str) -> str:
+    """Return why the library failed; it hides what the Hub answered, so the Hub is asked once more for access."""
+    said = partial(reason, repo=repo, revision=revision, kind="dataset")
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            HfApi().auth_check(repo, repo_type="dataset")
+        except FAILURES as refusal:
+            return said(refusal)
+    if constants.HF_HUB_OFFLINE or any(isinstance(cause, httpx.HTTPError) for cause in chain(error)):
+        return said(error)
+    return f"the datasets library cannot read it: {type(error).__name__}: {' '.join(str(error).split())[:500]}"

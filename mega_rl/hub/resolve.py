@@ -59,54 +59,46 @@ def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -
         admit(config)
     origins: dict[str, Origin] = {key: str(pinned) for key, (_, pinned) in models.items()}
     for key, entries in names.data.items():
-        find = _pinned if config.data.stream.rows and DATA_ROLES[key] == "train" else _downloaded
         fetch_files = _fetch_sources if key == SOURCES else _fetch_entries
-        files, origins[key] = fetch_files(key, value_of(config, key), entries, find)
+        files, origins[key] = fetch_files(key, value_of(config, key), entries, streamed=config.data.stream.rows > 0)
         config = with_settings(config, {key: files})
     for key, (folder, pinned) in models.items():
         fetch_weights(pinned, folder, label=f"{key}={names.models[key]}")
     return replace(config, origins=origins)
 
 
-# Returns (file, pinned name) of rows by the setting that names them.
-_Find = Callable[[str, DatasetName], tuple[str, str]]
+def _find(key: str, name: DatasetName, *, streamed: bool) -> tuple[str, str]:
+    """Return (file, pinned name) of rows; the name in both where they are read while the run goes on."""
+    from mega_rl.hub.rows import fetch_rows, pin_rows
 
-
-def _downloaded(key: str, name: DatasetName) -> tuple[str, str]:
-    from mega_rl.hub.rows import fetch_rows
-
-    path, rows = fetch_rows(name, role=DATA_ROLES[key], label=f"{key}={name}")
-    return str(path), str(rows)
-
-
-def _pinned(key: str, name: DatasetName) -> tuple[str, str]:
-    """Return the pinned name in the place of a file, too: the rows are read while the run goes on."""
-    from mega_rl.hub.rows import pin_rows
-
-    pinned = str(pin_rows(name, role=DATA_ROLES[key], label=f"{key}={name}"))
-    return pinned, pinned
+    role, label = DATA_ROLES[key], f"{key}={name}"
+    if streamed and role == "train":
+        pinned = pin_rows(name, role=role, label=label)
+        return str(pinned), str(pinned)
+    path, pinned = fetch_rows(name, role=role, label=label)
+    return str(path), str(pinned)
 
 
 def _fetch_entries(
-    key: str, texts: Sequence[str], names: Mapping[str, DatasetName], find: _Find
+    key: str, texts: Sequence[str], names: Mapping[str, DatasetName], *, streamed: bool
 ) -> tuple[list[str], list[str]]:
     """Return (files, pinned names) of a list of data files; one that is no name stands in both as it is."""
     files, pinned = [], []
     for text in texts:
-        file, name = find(key, names[text]) if text in names else (text, text)
+        file, name = _find(key, names[text], streamed=streamed) if text in names else (text, text)
         files.append(file)
         pinned.append(name)
     return files, pinned
 
 
 def _fetch_sources(
-    key: str, sources: dict[str, dict[str, object]], names: Mapping[str, DatasetName], find: _Find
+    key: str, sources: dict[str, dict[str, object]], names: Mapping[str, DatasetName], *, streamed: bool
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Return the sources of a mixture with files, and with pinned names."""
     local: dict[str, object] = {}
     pinned: dict[str, object] = {}
     for name, source in MixtureConfig(sources).named().items():
-        files, origins = _fetch_entries(key, source.files, names, find)
+        files, origins = _fetch_entries(key, source.files, names, streamed=streamed)
         local[name], pinned[name] = {**sources[name], "files": files}, {**sources[name], "files": origins}
     return local, pinned
 

@@ -56,7 +56,7 @@ def pin_rows(name: DatasetName, *, role: Role, label: str) -> DatasetName:
     return name.at(answer["commit"], config=answer["config"], split=answer["split"])
 
 
-def _request(name: DatasetName, commit: str, role: Role) -> dict[str, Any]:
+def _request(name: DatasetName, commit: str, role: Role) -> dict[str, str]:
     """Return what the program that reads a split is asked for; commit: "" where the Hub cannot be asked."""
     revision = commit or name.revision
     return {"repo": name.repo, "config": name.config, "split": name.split, "revision": revision, "role": role}

@@ -15,16 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
-import yaml
-from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import httpx
 
-from mega_rl.hub.errors import FAILURES, chain, reason
+from mega_rl.hub.errors import unreadable, why_unreadable
 from mega_rl.hub.names import COMMIT
 
 VALIDATION_SPLITS = ("validation", "test")
-UNREADABLE = (*FAILURES, RuntimeError, datasets.exceptions.DatasetsError, pyarrow.ArrowException, yaml.YAMLError)
+UNREADABLE = unreadable()
 
 
 class RowsProblem(Exception):
@@ -92,20 +88,7 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     except RowsProblem as problem:
         return {"problem": str(problem)}
     except UNREADABLE as error:
-        return {"problem": words(error, repo=request["repo"], revision=request["revision"])}
-
-
-def words(error: Exception, *, repo: str, revision: str) -> str:
-    """Return why the library failed; it hides what the Hub answered, so the Hub is asked once more for access."""
-    place: dict[str, Any] = {"repo": repo, "revision": revision, "kind": "dataset"}
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            HfApi().auth_check(repo, repo_type="dataset")
-        except FAILURES as refusal:
-            return reason(refusal, **place)
-    if constants.HF_HUB_OFFLINE or any(isinstance(cause, httpx.HTTPError) for cause in chain(error)):
-        return reason(error, **place)
-    return f"the datasets library cannot read it: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        return {"problem": why_unreadable(error, repo=request["repo"], revision=request["revision"])}
 
 
 if __name__ == "__main__":

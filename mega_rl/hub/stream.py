@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_rl.errors import UserError
+from mega_rl.hub.errors import unreadable, why_unreadable
 from mega_rl.hub.names import DatasetName
 
 
@@ -50,9 +51,7 @@ def hub_shards(pinned: DatasetName) -> list[HubShard]:
 @contextmanager
 def _readable(pinned: DatasetName, label: str) -> Iterator[None]:
     """Raise what the Hub or the library refuses as a UserError that begins with the label."""
-    from mega_rl.hub.rows_program import UNREADABLE, words
-
     try:
         yield
-    except (*UNREADABLE, ValueError) as error:
-        raise UserError(f"{label}: {words(error, repo=pinned.repo, revision=pinned.revision)}") from error
+    except unreadable() as error:
+        raise UserError(f"{label}: {why_unreadable(error, repo=pinned.repo, revision=pinned.revision)}") from error

@@ -171,6 +171,7 @@ def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
         "assemble",
         "cli",
         "config",
+        "datafiles",
         "hub",
         "plan",
         "preflight",

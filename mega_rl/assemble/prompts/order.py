@@ -12,7 +12,7 @@ from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.data.sampling.mixture import mixture_of, weights_by_size
 from mega_rl.data.sampling.success import Preference, SuccessRates
 from mega_rl.errors import UserError
-from mega_rl.types import Prompt
+from mega_rl.types import Metrics, Prompt
 
 
 class PromptOrder(NamedTuple):
@@ -20,6 +20,10 @@ class PromptOrder(NamedTuple):
 
     steps: StepOrder
     rates: SuccessRates | None  # None: it does not depend on the run's samples
+
+    def metrics(self, drawn: int) -> Metrics:
+        """Return the metrics of a step after which so many prompts are drawn; called once a step."""
+        return self.steps.metrics(drawn) | self.steps.waits()
 
 
 def prompt_order(config: Config, prompts: Sequence[Prompt], streams: TrainStreams | None = None) -> PromptOrder:

@@ -16,9 +16,9 @@ from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import PromptReading, fingerprint
 from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.data.sampling.mixture import MixtureSampler, key_of, shares_of
-from mega_rl.data.stream.blocks import BlockReader, StreamPlan
+from mega_rl.data.stream.blocks import StreamPlan, StreamReader
 from mega_rl.data.stream.order import StreamSampler
-from mega_rl.data.stream.shards import FileShard, Shard
+from mega_rl.data.stream.shards import FileShard, StreamShard
 from mega_rl.hub.names import dataset_name
 from mega_rl.hub.stream import hub_shards
 from mega_rl.parallel.agreement import run_on_one
@@ -32,7 +32,7 @@ ONLY = ""  # name of the stream of a run without a mixture
 class TrainStreams:
     """Streams of a run by the name of their source."""
 
-    readers: dict[str, BlockReader]  # of rank 0; empty on others
+    readers: dict[str, StreamReader]  # of rank 0; empty on others
     fingerprint: str  # of their files and first blocks, and of what they are read with
     ranks: Ranks
 
@@ -67,7 +67,7 @@ def open_streams(
     """
     if not config.data.stream.rows:
         return None
-    readers: dict[str, BlockReader] = {}
+    readers: dict[str, StreamReader] = {}
 
     def read() -> str:
         digest, first = hashlib.sha256(), []
@@ -87,7 +87,7 @@ def open_streams(
 
 def stream_readers(
     config: Config, tokens: Tokens, vocab_size: int, columns: RewardColumns
-) -> Iterator[tuple[str, BlockReader]]:
+) -> Iterator[tuple[str, StreamReader]]:
     """Yield the readers of all streams by name. Raises UserError."""
     data = config.data
     tokenizer = copy.deepcopy(tokens.tokenizer)  # a reader has a thread of its own
@@ -104,12 +104,12 @@ def stream_readers(
         )
         plan = StreamPlan(data.stream.rows, data.shuffle, config.trainer.seed, key_of(name) if name else ())
         setting = f"data.mixture.sources.{name}" if name else "data.train_files"
-        yield name, BlockReader(setting, _shards(source.files), reading, plan, source=name)
+        yield name, StreamReader(setting, _shards(source.files), reading, plan, source=name)
 
 
-def _shards(files: Sequence[str]) -> list[Shard]:
+def _shards(files: Sequence[str]) -> list[StreamShard]:
     """Return the shards of files and data sets of the Hub, in their order. Raises UserError."""
-    shards: list[Shard] = []
+    shards: list[StreamShard] = []
     for file in files:
         name = dataset_name(file)
         shards += [FileShard(Path(file))] if name is None else hub_shards(name)

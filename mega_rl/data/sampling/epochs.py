@@ -37,6 +37,10 @@ class StepOrder(ABC):
     def restore(self, numbers: Mapping[str, int]) -> None:  # noqa: B027
         """Go on from the `numbers` of a checkpoint; called before the first `take`, with none of one that has none."""
 
+    def waits(self) -> Metrics:
+        """Return the seconds that draws have waited for a stream since the last call; nothing of prompts in memory."""
+        return {}
+
     def close(self) -> None:  # noqa: B027
         """End what the order does in the background."""
 

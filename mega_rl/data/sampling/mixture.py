@@ -163,6 +163,10 @@ class MixtureSampler(StepOrder):
         if shares != list(self.shares.values()):
             self._other = DrawOrder(shares)
 
+    def waits(self) -> Metrics:
+        own = [sampler.waits() for sampler in self._samplers]
+        return {name: sum(waits[name] for waits in own) for name in own[0]}
+
     def close(self) -> None:
         for sampler in self._samplers:
             sampler.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,9 +17,11 @@ from typing import NamedTuple
 
 from mega_rl.data.ordering import STREAM, permutation
 from mega_rl.data.prompts import PromptReading
-from mega_rl.data.stream.shards import Shard
+from mega_rl.data.stream.shards import StreamShard
 from mega_rl.errors import RunError, UserError
 from mega_rl.types import Prompt
+
+POLL_S = 0.5  # between looks at whether the reader is alive
 
 
 class Position(NamedTuple):
@@ -32,7 +35,7 @@ class Position(NamedTuple):
     first: int = 0  # draw of the block's first prompt
 
 
-class Block(NamedTuple):
+class PromptBlock(NamedTuple):
     """Prompts of consecutive rows, in the order in which they are drawn."""
 
     prompts: list[Prompt]
@@ -40,7 +43,7 @@ class Block(NamedTuple):
     after: Position  # of the next block
 
 
-class _Row(NamedTuple):
+class _StreamRow(NamedTuple):
     """A row of an epoch, and where the next one stands."""
 
     where: str
@@ -60,11 +63,11 @@ class StreamPlan:
 
 
 @dataclass(frozen=True)
-class BlockReader:
+class StreamReader:
     """Blocks of a stream from any position on."""
 
     name: str  # setting that names the stream
-    shards: Sequence[Shard]
+    shards: Sequence[StreamShard]
     reading: PromptReading
     plan: StreamPlan
     source: str = ""  # of a mixture; "": prompts keep the one of their row
@@ -73,7 +76,7 @@ class BlockReader:
         """Return the prompts of the first block in the order of their draws. Raises UserError as `blocks` does."""
         return next(self.blocks(Position())).prompts
 
-    def blocks(self, at: Position) -> Iterator[Block]:
+    def blocks(self, at: Position) -> Iterator[PromptBlock]:
         """Yield block after block, epoch after epoch, without an end.
 
         Raises UserErrors for rows that cannot be used, UserError for files, and for an epoch without a usable prompt.
@@ -91,7 +94,7 @@ class BlockReader:
             at = Position(at.epoch + 1, block=at.block, first=at.first)
             at_begin, usable = True, 0
 
-    def _block(self, chunk: Sequence[_Row], at: Position) -> Block:
+    def _block(self, chunk: Sequence[_StreamRow], at: Position) -> PromptBlock:
         fatal: list[str] = []
         rows = ((row.where, row.content) for row in chunk)
         prompts, _ = self.reading.prompts(rows, fatal, first=at.rows)
@@ -104,9 +107,9 @@ class BlockReader:
         after = Position(
             at.epoch, last.shard, last.next_row, at.rows + len(chunk), at.block + 1, at.first + len(prompts)
         )
-        return Block(prompts, at, after)
+        return PromptBlock(prompts, at, after)
 
-    def _epoch(self, at: Position) -> Iterator[_Row]:
+    def _epoch(self, at: Position) -> Iterator[_StreamRow]:
         """Yield the rows of an epoch from a position on."""
         order = list(range(len(self.shards)))
         if self.plan.shuffle:
@@ -115,51 +118,60 @@ class BlockReader:
             skip = at.row if place == at.shard else 0
             rows = self.shards[order[place]].rows(self.reading.columns, skip=skip)
             for number, (where, content) in enumerate(rows, start=skip + 1):
-                yield _Row(where, content, place, number)
+                yield _StreamRow(where, content, place, number)
 
 
 class BlocksAhead:
     """Blocks from a position on, of which a thread reads the next one while one is drawn from."""
 
-    def __init__(self, reader: BlockReader, at: Position, *, timeout_s: float) -> None:
+    def __init__(self, reader: StreamReader, at: Position, *, timeout_s: float) -> None:
         self._reader, self._timeout_s = reader, timeout_s
         self._last = at
-        self._ready: queue.Queue[Block | BaseException] = queue.Queue(maxsize=1)
+        self._ready: queue.Queue[PromptBlock | Exception] = queue.Queue(maxsize=1)
         self._closed = threading.Event()
-        threading.Thread(target=self._read, args=(at,), name="stream", daemon=True).start()
+        self._thread = threading.Thread(target=self._read, args=(at,), name="stream", daemon=True)
+        self._thread.start()
 
-    def next(self) -> Block:
+    def next(self) -> PromptBlock:
         """Return the next block. Raises the reader's error, and RunError for a stream that gives none in time."""
-        try:
-            block = self._ready.get(timeout=self._timeout_s)
-        except queue.Empty:
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            is_alive = self._thread.is_alive()  # asked for before the queue, which its last block may be in
+            try:
+                block = self._ready.get(timeout=min(POLL_S, max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                self._check(is_alive, late=time.monotonic() >= deadline)
+                continue
+            if isinstance(block, Exception):
+                raise block
+            self._last = block.after
+            return block
+
+    def _check(self, is_alive: bool, *, late: bool) -> None:
+        """Raise RunError where no block will come, or none has come in time."""
+        last, place = self._last, f"shard {self._last.shard + 1} of {len(self._reader.shards)}"
+        read = f"after {last.rows:,} rows of epoch {last.epoch}, in {place}"
+        if not is_alive:
+            raise RunError(f"{self._reader.name}: the reader of the stream has failed {read}; its traceback is above")
+        if late:
             raise RunError(
                 f"{self._reader.name}: the stream has given no block for data.stream.timeout_s={self._timeout_s:g} s, "
-                f"after {self._last.rows:,} rows of epoch {self._last.epoch}, in {self._shard()}; the same command "
-                "goes on from the last checkpoint"
-            ) from None
-        if isinstance(block, BaseException):
-            raise block
-        self._last = block.after
-        return block
+                f"{read}; the same command goes on from the last checkpoint"
+            )
 
     def close(self) -> None:
         """Let the thread end; it may still wait for a read."""
         self._closed.set()
-
-    def _shard(self) -> str:
-        shards = self._reader.shards
-        return f"shard {self._last.shard + 1} of {len(shards)}"
 
     def _read(self, at: Position) -> None:
         try:
             for block in self._reader.blocks(at):
                 if not self._put(block):
                     return
-        except BaseException as error:  # noqa: BLE001 raised where the block is needed
+        except (UserError, RunError) as error:  # raised where the block is needed
             self._put(error)
 
-    def _put(self, item: Block | BaseException) -> bool:
+    def _put(self, item: PromptBlock | Exception) -> bool:
         """Return whether someone still waits for what was put."""
         while not self._closed.is_set():
             try:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mega_rl.data.sampling.epochs import StepOrder
-from mega_rl.data.stream.blocks import Block, BlockReader, BlocksAhead, Position
+from mega_rl.data.stream.blocks import BlocksAhead, Position, PromptBlock, StreamReader
 from mega_rl.errors import UserError
-from mega_rl.types import Metrics, Prompt
+from mega_rl.types import JsonObject, Metrics, Prompt
 
 # Calls work that returns JSON on the rank that reads, and returns its result on every rank; collective.
-Share = Callable[[Callable[[], Any]], Any]
+Share = Callable[[Callable[[], JsonObject]], JsonObject]
 
 
 class StreamSampler(StepOrder):
@@ -22,18 +23,20 @@ class StreamSampler(StepOrder):
     block.
     """
 
-    def __init__(self, reader: BlockReader | None, share: Share, *, batch_size: int, timeout_s: float) -> None:
+    def __init__(self, reader: StreamReader | None, share: Share, *, batch_size: int, timeout_s: float) -> None:
         """reader: on the rank that reads; None on others."""
         super().__init__(batch_size=batch_size, num_prompts=0)
         self._reader, self._share, self._timeout_s = reader, share, timeout_s
         self._at = Position()  # block of the first draw of the last `take`
-        self._epochs = 0.0
+        self._epochs, self._waited = 0.0, 0.0
         self._ahead: BlocksAhead | None = None
-        self._block: Block | None = None  # that `_ahead` gave last
+        self._block: PromptBlock | None = None  # that `_ahead` gave last
 
     def take(self, first: int, count: int) -> list[Prompt]:
         """Return `count` prompts from number `first` on; collective. Raises UserError or RunError on all ranks."""
+        begin = time.perf_counter()
         answer = self._share(lambda: self._read(first, count))
+        self._waited += time.perf_counter() - begin
         self._at, self._epochs = Position(*answer["at"]), answer["epochs"]
         return [_prompt(row) for row in answer["prompts"]]
 
@@ -44,13 +47,17 @@ class StreamSampler(StepOrder):
         if numbers.keys() >= set(Position._fields):
             self._at = Position(*(numbers[name] for name in Position._fields))
 
+    def waits(self) -> Metrics:
+        waited, self._waited = self._waited, 0.0
+        return {"data/stream_wait_s": waited}
+
     def epochs(self, drawn: int) -> float:
         return self._epochs
 
     def metrics(self, drawn: int) -> Metrics:
         return {"data/prompts": float(drawn), "data/epochs": self._epochs}
 
-    def _read(self, first: int, count: int) -> dict[str, Any]:
+    def _read(self, first: int, count: int) -> JsonObject:
         """Return the prompts of draws with their block's position, and epochs so far, as JSON carries them."""
         assert self._reader is not None
         block = self._seek(first)
@@ -62,7 +69,7 @@ class StreamSampler(StepOrder):
         epochs = block.after.epoch + block.after.shard / len(self._reader.shards)
         return {"at": list(at), "epochs": epochs, "prompts": prompts}
 
-    def _seek(self, first: int) -> Block:
+    def _seek(self, first: int) -> PromptBlock:
         """Return the block of a draw, reading again from the last position where it has passed."""
         assert first >= self._at.first, f"draw {first} of a stream at {self._at}"
         if self._ahead is None or self._block is None or first < self._block.begin.first:
@@ -74,7 +81,7 @@ class StreamSampler(StepOrder):
             self._block = self._next()
         return self._block
 
-    def _next(self) -> Block:
+    def _next(self) -> PromptBlock:
         assert self._ahead is not None
         self._block = self._ahead.next()
         return self._block
@@ -85,7 +92,7 @@ class StreamSampler(StepOrder):
             self._ahead = self._block = None
 
 
-def _row(prompt: Prompt, name: str) -> list[Any]:
+def _row(prompt: Prompt, name: str) -> list[object]:
     """Return a prompt as JSON carries it. Raises UserError for a column that JSON has no word for."""
     columns = None if prompt.row is None else dict(prompt.row)
     for key, value in (columns or {}).items():
@@ -98,7 +105,7 @@ def _row(prompt: Prompt, name: str) -> list[Any]:
     return [prompt.index, list(prompt.token_ids), prompt.text, prompt.answer, messages, columns, prompt.source]
 
 
-def _prompt(row: list[Any]) -> Prompt:
+def _prompt(row: Sequence[Any]) -> Prompt:
     index, token_ids, text, answer, messages, columns, source = row
     turns = tuple((role, content) for role, content in messages)
     return Prompt(index, tuple(token_ids), text, answer, turns, columns, source)

@@ -17,7 +17,7 @@ BATCH_ROWS = 1024  # of a Parquet file that are decoded at once
 SAMPLE_BYTES = 1 << 16  # from the beginning, the middle and the end of a file, which it is known by
 
 
-class Shard(Protocol):
+class StreamShard(Protocol):
     """A part of a stream, such as a file."""
 
     @property
@@ -81,12 +81,10 @@ class FileShard:
                         f"{self.path}: has no column {', '.join(missing)}; its columns are {', '.join(names)}"
                     )
                 groups, before = _groups_from(file, skip)
-                number = before
-                for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns.read_of(names)):
-                    for row in islice(batch.to_pylist(), max(0, skip - number), None):
-                        yield f"{self.path}: row {max(number, skip) + 1}", row
-                        skip = max(number, skip) + 1
-                    number += batch.num_rows
+                batches = file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns.read_of(names))
+                rows = (row for batch in batches for row in batch.to_pylist())
+                for number, row in enumerate(islice(rows, skip - before, None), start=skip + 1):
+                    yield f"{self.path}: row {number}", row
         except ArrowException as error:
             raise UserError(f"{self.path}: is not a readable Parquet file: {one_line(error)}") from error
 

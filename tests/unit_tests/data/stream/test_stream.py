@@ -16,7 +16,7 @@ import pytest
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import PromptReading, load_prompts
 from mega_rl.data.sampling.mixture import MixtureSampler
-from mega_rl.data.stream.blocks import BlockReader, Position, StreamPlan
+from mega_rl.data.stream.blocks import Position, StreamPlan, StreamReader
 from mega_rl.data.stream.order import StreamSampler
 from mega_rl.data.stream.shards import FileShard
 from mega_rl.errors import RunError, UserError, UserErrors
@@ -51,11 +51,11 @@ def files(tmp_path: Path) -> list[Path]:
     return [jsonl, *parquet]
 
 
-def reader_of(files: list[Path], plan: StreamPlan = PLAN, **changes: Any) -> BlockReader:
-    return BlockReader("data.train_files", [FileShard(file) for file in files], reading(**changes), plan)
+def reader_of(files: list[Path], plan: StreamPlan = PLAN, **changes: Any) -> StreamReader:
+    return StreamReader("data.train_files", [FileShard(file) for file in files], reading(**changes), plan)
 
 
-def order_of(reader: BlockReader, **settings: float) -> StreamSampler:
+def order_of(reader: StreamReader, **settings: float) -> StreamSampler:
     def share(work: Callable[[], Any]) -> Any:
         return json.loads(json.dumps(work()))  # as ranks send it
 
@@ -191,7 +191,7 @@ class Stalled:
 
 def test_a_stream_that_stalls_ends_the_run_by_name() -> None:
     release = threading.Event()
-    order = order_of(BlockReader("data.train_files", [Stalled(release)], reading(), PLAN), timeout_s=0.3)
+    order = order_of(StreamReader("data.train_files", [Stalled(release)], reading(), PLAN), timeout_s=0.3)
     order.take(0, 8)
     with pytest.raises(RunError) as caught:
         order.take(8, 4)
@@ -260,3 +260,18 @@ def test_each_block_has_an_order_of_its_own(files: list[Path]) -> None:
     orders = [[prompt.index - block.begin.rows for prompt in block.prompts] for block in (next(blocks), next(blocks))]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(8))
     assert orders[0] != orders[1]
+
+
+@dataclass(frozen=True)
+class Broken(Stalled):
+    """A shard with a mistake in its code."""
+
+    def rows(self, columns: RowColumns, *, skip: int) -> Iterator[tuple[str, object]]:
+        raise ZeroDivisionError
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_reader_that_fails_ends_the_run_at_once() -> None:
+    order = order_of(StreamReader("data.train_files", [Broken(threading.Event())], reading(), PLAN), timeout_s=60.0)
+    with pytest.raises(RunError, match="the reader of the stream has failed after 0 rows of epoch 0, in shard 1 of 1"):
+        order.take(0, 4)
