@@ -28,12 +28,10 @@ ALONE = {
     "other weights": Run("1", "stream", kind="stream", dynamic=True, weight=0.5),
     "forgetful stream": Run("1", "stream", kind="stream", dynamic=True, forget=True),
 }
-LAYOUTS = ("tp2", "dp2", "fsdp 2") if FULL else ("dp2",)
-TWO = {f"{layout} {what}": run for layout in LAYOUTS for what, run in {
-    "whole": Run(layout),
-    "resumed": Run(layout, f"{layout} whole"),
-    "from one": Run(layout, "whole"),
-}.items() if not (layout.startswith("fsdp") and what == "from one")}  # fmt: skip
+LAYOUTS = ("tp2", "dp2", "fsdp 2") if FULL else ()  # on each, and from a checkpoint of one rank
+TWO = {f"{layout} whole": Run(layout) for layout in LAYOUTS}
+TWO |= {f"{layout} resumed": Run(layout, f"{layout} whole") for layout in LAYOUTS}
+TWO |= {f"{layout} from one": Run(layout, "whole") for layout in ("tp2", "dp2") if FULL or layout == "dp2"}
 TWO |= {"dp2 dynamic resumed": Run("dp2", "dynamic", dynamic=True)}
 TWO |= {"dp2 stream resumed": Run("dp2", "stream", kind="stream", dynamic=True)}
 
