@@ -96,15 +96,6 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def unreadable() -> tuple[type[Exception], ...]:
-    """Return what the datasets library may end with where it cannot read a set."""
-    import datasets
-    import pyarrow
-    import yaml
-
-    return (*FAILURES, RuntimeError, datasets.exceptions.DatasetsError, pyarrow.ArrowException, yaml.YAMLError)
-
-
 def why_unreadable(error: Exception, *, repo: str, revision: str) -> str:
     """Return why the library failed; it hides what the Hub answered, so the Hub is asked once more for access."""
     said = partial(reason, repo=repo, revision=revision, kind="dataset")

@@ -16,8 +16,9 @@ from typing import Any
 
 import datasets
 
-from mega_rl.hub.errors import unreadable, why_unreadable
+from mega_rl.hub.errors import why_unreadable
 from mega_rl.hub.names import COMMIT
+from mega_rl.hub.stream import unreadable
 
 VALIDATION_SPLITS = ("validation", "test")
 UNREADABLE = unreadable()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_rl.errors import UserError
-from mega_rl.hub.errors import unreadable, why_unreadable
+from mega_rl.hub.errors import FAILURES, why_unreadable
 from mega_rl.hub.names import DatasetName
 
 
@@ -46,6 +46,15 @@ def hub_shards(pinned: DatasetName) -> list[HubShard]:
         dataset = builder.as_streaming_dataset(split=pinned.split)
         count = dataset.num_shards
     return [HubShard(dataset, pinned, number, count) for number in range(count)]
+
+
+def unreadable() -> tuple[type[Exception], ...]:
+    """Return what the datasets library may end with where it cannot read a set."""
+    import datasets
+    import pyarrow
+    import yaml
+
+    return (*FAILURES, RuntimeError, datasets.exceptions.DatasetsError, pyarrow.ArrowException, yaml.YAMLError)
 
 
 @contextmanager
