@@ -51,10 +51,12 @@ class Draws:
     """Samples of an evaluation, which sampling for training does not share."""
 
     n: int  # of each prompt
-    temperature: float  # above 0
+    temperature: float  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps all tokens
     stream: int = 0  # of random numbers; each set of prompts has its own
+    first: int = 0  # position of the first prompt in its set, which random numbers go by
+    max_new_tokens: int = 0  # of a response; 0 is the longest of training
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Tensor:

@@ -72,11 +72,18 @@ ReadSource = Callable[[Tokens, Split], RowSource]
 
 
 def load_data(
-    config: Config, tokens: Tokens, *, vocab_size: int, columns: RewardColumns, source: ReadSource | None = None
+    config: Config,
+    tokens: Tokens,
+    *,
+    vocab_size: int,
+    columns: RewardColumns,
+    source: ReadSource | None = None,
+    trains: bool = True,
 ) -> tuple[list[Prompt], list[PromptSet]]:
     """Return (training prompts, sets of held-out prompts), each with the columns that the reward reads.
 
-    source: gives the rows of a split, of a user's own data, in place of data.train_files.
+    source: gives the rows of a split, of a user's own data, in place of data.train_files. trains: False of an
+    evaluation, which has no training prompts.
     """
     data = config.data
     load_with = partial(
@@ -96,14 +103,17 @@ def load_data(
         template=_chat_template(tokens.tokenizer, data.chat),
     )
     with progress.phase("reading and tokenizing the data", announce=True):
+        prompts: list[Prompt] = []
         if data.mixture.sources:
             prompts = _load_mixture(data, tokens, columns, load_with)
-        else:
+        elif trains:
             prompts = load(data.train_files if source is None else source(tokens, "train"), columns=to_train)
         if source is not None and config.trainer.val_interval and DATA.needs(config, "has_validation"):
             held_out: Sequence[Prompt] = load(source(tokens, "validation"))
         elif data.val_files:
             held_out = load(data.val_files)
+        elif not trains:
+            held_out = []
         else:
             prompts, held_out = split(prompts, data.val_size, seed=config.trainer.seed)
         main = [PromptSet("", held_out)] if held_out else []

@@ -240,7 +240,7 @@ _NEEDS = (
         lambda config: bool(config.validation.counted),
     ),
     Need(
-        ("validation.temperature",),
+        ("validation.temperature", "validation.max_new_tokens"),
         "rollout.source=single_turn: a source of one's own samples as it does, and validates greedily",
         lambda config: config.rollout.source == "single_turn",
         fault="cannot work",

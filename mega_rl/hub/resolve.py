@@ -9,12 +9,19 @@ from typing import Any
 
 from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.recipe import read_recipe
+from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import Config, MixtureConfig, Origin
 from mega_rl.errors import UserError
 from mega_rl.hub.names import DEFAULT_REVISION, DatasetName, ModelName, Role, dataset_name, model_name
 
 SOURCES = "data.mixture.sources"  # a mapping of mappings, whose files are named as those of a list are
-DATA_ROLES: Mapping[str, Role] = {"data.train_files": "train", "data.val_files": "validation", SOURCES: "train"}
+SETS = "validation.sets"  # a mapping of files and of lists of them
+DATA_ROLES: Mapping[str, Role] = {
+    "data.train_files": "train",
+    "data.val_files": "validation",
+    SOURCES: "train",
+    SETS: "validation",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ def hub_names(config: Config) -> HubNames:
         paths["reward.model.path"] = reward.model.path
     models = {key: name for key, path in paths.items() if (name := model_name(path)) is not None}
     files = {"data.train_files": data.train_files, "data.val_files": data.val_files, SOURCES: data.mixture.files()}
+    files[SETS] = [file for one in config.validation.sets.values() for file in files_of(one)]
     rows = {key: _dataset_names(texts) for key, texts in files.items()}
     names = HubNames(models, {key: entries for key, entries in rows.items() if entries})
     return _as_begun(names, _begun(config)) if names else names
@@ -59,8 +67,7 @@ def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -
         admit(config)
     origins: dict[str, Origin] = {key: str(pinned) for key, (_, pinned) in models.items()}
     for key, entries in names.data.items():
-        fetch_files = _fetch_sources if key == SOURCES else _fetch_entries
-        files, origins[key] = fetch_files(key, value_of(config, key), entries)
+        files, origins[key] = _FETCH.get(key, _fetch_entries)(key, value_of(config, key), entries)
         config = with_settings(config, {key: files})
     for key, (folder, pinned) in models.items():
         fetch_weights(pinned, folder, label=f"{key}={names.models[key]}")
@@ -75,11 +82,16 @@ def _fetch_entries(key: str, texts: Sequence[str], names: Mapping[str, DatasetNa
     for text in texts:
         file, name = text, text
         if text in names:
-            path, rows = fetch_rows(names[text], role=DATA_ROLES[key], label=f"{key}={text}")
+            path, rows = fetch_rows(names[text], role=role_of(key), label=f"{key}={text}")
             file, name = str(path), str(rows)
         files.append(file)
         pinned.append(name)
     return files, pinned
+
+
+def role_of(key: str) -> Role:
+    """Return which split is meant by names in a setting, or in an entry of it, that name none."""
+    return next(role for setting, role in DATA_ROLES.items() if key == setting or key.startswith(f"{setting}."))
 
 
 def _fetch_sources(
@@ -92,6 +104,19 @@ def _fetch_sources(
         files, origins = _fetch_entries(key, source.files, names)
         local[name], pinned[name] = {**sources[name], "files": files}, {**sources[name], "files": origins}
     return local, pinned
+
+
+def _fetch_sets(
+    key: str, sets: dict[str, object], names: Mapping[str, DatasetName]
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the sets of a validation with files, and with pinned names."""
+    fetched = {name: _fetch_entries(f"{key}.{name}", files_of(files), names) for name, files in sets.items()}
+    local: dict[str, object] = {name: files for name, (files, _) in fetched.items()}
+    return local, {name: pinned for name, (_, pinned) in fetched.items()}
+
+
+# Settings whose files are in a mapping -> the function that replaces their names.
+_FETCH: Mapping[str, Callable[..., tuple[Any, Any]]] = {SOURCES: _fetch_sources, SETS: _fetch_sets}
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -159,7 +184,8 @@ def _model_as_begun(name: ModelName, begun: object) -> ModelName:
 
 def _rows_as_begun(name: DatasetName, begun: object) -> DatasetName:
     if isinstance(begun, dict):
-        begun = [file for source in begun.values() if isinstance(source, dict) for file in source.get("files", ())]
+        entries = (one.get("files", ()) if isinstance(one, dict) else files_of(one) for one in begun.values())
+        begun = [file for files in entries for file in files]
     for text in begun if isinstance(begun, list) else ():
         earlier = dataset_name(str(text))
         if earlier is None or name.revision != DEFAULT_REVISION or earlier.repo != name.repo:

@@ -15,9 +15,9 @@ from mega_rl.errors import UserError, no_such
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
-def check_data(data: DataConfig) -> Iterator[str]:
+def check_data(data: DataConfig, *, trains: bool = True) -> Iterator[str]:
     """Yield the problems of the files of prompts."""
-    if not data.train_files and data.reads_train_files:
+    if trains and not data.train_files and data.reads_train_files:
         yield "data.train_files is empty: name at least one JSONL or Parquet file"
     for name, source in data.mixture.named().items():
         own = replace(data, prompt_key=source.prompt_key or data.prompt_key)

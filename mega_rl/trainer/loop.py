@@ -222,7 +222,7 @@ class PPOTrainer:
             rows = [
                 {**row, "set": one.prompts.name}
                 for one in outcomes
-                for row in self._rows(done, one.rollout, one.rewards, one.prompts.prompts)
+                for row in self._rows(done, one.samples.rollout, one.samples.rewards, one.samples.prompts)
             ]
             self.metrics.dump_rollouts(done, rows, validation=True)
         return named(outcomes)

@@ -38,6 +38,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
         if not (key == "model.ref_path" and reference_rules.has_own_layout(config)):
             problems += parallel_rules.fits_model(config.engine.megatron, key, facts)
         problems += [*_fits_model(config, key, facts), *rollout_rules.fits_model(config, key, facts)]
+        problems += validation_rules.fits_model(config, key, facts)
     problems += reference_rules.own_layout(config, world_size, models or {})
     return [*problems, *_without_effect(given)]
 
