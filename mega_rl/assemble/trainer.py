@@ -32,7 +32,7 @@ from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.records import build_recorder
 from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
-from mega_rl.assemble.roles import Roles, build_roles, role_facts
+from mega_rl.assemble.roles import Roles, build_roles, idle_phases, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.assemble.sources import OwnRollouts, load_data_source, load_rollout_source
@@ -218,7 +218,7 @@ def _step_meter(parts: _LoadedRun, accelerator: Accelerator) -> StepMeter:
         traces = StepTraces(Path(trainer.run_dir) / "profile", steps=profile.steps, rank=rank, memory=profile.memory)
     in_bf16 = parts.plan.config.model.dtype == "bf16"
     return StepMeter(
-        PhaseTimer(synchronize=accelerator.synchronize),
+        PhaseTimer(synchronize=accelerator.synchronize, idle=idle_phases(parts.plan.config, parts.roles)),
         parts.roles.work,
         ranks=parts.world,
         peak_flops=1e12 * profile.peak_tflops or (peak_flops(accelerator.model) if in_bf16 else None),

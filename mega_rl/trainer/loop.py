@@ -245,12 +245,15 @@ class PPOTrainer:
         """Save and export what is due after a step; returns the metrics of saves that have ended."""
         settings = self.settings
         last = done == settings.steps
-        with self.timer.phase("checkpoint"):
-            if stopping or (last and settings.save_final) or _due(done, settings.save_interval):
-                self.checkpoints.save(done, self._state(done), metrics=metrics)
-            if (last and settings.hf_final) or _due(done, settings.hf_interval):
-                self.export(done)
-            return self.checkpoints.poll()
+        saves = stopping or (last and settings.save_final) or _due(done, settings.save_interval)
+        exports = (last and settings.hf_final) or _due(done, settings.hf_interval)
+        if saves or exports:
+            with self.timer.phase("checkpoint"):
+                if saves:
+                    self.checkpoints.save(done, self._state(done), metrics=metrics)
+                if exports:
+                    self.export(done)
+        return self.checkpoints.poll()
 
     def _rows(
         self,
