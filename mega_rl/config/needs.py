@@ -271,7 +271,9 @@ _NEEDS = (
         lambda config: config.checkpoint.save_interval > 0,
     ),
     Need(("checkpoint.fallback",), "checkpoint.resume=auto", lambda config: config.checkpoint.resume == "auto"),
-    within("metrics.records", "max_mib weights", "metrics.records.interval above 0", lambda own: own.interval > 0),
+    within(
+        "metrics.records", "max_mib entropy weights", "metrics.records.interval above 0", lambda own: own.interval > 0
+    ),
     Need(("metrics.project", "metrics.run_name"), "metrics.trackers", lambda config: bool(config.metrics.trackers)),
     Need(
         ("rollout.dtype", "rollout.verify_interval"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -34,11 +35,28 @@ def series(metrics_jsonl: Path) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
-def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] = ()) -> None:
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Return the exponential moving average of values, as reports smooth: divided by the weight seen so far.
+
+    weight: of the average before each value, from 0 (the values themselves) to below 1. A value that is not finite
+    leaves the average as it is; before the first that is finite there is none, NaN.
+    """
+    total = seen = 0.0
+    averages = []
+    for value in values:
+        if math.isfinite(value):
+            total = weight * total + (1.0 - weight) * value
+            seen = weight * seen + (1.0 - weight)
+        averages.append(total / seen if seen else math.nan)
+    return averages
+
+
+def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] = (), smooth: float = 0.0) -> None:
     """Draw runs' curves over their steps into a picture, the runs together in each panel.
 
     files: metrics.jsonl of each run by what the legend calls it. picture: .png, .svg or .pdf. names: metrics that get a
-    panel each; without them the usual panels are drawn (reward, held-out reward, losses, ...).
+    panel each; without them the usual panels are drawn (reward, held-out reward, losses, ...). smooth: see `smoothed`;
+    above 0 the raw curve stays behind the smooth one.
 
     Raises:
         UserError: a file is damaged, or the runs have none of the metrics.
@@ -63,7 +81,12 @@ def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] 
                 steps, values = zip(*points[name], strict=True)
                 words = [word for word in (label * (len(runs) > 1), name * (len(drawn) > 1)) if word]
                 marker = "." if len(steps) < _MARKED_STEPS else None
-                axes.plot(steps, values, label=" ".join(words) or None, marker=marker)
+                text = " ".join(words) or None
+                if not smooth:
+                    axes.plot(steps, values, label=text, marker=marker)
+                    continue
+                (line,) = axes.plot(steps, smoothed(values, smooth), label=text)
+                axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=1.0, zorder=1)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.grid(alpha=0.3)
