@@ -7,9 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mega_rl.errors import UserError
 from mega_rl.metrics.records import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Title and the metrics drawn together, * for the name of a set of held-out prompts. A panel without any is left out.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -80,13 +84,7 @@ def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] 
             for name in (name for name in drawn if name in points):
                 steps, values = zip(*points[name], strict=True)
                 words = [word for word in (label * (len(runs) > 1), name * (len(drawn) > 1)) if word]
-                marker = "." if len(steps) < _MARKED_STEPS else None
-                text = " ".join(words) or None
-                if not smooth:
-                    axes.plot(steps, values, label=text, marker=marker)
-                    continue
-                (line,) = axes.plot(steps, smoothed(values, smooth), label=text)
-                axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=1.0, zorder=1)
+                _draw(axes, steps, values, label=" ".join(words) or None, smooth=smooth)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.grid(alpha=0.3)
@@ -94,6 +92,15 @@ def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] 
             axes.legend(fontsize=7)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
+
+
+def _draw(axes: Axes, steps: Sequence[int], values: Sequence[float], *, label: str | None, smooth: float) -> None:
+    """Draw a curve, or its smooth form with the raw one pale behind it."""
+    if not smooth:
+        axes.plot(steps, values, label=label, marker="." if len(steps) < _MARKED_STEPS else None)
+        return
+    (line,) = axes.plot(steps, smoothed(values, smooth), label=label)
+    axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=1.0, zorder=1)
 
 
 def _series(file: Path) -> dict[str, list[tuple[int, float]]]:
