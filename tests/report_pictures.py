@@ -29,19 +29,22 @@ ONLY_TOKENS = """(() => {
     document.querySelectorAll(".sample:not(.heat)").forEach((box) => box.remove());
     document.querySelectorAll("#samples details").forEach((box) => box.querySelector(".heat") || box.remove());
 })()"""
-BY_ENTROPY = """document.querySelectorAll("#samples details").forEach((box) => {
-    box.open = true;
-    box.dispatchEvent(new Event("toggle"));
-    const choose = box.querySelector("select");
-    choose.value = "entropy";
-    choose.dispatchEvent(new Event("change"));
-})"""
+BY_ENTROPY = """(() => {
+    document.querySelectorAll("#samples details").forEach((box) => {
+        box.open = true;
+        box.dispatchEvent(new Event("toggle"));
+    });
+    document.querySelectorAll("#samples select").forEach((choose) => {
+        choose.value = "entropy";
+        choose.dispatchEvent(new Event("change"));
+    });
+})()"""
 
 
 def main(runs: Sequence[str]) -> None:
     """Draw the top of the page, its phases, the difference of settings and tokens of samples."""
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         page = Path(folder) / "report.html"
         page.write_text(page_of(read_runs([Path(run) for run in runs])), encoding="utf-8")
         with chromium(Path(folder) / "light", width=WIDTH, height=1100) as browser:
@@ -58,7 +61,7 @@ def main(runs: Sequence[str]) -> None:
 def tokens(runs: Sequence[str]) -> None:
     """Draw tokens of samples by their entropy, of runs whose records have it."""
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         page = Path(folder) / "report.html"
         page.write_text(page_of(read_runs([Path(run) for run in runs])), encoding="utf-8")
         with chromium(Path(folder) / "profile", width=WIDTH, height=1100) as browser:
@@ -71,7 +74,10 @@ def tokens(runs: Sequence[str]) -> None:
 def live(runs: Sequence[str]) -> None:
     """Draw the top of the viewer's page, once it has looked for news."""
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, ViewServer([Path(run) for run in runs], refresh_s=1) as server:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        ViewServer([Path(run) for run in runs], refresh_s=1) as server,
+    ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with chromium(Path(folder) / "profile", width=WIDTH, height=1100) as browser:
             browser.open(server.address)

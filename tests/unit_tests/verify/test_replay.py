@@ -18,11 +18,12 @@ from mega_rl.cli.text.replay import in_words
 from mega_rl.config.keys import flat
 from mega_rl.errors import UserError
 from mega_rl.records.format import MODEL_OUTPUTS, RECORD_FILE
-from mega_rl.records.reader import read_record
+from mega_rl.records.reader import Record, read_record
 from mega_rl.storage.safetensors_header import read_entries
 from mega_rl.verify.layouts import parse
 from mega_rl.verify.replay.compare import ATOL, Difference
 from mega_rl.verify.replay.plan import ReplayPlan
+from mega_rl.verify.replay.rewards import compare_rewards
 from mega_rl.verify.replay.run import Prepared, plan_of, prepare, result_of
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.model import ARCHITECTURE, write_inputs
@@ -284,3 +285,73 @@ def test_a_plan_survives_its_file(replays: Replays, tmp_path: Path) -> None:
     plan = plan_of(one, one.layouts[0], tmp_path, timeout_s=3.0)
     plan.write(tmp_path / "plan.json")
     assert ReplayPlan.read(tmp_path / "plan.json") == replace(plan, layout=replace(plan.layout, implied=()))
+
+
+PARTS_FILE = """
+from mega_rl.verify.rl.inputs import PART_VALUES
+
+def score(prompt, response, answer):
+    if len(response) % 3 == 1:
+        return None
+    total = sum(map(ord, response))
+    values = zip(("early", "late"), PART_VALUES)
+    return {name: (factor * len(response) + total) % count * 2 / (count - 1) - 1 for name, (factor, count) in values}
+"""
+
+
+def with_function(record: Record, file: Path, text: str = PARTS_FILE) -> Record:
+    """Return the record of a run that names a function of a file."""
+    file.write_text(text)
+    config = record.description.config
+    changed = {**config, "reward": {**config["reward"], "function": f"{file}:score"}}
+    return replace(record, description=replace(record.description, config=changed))
+
+
+def test_rewards_are_scored_again(replays: Replays, tmp_path: Path) -> None:
+    """Parts, their weighted sum, and responses that have none; each in a worker process, as in a run."""
+    record = with_function(replays.prepared["masked 2"].record, tmp_path / "same.py")
+    differences = compare_rewards(record)
+    assert [one.tensor for one in differences] == ["rewards.early", "rewards.late", "rewards"]
+    assert [in_words(one) for one in differences if not one.good] == []
+    assert np.isnan(record.tensors["rewards"]).any()
+    assert len(np.unique(record.tensors["rewards"])) > 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "tensors"),
+    [
+        ("(factor * len", "(name == 'late') + (factor * len", ["rewards.late", "rewards"]),
+        ("% 3 == 1", "% 3 == 2", ["rewards.early", "rewards.late", "rewards"]),
+    ],
+    ids=["one part", "who has none"],
+)
+def test_another_reward_is_named_with_part_and_sample(
+    replays: Replays, tmp_path: Path, old: str, new: str, tensors: list[str]
+) -> None:
+    masked = replays.prepared["masked 2"].record
+    assert PARTS_FILE.count(old) == 1
+    record = with_function(masked, tmp_path / "other.py", PARTS_FILE.replace(old, new))
+    wrong = [one for one in compare_rewards(record) if not one.good]
+    assert [one.tensor for one in wrong] == tensors
+    place = wrong[0].first
+    assert place is not None
+    assert (place.prompt, place.sample) == tuple(
+        int(masked.tensors[f"{k}_index"][place.row]) for k in ("prompt", "sample")
+    )
+    assert in_words(wrong[0]).startswith(
+        f"{tensors[0]} differs first at prompt {place.prompt}, sample {place.sample} (row"
+    )
+
+
+def test_rewards_that_cannot_be_scored_again_are_a_mistake(replays: Replays, tmp_path: Path) -> None:
+    record = with_function(replays.prepared["masked 2"].record, tmp_path / "same.py")
+    config = record.description.config
+    rows = Path(config["data"]["train_files"][0]).read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(reversed(rows)))
+    data = {**config["data"], "train_files": [str(tmp_path / "other.jsonl")]}
+    moved = replace(record, description=replace(record.description, config={**config, "data": data}))
+    with pytest.raises(UserError, match="is not the prompt of the record; give the files of the run"):
+        compare_rewards(moved)
+    none = {**config, "reward": {"source": "none"}}
+    with pytest.raises(UserError, match=r"reward\.source=none; only functions are called again"):
+        compare_rewards(replace(record, description=replace(record.description, config=none)))
