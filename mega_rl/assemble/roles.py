@@ -77,8 +77,8 @@ def idle_phases(config: Config, roles: Roles) -> list[str]:
     """Return the phases of a step in which a run with these roles does nothing."""
     from_sampler = config.algorithm.old_logprobs == "rollout" or is_on_policy(config)
     idle = ["old_logprobs"] if from_sampler else []
-    idle += ["ref_logprobs"] if "reference" not in roles.engines else []
-    return idle + (["values", "update_critic"] if "critic" not in roles.engines else [])
+    idle += ["ref_logprobs"] if isinstance(roles.reference, AbsentWorker) else []  # one that only teaches is absent
+    return idle + (["values", "update_critic"] if isinstance(roles.critic, AbsentWorker) else [])
 
 
 def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colocated: bool) -> Roles:
