@@ -20,7 +20,7 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import PeerError, RunError, UserError
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
@@ -106,7 +106,7 @@ def _close(
     A failure that the run found by itself ends them: they may have a part in it. After a user's mistake, or when the
     run was stopped, nobody comes for them.
     """
-    is_theirs = isinstance(error, (RunError, UserError)) and not isinstance(error, RanksLost)
+    is_theirs = isinstance(error, (RunError, UserError)) and not isinstance(error, PeerError | RanksLost)
     if isinstance(error, Exception) and not is_theirs:
         pool.leave()
     else:

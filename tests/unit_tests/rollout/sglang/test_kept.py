@@ -23,7 +23,7 @@ from typing import Any, cast
 import pytest
 
 from mega_rl.assemble.servers import _close
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import PeerError, RunError, StalledError, UserError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server import group, kept, readiness
@@ -346,6 +346,8 @@ def test_a_launcher_keeps_servers_where_it_may_start_ranks_again(
         (RunError("servers may have a part in it"), False),
         (KeyboardInterrupt(), False),
         (RanksLost("a rank is gone"), True),
+        (PeerError("as health.guard leaves a connection that another rank has lost"), True),
+        (StalledError("a rank makes no progress"), True),
         (RuntimeError("Connection closed by peer"), True),
     ],
 )

@@ -42,7 +42,10 @@ def score(prompt: str, response: str, answer: str) -> float:
 '''
 # Metrics of the machine, not of training. A server sums in another order in other batches, and so the last bits of its
 # log-probs, which training does not read, are not always the same.
-MACHINE = ("time/", "perf/", "memory/", "checkpoint/", "sync/", "sglang/", "rollout/logprob_diff")
+MACHINE = (
+    *("time/", "perf/", "memory/", "checkpoint/", "sync/", "sglang/"),
+    *("rollout/logprob_diff", "rollout/stale_logprob_diff", "importance/"),
+)
 
 
 @dataclass

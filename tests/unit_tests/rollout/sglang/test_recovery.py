@@ -53,7 +53,7 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
     from mega_rl.assemble import session
     from mega_rl.assemble.plan import plan_run
     from mega_rl.assemble.roles import build_roles
-    from mega_rl.assemble.rollouts import build_rollouts
+    from mega_rl.assemble.rollouts import RolloutInputs, build_rollouts
     from mega_rl.assemble.servers import start_servers
     from mega_rl.parallel.comm import GroupRanks
 
@@ -71,7 +71,7 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
             servers,
             roles,
             checkpoints=Any,
-            prompts=lambda step: PROMPTS,
+            inputs=RolloutInputs(lambda step: PROMPTS),
             resources=resources,
         )
         sync, source = rollouts.sync, rollouts.source
