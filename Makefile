@@ -36,7 +36,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: browser linters image-lint image-cpu test-image report-pictures campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: browser linters image-lint image-cpu test-image report-pictures campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-restart bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -255,6 +255,10 @@ two-hosts: setup sglang
 
 bench-checkpoint: setup
 	@$(BIN)/python benchmarks/checkpoint.py
+
+# From the kill of a rank to the next step, with and without checkpoints in memory, five minutes.
+bench-restart: setup
+	@$(BIN)/python benchmarks/restart.py
 
 # Half an hour on one GPU, in the order of what is worth most.
 bench-device: setup

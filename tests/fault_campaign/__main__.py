@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from tests.fault_campaign.plan import KINDS, cases
 from tests.fault_campaign.storage_faults import FAILING_WRITES
 from tests.fault_campaign.workers import Campaign, read_verdicts
 
+PROGRAMS = ("gcc", "ip", "mount", "nft", "tc")
 ROOT_VARIABLE = "FAULT_CAMPAIGN_ROOT"
 
 
@@ -39,6 +41,8 @@ def main() -> int:
     given = parser.parse_args()
     if os.geteuid():
         sys.exit("error: the campaign makes control groups and network namespaces: run it as root")
+    if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
+        sys.exit(f"error: the campaign needs {', '.join(missing)}: apt-get install gcc iproute2 mount nftables")
     chosen = cases(given.seed, given.faults, kinds=tuple(given.kinds))
     chosen = [case for case in chosen if not given.only or case.number in given.only]
     root = preloaded()
