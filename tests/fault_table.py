@@ -693,6 +693,27 @@ REWARDS = (
     ),
     fault(
         "rewards",
+        "processes that fork on and on are killed one by one",
+        "            os.killpg(worker, signal.SIGKILL)\n",
+        "            os.kill(worker, signal.SIGKILL)\n",
+        POOL + " -k as_a_group",
+    ),
+    fault(
+        "rewards",
+        "a batch that fails costs all of its responses",
+        "        if len(items) > 1:\n            again.extend(items)\n",
+        "        if len(items) > 1:\n            for item in items:\n                self._finish(item, outcomes)\n",
+        "workers/reward_pool/test_batches.py -k one_by_one",
+    ),
+    fault(
+        "rewards",
+        "a deadline is not of the function that was running",
+        "        RUNNING.set(name)\n        self.note(name)\n",
+        "",
+        "workers/reward_pool/test_batches.py -k running",
+    ),
+    fault(
+        "rewards",
         "workers outlive their rank",
         "if sys.stdin.fileno() in ready or signal.SIGTERM in numbers:",
         "if sys.stdin.fileno() in ready and os.getppid() < 0:",

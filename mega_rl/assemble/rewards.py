@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl.assemble.roles import Roles
 from mega_rl.config.plugins.choices import ADVANTAGE
-from mega_rl.config.schema import Config, RewardConfig
+from mega_rl.config.schema import Config, RewardConfig, RewardPoolConfig
 from mega_rl.cores import own_cores
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
@@ -167,8 +167,13 @@ def _function_rewards(
         raise UserError("reward.functions names functions, but a Python program has given one; leave one of them out")
     named = load_call(reward.functions, reward.sources) if reward.functions else None
     scoring = named if isinstance(named, FunctionSet) else resolve(reward.function, function)
-    rewards = FunctionRewards(scoring, concurrency=reward.pool.concurrency)
     pool, num_workers = reward.pool, reward.pool.workers
+    rewards = FunctionRewards(scoring, concurrency=pool.concurrency, batch_size=pool.batch_size)
+    if not rewards.call.batched and pool.batch_size != RewardPoolConfig().batch_size:
+        raise UserError(
+            f"reward.pool.batch_size={pool.batch_size} has no effect: no function takes several responses at a time; "
+            "give it the parameter responses in the place of response, or leave the setting out"
+        )
     if num_workers > 0 and function is not None:
         raise UserError(
             f"reward.pool.workers={num_workers}: workers load a function by its name, and this one was given by a "
@@ -185,6 +190,7 @@ def _function_rewards(
             reward.functions or reward.function,
             memory_bytes=pool.memory_mib << 20,
             concurrency=pool.concurrency if rewards.call.is_async else 0,
+            batch_size=pool.batch_size if rewards.call.batched else 0,
         ),
         num_workers=num_workers,
         timeout_s=pool.timeout_s,

@@ -287,9 +287,16 @@ class RewardPoolConfig:
         unit="processes",
         min=-1,
     )
-    timeout_s: float = setting(30.0, "Deadline of one response.", unit="seconds", above=0.0)
+    timeout_s: float = setting(30.0, "Deadline of one response, or of one call for several.", unit="seconds", above=0.0)
     concurrency: int = setting(
         64, "Calls of an asynchronous function at a time in each worker, or in the rank without workers.", min=1
+    )
+    batch_size: int = setting(
+        64,
+        "Responses of one call, at most, of a function that takes several at a time; idle workers share what waits.",
+        unit="responses",
+        min=1,
+        max=4096,
     )
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(

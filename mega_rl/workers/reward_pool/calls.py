@@ -9,8 +9,7 @@ from typing import Literal
 
 from mega_rl.workers.reward_calls import NoScore, NotAScoreError, Score, as_score
 from mega_rl.workers.reward_pool.process import WorkerEndedError, WorkerOrder, WorkerProcess
-
-GRACE_S = 2.0  # for asynchronous calls that are cancelled at their deadline to end
+from mega_rl.workers.scoring.concurrent import timed_out
 
 
 @dataclass(frozen=True)
@@ -36,23 +35,46 @@ class WorkerCalls:
         return answer if isinstance(answer, NoScore) else outcome_of(answer)
 
     async def score_together(self, worker: WorkerProcess, messages: Sequence[bytes]) -> list[Score | NoScore] | NoScore:
-        """Return the outcome of each response, or why the worker that scored them is lost."""
-        answer = await self._asked(worker, b"[" + b",".join(messages) + b"]", self.timeout_s + GRACE_S)
+        """Return the outcome of each response, or of all of them together: an error, or why the worker is lost."""
+        within_s = self.order.group_timeout_s(self.timeout_s)
+        answer = await self._asked(worker, b"[" + b",".join(messages) + b"]", within_s)
         if isinstance(answer, NoScore):
             return answer
+        if "error" in answer:
+            return NoScore("error", str(answer["error"]))
         answers = answer.get("answers")
         if not isinstance(answers, list) or len(answers) != len(messages):
             return NoScore("crash", "the reward worker sent another number of scores than responses")
         return [outcome_of(one) for one in answers]
 
     async def _asked(self, worker: WorkerProcess, message: bytes, within_s: float) -> dict[str, object] | NoScore:
+        """Return the answer within a deadline, or why there is none."""
         try:
+            if not isinstance(self.order.function, str) and self.order.batch_size:
+                return await self._asked_of_set(worker, message, within_s)
             async with asyncio.timeout(within_s):
                 return await worker.ask(message)
         except TimeoutError:
-            return NoScore("timeout", f"the reward function took longer than reward.pool.timeout_s={self.timeout_s:g}")
+            return timed_out(worker.subject(), self.timeout_s)
         except WorkerEndedError as error:
-            return NoScore("crash", f"the reward function crashed its process, which {error}")
+            return NoScore("crash", f"{worker.subject()} crashed its process, which {error}")
+
+    async def _asked_of_set(self, worker: WorkerProcess, message: bytes, within_s: float) -> dict[str, object]:
+        """Return the answer of functions that score a batch together. Raises TimeoutError.
+
+        Each call has the deadline, since some of the functions are called once for each response.
+        """
+        asked = asyncio.ensure_future(worker.ask(message))
+        try:
+            while True:
+                num_calls = worker.num_calls()
+                done, _ = await asyncio.wait({asked}, timeout=within_s)
+                if done:
+                    return asked.result()
+                if worker.num_calls() == num_calls:
+                    raise TimeoutError
+        finally:
+            asked.cancel()
 
 
 def outcome_of(answer: object) -> Score | NoScore:

@@ -168,6 +168,19 @@ def test_a_fork_bomb_ends_at_the_deadline(tmp_path: Path, what: str, least: int,
     assert not [pid for pid in ids if psutil.pid_exists(pid)]
 
 
+def test_processes_that_never_stay_are_killed_as_a_group(tmp_path: Path) -> None:
+    """One by one they are not: the others light them again. A signal to the group is outrun by no fork."""
+    steps = tmp_path / "steps"
+    with running(timeout_s=2.0) as pool:
+        outcome, after = outcomes(pool, f"embers {steps}", "score 2")
+        size = steps.stat().st_size
+        assert isinstance(outcome, NoScore)
+        assert (outcome.kind, after) == ("timeout", 2.0)
+        assert size > 100
+        time.sleep(0.2)
+        assert steps.stat().st_size == size
+
+
 HOSTILE = {
     "power of powers": r"\boxed{9^{9^{9^{9}}}}",
     "factorial": r"\boxed{((99999!)!)!}",
