@@ -708,8 +708,8 @@ REWARDS = (
     fault(
         "rewards",
         "a deadline is not of the function that was running",
-        "        RUNNING.set(name)\n        self.note(name)\n",
-        "",
+        "        self.note(name)\n",
+        '        self.note("")\n',
         "workers/reward_pool/test_batches.py -k running",
     ),
     fault(

@@ -18,7 +18,7 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.protocols import Ranks, SampleListener, Scorer
 from mega_rl.types import Prompt, PromptSet
 from mega_rl.workers.reward import AbsentScorer, FunctionRewards, RewardWorker, TextScorer
-from mega_rl.workers.reward_functions import RewardFunction, resolve
+from mega_rl.workers.reward_functions import CHEAP, RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TokenRows, token_rows
 from mega_rl.workers.reward_pool.pool import RewardPool
@@ -181,7 +181,7 @@ def _function_rewards(
         )
     if num_workers < 0:  # comparing two strings needs no process
         names = {*reward.functions.values()} or {reward.function}
-        in_process = function is not None or names == {"exact_match"}
+        in_process = function is not None or names <= CHEAP
         num_workers = 0 if in_process else min(MAX_WORKERS, own_cores() - 1)
     if num_workers == 0:
         return rewards

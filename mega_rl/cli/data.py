@@ -1,4 +1,7 @@
-"""`mega-rl data`: published problem sets as the JSONL files that the packaged recipes name. Imports no torch."""
+"""`mega-rl data`: published problem sets as the JSONL files that the packaged recipes name, and a made one.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from mega_rl.cli.help import Commands
 from mega_rl.datafiles.problems import GSM8K, INSTRUCTION, MATH, ProblemSet
 from mega_rl.datafiles.writing import Source, write_files
 
-app = Commands(name="data", help="Write train.jsonl and test.jsonl of a published problem set.")
+app = Commands(name="data", help="Write the rows of a problem set.")
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder for train.jsonl and test.jsonl, as data/gsm8k.")]
 Train = Annotated[
@@ -28,7 +31,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace files that are the
 
 @app.callback()
 def _commands() -> None:
-    """Write train.jsonl and test.jsonl of a published problem set."""
+    """Write the rows of a problem set."""
     progress.show_progress()
 
 
@@ -54,6 +57,23 @@ def math(
 ) -> None:
     """Write MATH, competition mathematics: 7,500 problems to train on and the 500 of MATH-500 to test with."""
     _write(MATH, out, train, test, instruction=instruction, force=force)
+
+
+@app.command("word-problems")
+def word_problems(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that a repository of the Hub would be.")],
+    train: Annotated[int, typer.Option("--train", help="Questions to train on.", min=1)] = 4000,
+    test: Annotated[int, typer.Option("--test", help="Questions to test with, none of which trains.", min=1)] = 128,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the questions.", min=0)] = 0,
+    force: Force = False,
+) -> None:
+    """Write easy word problems in the shape of GSM8K, made by a program: for runs without a network."""
+    from mega_rl.quickstart.gsm8k_problems import make_problems, write_folder  # brings pyarrow in
+
+    problems = make_problems(train + test, seed=seed)
+    files = write_folder(out, {"train": problems[test:], "test": problems[:test]}, seed=seed, force=force)
+    for file, count in files.items():
+        typer.echo(f"{file}: {count:,} rows")
 
 
 def _write(problems: ProblemSet, out: Path, train: str, test: str, *, instruction: str, force: bool) -> None:

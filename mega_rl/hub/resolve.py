@@ -11,18 +11,30 @@ from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.recipe import read_recipe
 from mega_rl.config.schema import Config, MixtureConfig, Origin
 from mega_rl.errors import UserError
-from mega_rl.hub.names import DEFAULT_REVISION, DatasetName, ModelName, Role, dataset_name, model_name
+from mega_rl.hub.names import (
+    DEFAULT_REVISION,
+    DatasetName,
+    FolderName,
+    ModelName,
+    Role,
+    dataset_name,
+    folder_name,
+    model_name,
+)
 
 SOURCES = "data.mixture.sources"  # a mapping of mappings, whose files are named as those of a list are
 DATA_ROLES: Mapping[str, Role] = {"data.train_files": "train", "data.val_files": "validation", SOURCES: "train"}
 
 
+RowsName = DatasetName | FolderName
+
+
 @dataclass(frozen=True)
 class HubNames:
-    """The settings of a config that name something on the Hub; empty for a run from local files."""
+    """The settings of a config that name something on the Hub, or a local folder of its kind; empty without any."""
 
     models: Mapping[str, ModelName] = field(default_factory=dict)  # key -> name
-    data: Mapping[str, Mapping[str, DatasetName]] = field(default_factory=dict)  # key -> entry of the list -> name
+    data: Mapping[str, Mapping[str, RowsName]] = field(default_factory=dict)  # key -> entry of the list -> name
 
     def __bool__(self) -> bool:
         return bool(self.models or self.data)
@@ -67,23 +79,26 @@ def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -
     return replace(config, origins=origins)
 
 
-def _fetch_entries(key: str, texts: Sequence[str], names: Mapping[str, DatasetName]) -> tuple[list[str], list[str]]:
+def _fetch_entries(key: str, texts: Sequence[str], names: Mapping[str, RowsName]) -> tuple[list[str], list[str]]:
     """Return (files, pinned names) of a list of data files; one that is no name stands in both as it is."""
-    from mega_rl.hub.rows import fetch_rows
+    from mega_rl.hub.rows import fetch_rows, folder_files
 
-    files, pinned = [], []
+    files: list[str] = []
+    pinned = []
     for text in texts:
-        file, name = text, text
-        if text in names:
-            path, rows = fetch_rows(names[text], role=DATA_ROLES[key], label=f"{key}={text}")
-            file, name = str(path), str(rows)
-        files.append(file)
-        pinned.append(name)
+        name, label = names.get(text), f"{key}={text}"
+        if isinstance(name, DatasetName):
+            path, rows = fetch_rows(name, role=DATA_ROLES[key], label=label)
+            files.append(str(path))
+            pinned.append(str(rows))
+            continue
+        files += [text] if name is None else map(str, folder_files(name, role=DATA_ROLES[key], label=label))
+        pinned.append(text)
     return files, pinned
 
 
 def _fetch_sources(
-    key: str, sources: dict[str, dict[str, object]], names: Mapping[str, DatasetName]
+    key: str, sources: dict[str, dict[str, object]], names: Mapping[str, RowsName]
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Return the sources of a mixture with files, and with pinned names."""
     local: dict[str, object] = {}
@@ -126,8 +141,8 @@ def checkpoint_folder(text: str | Path, *, label: str, weights: bool = True) -> 
     return Path(once_per_node(download, what=asked)["folder"])
 
 
-def _dataset_names(texts: Sequence[str]) -> dict[str, DatasetName]:
-    return {text: name for text in texts if (name := dataset_name(text)) is not None}
+def _dataset_names(texts: Sequence[str]) -> dict[str, RowsName]:
+    return {text: name for text in texts if (name := folder_name(text) or dataset_name(text)) is not None}
 
 
 def _begun(config: Config) -> Mapping[str, Any]:
@@ -157,7 +172,9 @@ def _model_as_begun(name: ModelName, begun: object) -> ModelName:
     return earlier if same and earlier is not None else name
 
 
-def _rows_as_begun(name: DatasetName, begun: object) -> DatasetName:
+def _rows_as_begun(name: RowsName, begun: object) -> RowsName:
+    if isinstance(name, FolderName):
+        return name
     if isinstance(begun, dict):
         begun = [file for source in begun.values() if isinstance(source, dict) for file in source.get("files", ())]
     for text in begun if isinstance(begun, list) else ():

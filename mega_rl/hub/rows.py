@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, constants
 from mega_rl import progress
 from mega_rl.errors import UserError
 from mega_rl.hub.errors import FAILURES, is_unreachable, reason
-from mega_rl.hub.names import DatasetName, Role
+from mega_rl.hub.names import DatasetName, FolderName, Role
 
 DEADLINE_S = 3600.0  # of reading one split: its requests have deadlines of their own, its size has none
 _PROGRAM = "mega_rl.hub.rows_program"
@@ -67,6 +67,7 @@ def _make(name: DatasetName, *, commit: str, role: Role, label: str) -> tuple[Pa
         "revision": commit or name.revision,
         "role": role,
         "folder": str(folder),
+        "local": False,
     }
     answer = _read(request, label)
     if "problem" in answer:
@@ -79,7 +80,24 @@ def _make(name: DatasetName, *, commit: str, role: Role, label: str) -> tuple[Pa
     return file, pinned
 
 
-def _read(request: Mapping[str, Any], label: str) -> dict[str, str]:
+def folder_files(name: FolderName, *, role: Role, label: str) -> list[Path]:
+    """Return the files of a split of a local folder, as the datasets library finds them. Raises UserError."""
+    request = {
+        "repo": name.folder,
+        "config": name.config,
+        "split": name.split,
+        "revision": None,
+        "role": role,
+        "local": True,
+    }
+    with progress.phase(f"reading {name.folder}", deadline_s=DEADLINE_S):
+        answer = _read(request, label)
+    if "problem" in answer:
+        raise UserError(f"{label}: {answer['problem']}")
+    return [Path(file) for file in answer["files"]]
+
+
+def _read(request: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Return what the program that reads a split has to say. Raises UserError."""
     program = [sys.executable, "-m", _PROGRAM, json.dumps(request)]
     try:

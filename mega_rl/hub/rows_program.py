@@ -1,6 +1,7 @@
 """The program behind `mega_rl.hub.rows`: read one split of a Hub dataset and write it as Parquet.
 
 Its argument is a JSON object, its last line of output another: {"file", "commit", "config", "split"}, or {"problem"}.
+Of a local folder in the place of a repository it is {"files"}, which stay where they are.
 No code of the repository runs: the library has no dataset scripts any more, and is asked for remote data files alone.
 """
 
@@ -23,18 +24,43 @@ from mega_rl.hub.errors import FAILURES, chain, reason
 from mega_rl.hub.names import COMMIT
 
 VALIDATION_SPLITS = ("validation", "test")
-UNREADABLE = (*FAILURES, RuntimeError, datasets.exceptions.DatasetsError, pyarrow.ArrowException, yaml.YAMLError)
+UNREADABLE = (
+    *FAILURES,
+    RuntimeError,
+    FileNotFoundError,
+    datasets.exceptions.DatasetsError,
+    pyarrow.ArrowException,
+    yaml.YAMLError,
+)
 
 
 class RowsProblem(Exception):
     """A mistake in the request, in words for the user."""
 
 
+def locate(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the Parquet or JSONL files of a split of a local folder."""
+    datasets.utils.logging.set_verbosity(logging.ERROR)
+    root = Path(request["repo"])
+    builder = _builder(request, str(root))
+    data_files = builder.config.data_files or {}
+    split = _split(list(map(str, data_files)), request)
+    files = [os.path.abspath(file) for file in data_files.get(split, ())]
+    for file in files:
+        if not Path(file).is_relative_to(os.path.abspath(root)):  # links of a cache may lead elsewhere
+            raise RowsProblem(f"names {file}, which is outside of the folder")
+        if not file.endswith((".parquet", ".jsonl")):
+            raise RowsProblem(f"holds {file}; files of rows are .parquet or .jsonl")
+    if not files:
+        raise RowsProblem(f"takes a part of the split, {split}; name the whole of it")
+    return {"files": files, "config": builder.config.name, "split": split}
+
+
 def make(request: dict[str, Any]) -> dict[str, str]:
     """Write the split as a Parquet file under a unique name; return the resolved request."""
     datasets.utils.logging.set_verbosity(logging.ERROR)
     datasets.disable_progress_bars()
-    builder = _builder(request)
+    builder = _builder(request, f"hf://datasets/{request['repo']}")  # never a folder of that name
     builder.download_and_prepare()
     split = _split(list(builder.info.splits or ()), request)
     commit, asked = str(builder.hash), request["revision"]
@@ -50,12 +76,12 @@ def make(request: dict[str, Any]) -> dict[str, str]:
     return {"file": str(file), "commit": commit, "config": builder.config.name, "split": split}
 
 
-def _builder(request: dict[str, Any]) -> Any:
-    remote, config = f"hf://datasets/{request['repo']}", request["config"]  # never a folder of that name
+def _builder(request: dict[str, Any], place: str) -> Any:
+    config = request["config"]
     try:
-        return datasets.load_dataset_builder(remote, config or None, revision=request["revision"])
+        return datasets.load_dataset_builder(place, config or None, revision=request["revision"])
     except ValueError:
-        names = datasets.get_dataset_config_names(remote, revision=request["revision"])
+        names = datasets.get_dataset_config_names(place, revision=request["revision"])
         if config and config not in names:
             raise RowsProblem(f"has no configuration {config!r}; legal: {', '.join(names)}") from None
         if not config and len(names) > 1:
@@ -78,10 +104,10 @@ def _split(splits: list[str], request: dict[str, Any]) -> str:
     raise RowsProblem(f"has no split {' or '.join(usual)}; name one of {', '.join(splits)}")
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Return the outcome of `make`, or {"problem"} with the reason of its failure."""
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the outcome of `make` or `locate`, or {"problem"} with the reason of its failure."""
     try:
-        return make(request)
+        return locate(request) if request["local"] else make(request)
     except RowsProblem as problem:
         return {"problem": str(problem)}
     except UNREADABLE as error:
@@ -90,6 +116,8 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
 def _words(error: Exception, request: dict[str, Any]) -> str:
     """Return why the library failed; it hides what the Hub answered, so the Hub is asked once more for access."""
+    if request["local"]:
+        return _unreadable(error)
     place: dict[str, Any] = {"repo": request["repo"], "revision": request["revision"], "kind": "dataset"}
     if not constants.HF_HUB_OFFLINE:
         try:
@@ -98,6 +126,10 @@ def _words(error: Exception, request: dict[str, Any]) -> str:
             return reason(refusal, **place)
     if constants.HF_HUB_OFFLINE or any(isinstance(cause, httpx.HTTPError) for cause in chain(error)):
         return reason(error, **place)
+    return _unreadable(error)
+
+
+def _unreadable(error: Exception) -> str:
     return f"the datasets library cannot read it: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 

@@ -13,7 +13,7 @@ from mega_rl.preflight.checkpoints import tensor_shape
 from mega_rl.workers.reward_calls import TAKEN
 from mega_rl.workers.reward_service import RewardService
 
-REWARD_FUNCTIONS = ("exact_match", "math_verify")
+REWARD_FUNCTIONS = ("exact_match", "has_final_answer", "math_verify", "number_match")
 
 
 def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:

@@ -282,8 +282,8 @@ class RewardPoolConfig:
     workers: int = setting(
         -1,
         "Worker processes of each rank. 0 calls the function in the rank itself, one response after the other, without "
-        "deadlines; -1 does so for exact_match and functions of a Python program, and else takes all but one of the "
-        "rank's share of the host's cores, at most 8.",
+        "deadlines; -1 does so for built-in functions but math_verify and for functions of a Python program, and else "
+        "takes all but one of the rank's share of the host's cores, at most 8.",
         unit="processes",
         min=-1,
     )
@@ -342,7 +342,10 @@ class RewardConfig:
         "none, where a run learns from a teacher alone.",
         choices=("function", "model", "http", "none"),
     )
-    function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+    function: str = setting(
+        "exact_match",
+        "Built-in name (exact_match, has_final_answer, math_verify, number_match) or path/to/file.py:function.",
+    )
     functions: dict[str, str] = setting(
         {},
         "Several functions in the place of reward.function, as {correct: math_verify, format: rewards.py:has_boxes}; "
