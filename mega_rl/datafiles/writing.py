@@ -10,7 +10,7 @@ from typing import Any
 
 from mega_rl.datafiles.problems import ProblemSet
 from mega_rl.errors import UserError
-from mega_rl.hub.names import Role, dataset_name, folder_name
+from mega_rl.hub.names import FolderName, Role, dataset_name, folder_name
 from mega_rl.storage.disk import make_folder, replace_text
 
 Source = tuple[str, str, Role]  # option ("--train"), its value, and which split is meant where it names none
@@ -44,14 +44,12 @@ def write_files(
 
 def _files(rows: str, role: Role, label: str) -> list[Path]:
     """Return the local files of some rows, downloading a data set of the Hub. Raises UserError."""
-    folder, name = folder_name(rows), dataset_name(rows)
-    if folder is not None:
-        from mega_rl.hub.rows import folder_files
-
-        return folder_files(folder, role=role, label=label)
+    name = folder_name(rows) or dataset_name(rows)
     if name is not None:
-        from mega_rl.hub.rows import fetch_rows
+        from mega_rl.hub.rows import fetch_rows, folder_files
 
+        if isinstance(name, FolderName):
+            return folder_files(name, role=role, label=label)
         return [fetch_rows(name, role=role, label=label)[0]]
     file = Path(rows)
     if not file.is_file() or file.suffix not in (".parquet", ".jsonl"):

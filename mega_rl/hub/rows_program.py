@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class RowsProblem(Exception):
     """A mistake in the request, in words for the user."""
 
 
-def locate(request: dict[str, Any]) -> dict[str, Any]:
+def locate(request: dict[str, Any]) -> Mapping[str, object]:
     """Return the Parquet or JSONL files of a split of a local folder."""
     datasets.utils.logging.set_verbosity(logging.ERROR)
     root = Path(request["repo"])
@@ -104,7 +105,7 @@ def _split(splits: list[str], request: dict[str, Any]) -> str:
     raise RowsProblem(f"has no split {' or '.join(usual)}; name one of {', '.join(splits)}")
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer(request: dict[str, Any]) -> Mapping[str, object]:
     """Return the outcome of `make` or `locate`, or {"problem"} with the reason of its failure."""
     try:
         return locate(request) if request["local"] else make(request)

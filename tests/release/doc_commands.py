@@ -26,7 +26,7 @@ from tests.release.sources import ROOT, copy_sources
 PAGES = ("README.md", "CONTRIBUTING.md", "tests/special_distributed/README.md", "docs/own_data.md", "docs/data.md")
 PAGES += ("docs/checkpoint.md", "docs/converters.md", "docs/package.md", "docs/trackers.md", "docs/verify.md")
 PAGES += ("docs/versions.md", "docs/workers/fsdp_workers.md", "docs/workers/megatron_workers.md")
-PAGES += ("docs/workers/ray_trainer.md", "docs/workers/sglang_worker.md", "docs/report.md")
+PAGES += ("docs/workers/ray_trainer.md", "docs/workers/sglang_worker.md", "docs/report.md", "docs/gsm8k.md")
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"^\| `((?:mega-rl|make) [^`]*|mega-rl|make)` \|", re.MULTILINE)  # first cells of tables
 COMMAND = re.compile(r"(OMP_NUM_THREADS=1 )?(mega-rl|make|python|pip|torchrun|bash|srun|\.venv/bin/python) ")
@@ -74,6 +74,9 @@ APART: dict[str, str] = {
 HOW: dict[str, How] = {
     **{command: How(apart=why) for command, why in APART.items()},
     "mega-rl quickstart": How("mega-rl quickstart --run-dir runs/again"),
+    "mega-rl train --config quickstart_gsm8k --nproc-per-node 2 trainer.run_dir=runs/again": How(
+        "mega-rl train --config quickstart_gsm8k --nproc-per-node 2 trainer.run_dir=runs/p trainer.steps=2"
+    ),
     f"mega-rl train {EIGHT} --nproc-per-node 8 optim.lr=2e-6": How(
         f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 optim.lr=2e-6 {SMALL} trainer.run_dir=runs/a"
     ),
@@ -163,6 +166,7 @@ ADDED: dict[str, str] = {
         " trainer.steps=2 trainer.run_dir=runs/o"
     ),
     "mega-rl recipes copy gsm8k_qwen3_0.6b_1gpu": " out/recipe.yaml",
+    "mega-rl recipes copy quickstart_gsm8k": " out/recipe_gsm8k.yaml",
 }
 TEMPLATE = (
     "{% if tools is defined and tools %}tools{% endif %}"
