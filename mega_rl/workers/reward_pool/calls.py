@@ -29,15 +29,15 @@ class WorkerCalls:
             raise
         return worker
 
-    async def score(self, worker: WorkerProcess, message: bytes, within_s: float) -> Score | NoScore:
-        """Return the outcome of a response; after a timeout or a crash the worker is lost."""
-        answer = await self._asked(worker, message, within_s)
+    async def score(self, worker: WorkerProcess, within_s: float) -> Score | NoScore:
+        """Return the outcome of the oldest response that was sent; after a timeout or a crash the worker is lost."""
+        answer = await self._answer(worker, within_s)
         return answer if isinstance(answer, NoScore) else outcome_of(answer)
 
     async def score_together(self, worker: WorkerProcess, messages: Sequence[bytes]) -> list[Score | NoScore] | NoScore:
         """Return the outcome of each response, or of all of them together: an error, or why the worker is lost."""
-        within_s = self.order.group_timeout_s(self.timeout_s)
-        answer = await self._asked(worker, b"[" + b",".join(messages) + b"]", within_s)
+        worker.send(b"[" + b",".join(messages) + b"]")
+        answer = await self._answer(worker, self.order.group_timeout_s(self.timeout_s))
         if isinstance(answer, NoScore):
             return answer
         if "error" in answer:
@@ -47,34 +47,34 @@ class WorkerCalls:
             return NoScore("crash", "the reward worker sent another number of scores than responses")
         return [outcome_of(one) for one in answers]
 
-    async def _asked(self, worker: WorkerProcess, message: bytes, within_s: float) -> dict[str, object] | NoScore:
-        """Return the answer within a deadline, or why there is none."""
+    async def _answer(self, worker: WorkerProcess, within_s: float) -> dict[str, object] | NoScore:
+        """Return the next answer within a deadline, or why there is none."""
         try:
             if not isinstance(self.order.function, str) and self.order.batch_size:
-                return await self._asked_of_set(worker, message, within_s)
+                return await self._answer_of_set(worker, within_s)
             async with asyncio.timeout(within_s):
-                return await worker.ask(message)
+                return await worker.receive()
         except TimeoutError:
             return timed_out(worker.subject(), self.timeout_s)
         except WorkerEndedError as error:
             return NoScore("crash", f"{worker.subject()} crashed its process, which {error}")
 
-    async def _asked_of_set(self, worker: WorkerProcess, message: bytes, within_s: float) -> dict[str, object]:
+    async def _answer_of_set(self, worker: WorkerProcess, within_s: float) -> dict[str, object]:
         """Return the answer of functions that score a batch together. Raises TimeoutError.
 
         Each call has the deadline, since some of the functions are called once for each response.
         """
-        asked = asyncio.ensure_future(worker.ask(message))
+        answer = asyncio.ensure_future(worker.receive())
         try:
             while True:
                 num_calls = worker.num_calls()
-                done, _ = await asyncio.wait({asked}, timeout=within_s)
+                done, _ = await asyncio.wait({answer}, timeout=within_s)
                 if done:
-                    return asked.result()
+                    return answer.result()
                 if worker.num_calls() == num_calls:
                     raise TimeoutError
         finally:
-            asked.cancel()
+            answer.cancel()
 
 
 def outcome_of(answer: object) -> Score | NoScore:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -32,6 +33,8 @@ from mega_rl.workers.reward_pool.program import END_S
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
+QUICK_S = 0.005  # of a response: sending the next ones ahead saves more than waiting for a free worker
+AHEAD = 4  # responses that a worker has at a time while they are quick
 
 
 @dataclass(eq=False)
@@ -61,6 +64,10 @@ class _Waiting:
         """Return the first."""
         return await self._items.get()
 
+    def more(self, number: int) -> list[_Item]:
+        """Return up to so many of those that wait."""
+        return [self._items.get_nowait() for _ in range(min(number, self._items.qsize()))]
+
     async def next_group(self) -> list[_Item]:
         """Return those that a worker is asked for together."""
         self._idle += 1
@@ -71,9 +78,7 @@ class _Waiting:
         size = self._order.group_size
         if not self._order.concurrency:  # a call of many takes longer: idle workers have equal shares
             size = min(size, math.ceil((1 + self._items.qsize()) / (1 + self._idle)))
-        while len(items) < size and not self._items.empty():
-            items.append(self._items.get_nowait())
-        return items
+        return items + self.more(size - 1)
 
 
 def message_of(arguments: Mapping[str, object]) -> bytes:
@@ -173,26 +178,32 @@ class RewardPool:
     async def _serve(self, number: int) -> None:
         """Run one worker and its successors until the pool closes or no worker can start."""
         worker: WorkerProcess | None = None
-        item: _Item | None = None
-        again: deque[_Item] = deque()
+        own: deque[_Item] = deque()
+        num_sent, ahead = 0, 1  # of its own responses, to this worker; and how many it may have at a time
         try:
             while True:
                 worker = worker or await self._calls.start(number)
                 if self._order.group_size:
-                    worker = await self._serve_together(worker, again)
+                    worker = await self._serve_together(worker, own)
                     continue
-                item = item or await self._waiting.next()
+                if not own:
+                    own.append(await self._waiting.next())
+                own.extend(self._waiting.more(ahead - len(own)))
+                for item in itertools.islice(own, num_sent, None):
+                    worker.send(item.message)
+                item = own[0]
                 begin, item.tries = time.monotonic(), item.tries + 1
-                outcome = await self._calls.score(worker, item.message, item.left_s)
-                item.left_s -= time.monotonic() - begin
+                outcome = await self._calls.score(worker, item.left_s)
+                seconds = time.monotonic() - begin
+                item.left_s -= seconds
+                num_sent, ahead = len(own) - 1, AHEAD if seconds < QUICK_S else 1
                 kind = outcome.kind if isinstance(outcome, NoScore) else "score"
                 if kind in ("timeout", "crash"):
                     await worker.end()
-                    worker = None
+                    worker, num_sent = None, 0
                 # A worker may have died of something else, such as the machine's lack of memory.
                 if kind != "crash" or item.tries > 1 or item.left_s <= 0:
-                    self._finish(item, outcome)
-                    item = None
+                    self._finish(own.popleft(), outcome)
         except UnusableFunctionError as error:
             self._fail(str(error))
         finally:

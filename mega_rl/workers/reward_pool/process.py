@@ -141,12 +141,19 @@ class WorkerProcess:
 
     async def ask(self, message: bytes) -> dict[str, object]:
         """Return the answer to a message. Raises WorkerEndedError; one that is cancelled leaves the worker unusable."""
+        self.send(message)
+        return await self.receive()
+
+    def send(self, message: bytes) -> None:
+        """Send a message, which the worker answers after those that were sent before; keeps it until it is taken."""
         assert self._streams is not None, "asked before it is ready"
-        reader, writer = self._streams
-        self._running.set("")
+        self._streams[1].write(LENGTH.pack(len(message)) + message)
+
+    async def receive(self) -> dict[str, object]:
+        """Return the next answer. Raises as `ask` does."""
+        assert self._streams is not None, "asked before it is ready"
+        reader = self._streams[0]
         try:
-            writer.write(LENGTH.pack(len(message)) + message)
-            await writer.drain()
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             if length > ANSWER_BYTES:
                 raise WorkerEndedError(f"sent an answer of {length} bytes")
