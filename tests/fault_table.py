@@ -707,6 +707,13 @@ REWARDS = (
     ),
     fault(
         "rewards",
+        "responses sent ahead are lost with their worker",
+        "worker, num_sent = None, 0",
+        "worker = None",
+        POOL + " -k ahead",
+    ),
+    fault(
+        "rewards",
         "a deadline is not of the function that was running",
         "        self.note(name)\n",
         '        self.note("")\n',

@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -18,7 +18,8 @@ from mega_rl.errors import UserError
 from mega_rl.workers.reward_calls import plan_call
 from mega_rl.workers.user_files import load_from_file
 
-RewardFunction = Callable[..., float | Mapping[str, float]]
+# A score as `reward_calls.Score`, an awaitable of one, or a list of scores of a function of several responses.
+RewardFunction = Callable[..., object]
 
 MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
 MOST_DIGITS = 1e6  # of a number in an answer that is computed: a second or so
