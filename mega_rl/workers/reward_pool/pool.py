@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
 QUICK_S = 0.005  # of a response: sending the next ones ahead saves more than waiting for a free worker
-AHEAD = 4  # responses that a worker has at a time while they are quick
+AHEAD = 16  # responses that a worker has at a time while they are quick
 
 
 @dataclass(eq=False)
