@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mega_rl.config.conditions import Need, Unmet, within
+from mega_rl.config.conditions import SANDBOX_NEEDS, Need, Unmet, within
 from mega_rl.config.keys import flat, keys_below, keys_in, open_ended
 from mega_rl.config.plugins.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.schema import Config, KlConfig
@@ -245,6 +245,7 @@ _NEEDS = (
         lambda config: config.rollout.source == "single_turn",
         fault="cannot work",
     ),
+    *SANDBOX_NEEDS,
     Need(("reward.function",), "no reward.functions", lambda config: not config.reward.functions),
     Need(("reward.sources",), "reward.functions", lambda config: bool(config.reward.functions)),
     Need(("data.source_key",), "reward.sources", lambda config: bool(config.reward.sources)),

@@ -12,9 +12,11 @@ import re
 import threading
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
 
+from mega_rl.config.schema.sandbox import CODE_TESTS
 from mega_rl.errors import UserError
+from mega_rl.workers.code.blocks import code_format
+from mega_rl.workers.code.reward import code_tests, with_settings
 from mega_rl.workers.reward_calls import plan_call
 from mega_rl.workers.user_files import load_from_file
 
@@ -147,6 +149,8 @@ def _boxed(answer: str) -> str:
 BUILTINS: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "math_verify": math_verify,
+    "code_tests": code_tests,
+    "code_format": code_format,
     "number_match": number_match,
     "has_final_answer": has_final_answer,
 }
@@ -156,6 +160,7 @@ CHEAP = frozenset({"exact_match", "number_match", "has_final_answer"})  # a proc
 def resolve(spec: str, given: RewardFunction | None = None, *, key: str = "reward.function") -> RewardFunction:
     """Return the reward function that the setting `key` names: a built-in name, or `path/to/file.py:function`.
 
+    spec: `code_tests` may have its settings behind it (`mega_rl.workers.code.reward.specification`).
     given: the function itself, of a Python program; its name is then in `spec`.
 
     Raises UserError for an unknown name, a missing file, a file that fails to import, a missing or uncallable function,
@@ -166,6 +171,8 @@ def resolve(spec: str, given: RewardFunction | None = None, *, key: str = "rewar
         return given
     if spec in BUILTINS:
         return BUILTINS[spec]
+    if spec.startswith(f"{CODE_TESTS} "):
+        return with_settings(spec.removeprefix(f"{CODE_TESTS} "))
     if ":" not in spec:
         raise UserError(_unknown(spec, key))
     function: RewardFunction = load_from_file(spec, key=key, kind="function")
@@ -184,7 +191,7 @@ def _unknown(spec: str, key: str) -> str:
     return f"{key}={spec!r}: is not among the built-in functions {', '.join(sorted(BUILTINS))}; {hint}"
 
 
-def _check_signature(function: Any, spec: str, key: str) -> None:
+def _check_signature(function: object, spec: str, key: str) -> None:
     if not callable(function):
         raise UserError(f"{key}={spec!r}: is of type {type(function).__name__}, not a function")
     try:

@@ -31,7 +31,7 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
     problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
     problems += [*rollout_rules.rollouts(config), *_reward(config), *_without_rewards(config)]
-    problems += reward_rules.functions(config)
+    problems += [*reward_rules.functions(config), *reward_rules.sandbox(config)]
     problems += validation_rules.validation(config)
     problems += [*_profile(config, world_size), *mixture_rules.mixture(config.data), *mixture_rules.curriculum(config)]
     for key, facts in (models or {}).items():

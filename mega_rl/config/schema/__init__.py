@@ -38,6 +38,7 @@ from mega_rl.config.schema.rollout import (
     SglangServerConfig,
     SglangSyncConfig,
 )
+from mega_rl.config.schema.sandbox import RewardSandboxConfig
 from mega_rl.config.schema.setting import ATTENTION
 from mega_rl.config.schema.training import (
     AlgorithmConfig,
@@ -82,6 +83,7 @@ __all__ = [
     "RewardHttpConfig",
     "RewardModelConfig",
     "RewardPoolConfig",
+    "RewardSandboxConfig",
     "RolloutConfig",
     "SglangConfig",
     "SglangServerConfig",

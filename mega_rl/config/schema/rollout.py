@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig
+from mega_rl.config.schema.sandbox import RewardSandboxConfig
 from mega_rl.config.schema.setting import ATTENTION, setting
 
 
@@ -344,7 +345,8 @@ class RewardConfig:
     )
     function: str = setting(
         "exact_match",
-        "Built-in name (exact_match, has_final_answer, math_verify, number_match) or path/to/file.py:function.",
+        "Built-in name (code_format, code_tests, exact_match, has_final_answer, math_verify, number_match) or "
+        "path/to/file.py:function.",
     )
     functions: dict[str, str] = setting(
         {},
@@ -368,4 +370,5 @@ class RewardConfig:
     pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     http: RewardHttpConfig = dataclasses.field(default_factory=RewardHttpConfig)
+    sandbox: RewardSandboxConfig = dataclasses.field(default_factory=RewardSandboxConfig)
     overlong: OverlongConfig = dataclasses.field(default_factory=OverlongConfig)
