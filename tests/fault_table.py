@@ -7,6 +7,7 @@ from tests.fault import Fault, fault
 from tests.part_faults import PARTS
 from tests.reference_faults import REFERENCE
 from tests.rl_faults import CORRECTIONS, EXPERIENCE, LOSSES
+from tests.sandbox_faults import SANDBOX
 
 MATRIX = "verify/test_matrix.py"
 RESUME = "checkpoint/test_resume.py"
@@ -884,6 +885,7 @@ FAULTS: tuple[Fault, ...] = (
     *ROLLOUT,
     *TRAINER,
     *EVALUATION,
+    *SANDBOX,
     *STEPS,
     *STORAGE,
     *CHECKPOINT,

@@ -27,6 +27,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "tests/special_distributed/README.md", 
 PAGES += ("docs/checkpoint.md", "docs/converters.md", "docs/package.md", "docs/trackers.md", "docs/verify.md")
 PAGES += ("docs/versions.md", "docs/workers/fsdp_workers.md", "docs/workers/megatron_workers.md")
 PAGES += ("docs/workers/ray_trainer.md", "docs/workers/sglang_worker.md", "docs/report.md", "docs/gsm8k.md")
+PAGES += ("docs/sandbox.md",)
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"^\| `((?:mega-rl|make) [^`]*|mega-rl|make)` \|", re.MULTILINE)  # first cells of tables
 COMMAND = re.compile(r"(OMP_NUM_THREADS=1 )?(mega-rl|make|python|pip|torchrun|bash|srun|\.venv/bin/python) ")
@@ -60,6 +61,8 @@ APART: dict[str, str] = {
     "make test-newest": "by itself: installs Megatron-Core",
     "make compare-megatron": "by itself: downloads Megatron-Core's releases",
     "make doc-commands": "this list",
+    "make campaign-sandbox": "by itself: hostile programs",
+    "make bubblewrap": "by itself: installs a package of the system",
     "make bench": "by itself: a benchmark of minutes",
     "make campaign-checkpoint": "by itself: a quarter of an hour",
     "make planted-faults": "by itself: a run of tests for each fault",
