@@ -20,13 +20,17 @@ RunDir = Annotated[
     Path | None,
     typer.Option(
         "--run-dir",
-        help="Folder of everything that is written, by default runs/quickstart or runs/quickstart_gsm8k; an earlier "
+        help="Folder of everything that is written, by default runs/quickstart or runs/quickstart_TASK; an earlier "
         "run in it is kept, in previous/.",
     ),
 ]
 Task = Annotated[
     str,
-    typer.Option("--task", help="sums: PPO on additions; gsm8k: GRPO on word problems in the shape of GSM8K."),
+    typer.Option(
+        "--task",
+        help="sums: PPO on additions; gsm8k: GRPO on word problems in the shape of GSM8K; code: GRPO on "
+        "programs that are run in a sandbox.",
+    ),
 ]
 
 

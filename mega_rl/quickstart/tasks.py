@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from mega_rl.errors import UserError
@@ -65,6 +66,20 @@ def _write_word_problems(run_dir: Path, seed: int) -> None:
     gsm8k_model.write_checkpoint(run_dir / "fresh_model", seed=seed)
 
 
+def _settings_of_programs(run_dir: Path) -> list[str]:
+    folder = run_dir / "data" / "programs"
+    return [
+        setting("data.train_files", [f"{folder}:default:train"]),
+        setting("data.val_files", [f"{folder}:default:test"]),
+    ]
+
+
+def _write_programs(run_dir: Path, seed: int) -> None:
+    code_model = import_module("mega_rl.quickstart.code_model")  # brings torch and transformers in
+    code_model.write_data(run_dir / "data", seed=seed)
+    code_model.write_checkpoint(run_dir / "fresh_model", seed=seed)
+
+
 TASKS: Mapping[str, QuickstartTask] = {
     "sums": QuickstartTask(
         Path("quickstart"), Path("runs/quickstart"), Sizes(400, 256, 3e-3), _settings_of_sums, _write_sums
@@ -75,6 +90,13 @@ TASKS: Mapping[str, QuickstartTask] = {
         Sizes(250, 128, 3e-3),
         _settings_of_word_problems,
         _write_word_problems,
+    ),
+    "code": QuickstartTask(
+        Path("quickstart_code"),
+        Path("runs/quickstart_code"),
+        Sizes(250, 64, 3e-3),
+        _settings_of_programs,
+        _write_programs,
     ),
 }
 

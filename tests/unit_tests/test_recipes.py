@@ -117,5 +117,10 @@ def test_one_step_of_any_recipe_is_a_smoke_run(path: Path) -> None:
 
 
 def test_every_recipe_is_known_here_or_has_its_own_test() -> None:
-    known = {name for name, _, _ in REAL_MODELS} | {"quickstart", "quickstart_sglang", "quickstart_gsm8k"}
+    known = {name for name, _, _ in REAL_MODELS} | {
+        "quickstart",
+        "quickstart_sglang",
+        "quickstart_gsm8k",
+        "quickstart_code",
+    }
     assert {path.stem for path in RECIPES.glob("*.yaml")} <= known

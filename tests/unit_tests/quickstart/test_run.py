@@ -85,7 +85,7 @@ def test_word_problems_are_read_from_a_folder_as_the_hub_has_it(
 
 def test_an_unknown_task_is_an_error(started: list[list[str]], capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["quickstart", "--task", "math"]) == 2
-    assert capfd.readouterr().err == "error: --task=math: must be one of sums, gsm8k\n"
+    assert capfd.readouterr().err == "error: --task=math: must be one of sums, gsm8k, code\n"
     assert not started
 
 
