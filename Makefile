@@ -36,7 +36,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: browser linters image-lint image-cpu test-image report-pictures campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-restart bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: browser bubblewrap campaign-sandbox linters image-lint image-cpu test-image report-pictures campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-restart bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -127,6 +127,16 @@ browser:
 	$(GET_CHROMIUM) >/dev/null 2>&1 || { timeout 60 apt-get update -qq && $(GET_CHROMIUM); } >/dev/null 2>&1 || \
 	echo "$(CHROMIUM) could not be installed: tests of pages are skipped"
 
+# bubblewrap for tests of the sandbox, by apt-get, as root; without one those tests are skipped.
+GET_BUBBLEWRAP := timeout 90 apt-get install -y -qq --no-install-recommends bubblewrap
+bubblewrap:
+	@if command -v bwrap >/dev/null 2>&1; then exit 0; fi; \
+	if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; \
+	then echo "no bubblewrap, and no root with apt-get to install it: tests of the sandbox are skipped"; exit 0; fi; \
+	echo "installing bubblewrap"; \
+	$(GET_BUBBLEWRAP) >/dev/null 2>&1 || { timeout 60 apt-get update -qq && $(GET_BUBBLEWRAP); } >/dev/null 2>&1 || \
+	echo "bubblewrap could not be installed: tests of the sandbox are skipped"
+
 # Pictures of docs/report.md; RUNS names the folders of runs.
 RUNS ?=
 report-pictures: setup
@@ -169,6 +179,13 @@ image-lint: setup linters
 CAMPAIGN ?= --faults 1000
 campaign-faults: setup sglang ray
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_campaign $(CAMPAIGN)
+
+# Hostile programs in the sandbox of this machine, as a table, and a run whose answers they are; ten minutes.
+# SANDBOX='--only memory' takes some.
+SANDBOX ?=
+campaign-sandbox: setup bubblewrap
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile_programs $(SANDBOX)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile_programs --train $(SANDBOX)
 
 # Runs on a real Ray of this machine, three minutes.
 test-ray: setup ray

@@ -1,4 +1,6 @@
-"""Reward workers: how much two of them save, and what a response costs beside its function. See README.md.
+"""Reward workers: how much two of them save, what a response costs beside its function, and its share of a step.
+
+See README.md.
 
 python benchmarks/reward_pool.py
 """
@@ -14,6 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mega_rl.metrics.records import read_metrics
+from mega_rl.quickstart import task
+from mega_rl.quickstart.run import NUM_RANKS, launch
+from mega_rl.quickstart.tasks import TASKS, setting
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import FunctionRewards, TextScorer, ignore
 from mega_rl.workers.reward_calls import Response
@@ -24,6 +30,7 @@ from mega_rl.workers.reward_pool.scorer import PooledRewards
 
 SPEEDUP = 1.7  # of two workers over one
 GLUE_US = 500.0  # of a response that costs nothing
+GLUE_SHARE = 0.02  # of a step of the quickstart: 512 responses, whose function costs microseconds
 SECONDS = 0.05  # of one response
 FUNCTIONS = f"""
 import time
@@ -40,6 +47,9 @@ def waits(response):
 
 def nothing(response):
     return float(response)
+
+def nothing_of_several(responses):
+    return [float(response) for response in responses]
 """
 
 
@@ -54,11 +64,37 @@ def seconds(scorer: TextScorer, count: int) -> float:
     return time.perf_counter() - begin
 
 
+def shares_of_step(num_workers: int, steps: int, folder: Path) -> dict[str, float]:
+    """Return medians over steps of the quickstart's PPO on two ranks: seconds, and shares of scoring and of its phase.
+
+    Scoring is all between texts and scores, which the function itself needs microseconds for; the phase of rewards also
+    decodes the responses and computes the metrics of the rollout.
+    """
+    run_dir = folder / f"workers{num_workers}"
+    task.write_dataset(run_dir / "data", task.make_task(0))
+    task.write_checkpoint(run_dir / "model", seed=0)
+    settings = [setting("trainer.run_dir", str(run_dir)), setting("model.path", str(run_dir / "model"))]
+    settings += [*TASKS["sums"].settings(run_dir), f"reward.pool.workers={num_workers}", f"trainer.steps={steps}"]
+    launch(["train", "--config", "quickstart", *settings, "checkpoint.save_final=false"])
+    records = [one.metrics for one in read_metrics(run_dir / "metrics.jsonl") if "time/reward_s" in one.metrics]
+    of_steps = [
+        {
+            "step_s": one["time/step_s"],
+            "scoring": one["time/reward_latency_s"] * one["rollout/sequences"] / NUM_RANKS / one["time/step_s"],
+            "phase": one["time/reward_s"] / one["time/step_s"],
+        }
+        for one in records[2:]  # after the first ones
+    ]
+    return {name: statistics.median(one[name] for one in of_steps) for name in of_steps[0]}
+
+
 def with_workers(function: str, num_workers: int, work: Callable[[TextScorer], float]) -> float:
     """Return what `work` measures with these workers, which have started."""
-    pool = RewardPool(WorkerOrder(function, memory_bytes=0), num_workers=num_workers, timeout_s=60.0)
+    call = FunctionRewards(resolve(function)).call
+    order = WorkerOrder(function, memory_bytes=0, batch_size=64 if call.batched else 0)
+    pool = RewardPool(order, num_workers=num_workers, timeout_s=60.0)
     try:
-        scorer = PooledRewards(FunctionRewards(resolve(function)).call, pool)
+        scorer = PooledRewards(call, pool)
         seconds(scorer, 4 * num_workers)
         return work(scorer)
     finally:
@@ -70,6 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000, help="responses of 50 ms (1000)")
     parser.add_argument("--rounds", type=int, default=3, help="of the overhead (3)")
+    parser.add_argument("--steps", type=int, default=12, help="of the quickstart, at least 3; 0 leaves them out (12)")
     options = parser.parse_args(arguments)
     print(f"load before: {os.getloadavg()[0]:.1f}, cores: {len(os.sched_getaffinity(0))}")
     missed = False
@@ -87,15 +124,21 @@ def main(arguments: Sequence[str]) -> int:
         own = statistics.median(
             seconds(FunctionRewards(resolve(f"{file}:nothing")), 2000) for _ in range(options.rounds)
         )
-        for workers in (1, 2):
+        for workers, name in ((1, "nothing"), (2, "nothing"), (1, "nothing_of_several")):
             glue = with_workers(
-                f"{file}:nothing",
+                f"{file}:{name}",
                 workers,
                 lambda scorer: statistics.median(seconds(scorer, 2000) for _ in range(options.rounds)),
             )
             missed |= 1e6 * glue / 2000 > GLUE_US
-            print(f"a response that costs nothing: {1e6 * glue / 2000:.0f} us with {workers} worker(s), "
+            print(f"a response of {name}: {1e6 * glue / 2000:.0f} us with {workers} worker(s), "
                   f"{1e6 * own / 2000:.0f} us in the rank (target {GLUE_US:g})")  # fmt: skip
+        for workers in (0, 1) if options.steps else ():
+            of_step = shares_of_step(workers, options.steps, Path(folder))
+            missed |= of_step["scoring"] > GLUE_SHARE
+            print(f"a step of the quickstart with {workers} worker(s): {of_step['step_s']:.2f} s, scoring "
+                  f"{of_step['scoring']:.1%} (target {GLUE_SHARE:.0%}), its phase {of_step['phase']:.1%}")  # fmt: skip
+    print(f"load after: {os.getloadavg()[0]:.1f}")
     return int(missed)
 
 

@@ -122,9 +122,10 @@ class Teacher(Protocol):
 class ModelPasses(Teacher, Protocol):
     """The computations of a model."""
 
-    def forward(self, batch: Rollout | Experience) -> TokenOutputs:
+    def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         """Return log-probs (head "lm") or values ("value") of every response token; collective.
 
+        with_entropy: also the entropy of the distribution that predicts each token, of a head "lm".
         [B, S] float32 on the host, equal on all ranks of the replica, 0 off the loss mask. `batch` holds this
         data-parallel rank's rows, on the host, equal on all ranks of the replica.
         """

@@ -51,10 +51,12 @@ class Draws:
     """Samples of an evaluation, which sampling for training does not share."""
 
     n: int  # of each prompt
-    temperature: float  # above 0
+    temperature: float  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps all tokens
     stream: int = 0  # of random numbers; each set of prompts has its own
+    first: int = 0  # position of the first prompt in its set, which random numbers go by
+    max_new_tokens: int = 0  # of a response; 0 is the longest of training
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, *, width: int) -> Tensor:
@@ -275,3 +277,5 @@ class LossOutput:
     sums: dict[str, Tensor] = field(default_factory=dict)  # scalars, added over micro-batches and ranks
     maxima: dict[str, Tensor] = field(default_factory=dict)  # scalars, maximum over micro-batches and ranks
     minima: dict[str, Tensor] = field(default_factory=dict)  # scalars, minimum; infinite without tokens
+    # [BINS] float64 of `algorithms.distribution`, counts of logarithms of positive numbers; added
+    log_histograms: dict[str, Tensor] = field(default_factory=dict)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from tests.evaluation_faults import EVALUATION
 from tests.fault import Fault, fault
+from tests.order_faults import ORDER
 from tests.part_faults import PARTS
 from tests.reference_faults import REFERENCE
 from tests.rl_faults import CORRECTIONS, EXPERIENCE, LOSSES
+from tests.sandbox_faults import SANDBOX
 
 MATRIX = "verify/test_matrix.py"
 RESUME = "checkpoint/test_resume.py"
@@ -693,6 +695,34 @@ REWARDS = (
     ),
     fault(
         "rewards",
+        "processes that fork on and on are killed one by one",
+        "            os.killpg(worker, signal.SIGKILL)\n",
+        "            os.kill(worker, signal.SIGKILL)\n",
+        POOL + " -k as_a_group",
+    ),
+    fault(
+        "rewards",
+        "a batch that fails costs all of its responses",
+        "        if len(items) > 1:\n            again.extend(items)\n",
+        "        if len(items) > 1:\n            for item in items:\n                self._finish(item, outcomes)\n",
+        "workers/reward_pool/test_batches.py -k one_by_one",
+    ),
+    fault(
+        "rewards",
+        "responses sent ahead are lost with their worker",
+        "worker, num_sent = None, 0",
+        "worker = None",
+        POOL + " -k ahead",
+    ),
+    fault(
+        "rewards",
+        "a deadline is not of the function that was running",
+        "        self.note(name)\n",
+        '        self.note("")\n',
+        "workers/reward_pool/test_batches.py -k running",
+    ),
+    fault(
+        "rewards",
         "workers outlive their rank",
         "if sys.stdin.fileno() in ready or signal.SIGTERM in numbers:",
         "if sys.stdin.fileno() in ready and os.getppid() < 0:",
@@ -852,10 +882,12 @@ FAULTS: tuple[Fault, ...] = (
     *REFERENCE,
     *PARTS,
     *DATA,
+    *ORDER,
     *PARALLEL,
     *ROLLOUT,
     *TRAINER,
     *EVALUATION,
+    *SANDBOX,
     *STEPS,
     *STORAGE,
     *CHECKPOINT,

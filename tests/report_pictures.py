@@ -1,7 +1,7 @@
 """Pictures of docs/report.md in docs/images; needs Chromium.
 
 `python -m tests.report_pictures RUN [RUN ...]` draws a report, `python -m tests.report_pictures --live RUN` the viewer
-of a run that goes on.
+of a run that goes on, `python -m tests.report_pictures --entropy RUN` tokens by entropy.
 """
 
 from __future__ import annotations
@@ -29,12 +29,22 @@ ONLY_TOKENS = """(() => {
     document.querySelectorAll(".sample:not(.heat)").forEach((box) => box.remove());
     document.querySelectorAll("#samples details").forEach((box) => box.querySelector(".heat") || box.remove());
 })()"""
+BY_ENTROPY = """(() => {
+    document.querySelectorAll("#samples details").forEach((box) => {
+        box.open = true;
+        box.dispatchEvent(new Event("toggle"));
+    });
+    document.querySelectorAll("#samples select").forEach((choose) => {
+        choose.value = "entropy";
+        choose.dispatchEvent(new Event("change"));
+    });
+})()"""
 
 
 def main(runs: Sequence[str]) -> None:
     """Draw the top of the page, its phases, the difference of settings and tokens of samples."""
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         page = Path(folder) / "report.html"
         page.write_text(page_of(read_runs([Path(run) for run in runs])), encoding="utf-8")
         with chromium(Path(folder) / "light", width=WIDTH, height=1100) as browser:
@@ -48,10 +58,26 @@ def main(runs: Sequence[str]) -> None:
             browser.screenshot(FOLDER / "report_phases.png", selector="#phases", height=560)
 
 
+def tokens(runs: Sequence[str]) -> None:
+    """Draw tokens of samples by their entropy, of runs whose records have it."""
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        page = Path(folder) / "report.html"
+        page.write_text(page_of(read_runs([Path(run) for run in runs])), encoding="utf-8")
+        with chromium(Path(folder) / "profile", width=WIDTH, height=1100) as browser:
+            browser.open(page.as_uri())
+            browser.evaluate(BY_ENTROPY)
+            browser.evaluate(ONLY_TOKENS)
+            browser.screenshot(FOLDER / "report_entropy.png", selector="#samples", height=520)
+
+
 def live(runs: Sequence[str]) -> None:
     """Draw the top of the viewer's page, once it has looked for news."""
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, ViewServer([Path(run) for run in runs], refresh_s=1) as server:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        ViewServer([Path(run) for run in runs], refresh_s=1) as server,
+    ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with chromium(Path(folder) / "profile", width=WIDTH, height=1100) as browser:
             browser.open(server.address)
@@ -62,4 +88,5 @@ def live(runs: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    live(sys.argv[2:]) if sys.argv[1] == "--live" else main(sys.argv[1:])
+    drawn = {"--live": live, "--entropy": tokens}.get(sys.argv[1])
+    main(sys.argv[1:]) if drawn is None else drawn(sys.argv[2:])

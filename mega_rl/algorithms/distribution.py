@@ -20,6 +20,7 @@ _SHIFT = 23 - _PER_DOUBLING
 _FIRST = (127 - 24) << _PER_DOUBLING  # leading bits of 2^-24
 _HALF = 48 << _PER_DOUBLING  # bins of one sign
 BINS = 2 * _HALF + 1
+QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}  # of tokens
 
 
 def summary(x: Tensor) -> Tensor:
@@ -33,9 +34,23 @@ def summary(x: Tensor) -> Tensor:
 
 def histogram(x: Tensor) -> Tensor:
     """Return [BINS] float64, the number of elements of x, [n] floating, in each bin; from the lowest bin on."""
+    return torch.bincount(_places(x), minlength=BINS).double()
+
+
+def histogram_where(x: Tensor, chosen: Tensor) -> Tensor:
+    """Return `histogram` of the elements of x that are chosen; it stays on the device, which nothing waits for.
+
+    x: floating; chosen: bool of its shape.
+    """
+    counts = torch.zeros(BINS, dtype=torch.float64, device=x.device)
+    return counts.scatter_add_(0, _places(x.flatten()), chosen.flatten().double())
+
+
+def _places(x: Tensor) -> Tensor:
+    """Return the bin of each number, [n] int64."""
     bits = x.float().abs().contiguous().view(torch.int32) >> _SHIFT
     places = (bits - _FIRST + 1).clamp(min=0, max=_HALF).long()
-    return torch.bincount(_HALF + torch.where(x < 0, -places, places), minlength=BINS).double()
+    return _HALF + torch.where(x < 0, -places, places)
 
 
 def combine(summaries: Tensor, counts: Tensor, *, quantiles: Mapping[str, float]) -> dict[str, float]:
@@ -51,12 +66,19 @@ def combine(summaries: Tensor, counts: Tensor, *, quantiles: Mapping[str, float]
     overall = (count * mean).sum() / total
     variance = (squares + count * (mean - overall).square()).sum() / total
     lowest, highest = float(low.min()), float(high.max())
-    below = counts.cumsum(0)
-    points = {}
-    for name, share in quantiles.items():
-        place = torch.tensor([math.ceil(share * float(total) - 1e-9)], dtype=torch.float64).clamp(min=1.0)
-        points[name] = min(max(_middle(int(torch.searchsorted(below, place))), lowest), highest)
+    points = {name: min(max(point, lowest), highest) for name, point in points_of(counts, quantiles=quantiles).items()}
     return {"std": math.sqrt(float(variance)), "min": lowest, "max": highest} | points
+
+
+def points_of(counts: Tensor, *, quantiles: Mapping[str, float]) -> dict[str, float]:
+    """Return the quantiles of a histogram, [BINS] on the host, by their names; empty without numbers."""
+    below = counts.cumsum(0)
+    total = float(below[-1])
+    points = {}
+    for name, share in quantiles.items() if total else ():
+        place = torch.tensor([math.ceil(share * total - 1e-9)], dtype=below.dtype).clamp(min=1.0)
+        points[name] = _middle(int(torch.searchsorted(below, place)))
+    return points
 
 
 def _middle(place: int) -> float:

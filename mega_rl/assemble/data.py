@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from fractions import Fraction
@@ -23,9 +23,6 @@ from mega_rl.config.schema import ChatConfig, Config, DataConfig, SourceConfig
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts, split
-from mega_rl.data.sampling.curriculum import Growth, ordered
-from mega_rl.data.sampling.epochs import StepOrder
-from mega_rl.data.sampling.mixture import MixtureSampler, weights_by_size
 from mega_rl.data.source import RowSource
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure
@@ -72,11 +69,20 @@ ReadSource = Callable[[Tokens, Split], RowSource]
 
 
 def load_data(
-    config: Config, tokens: Tokens, *, vocab_size: int, columns: RewardColumns, source: ReadSource | None = None
+    config: Config,
+    tokens: Tokens,
+    *,
+    vocab_size: int,
+    columns: RewardColumns,
+    source: ReadSource | None = None,
+    trains: bool = True,
 ) -> tuple[list[Prompt], list[PromptSet]]:
     """Return (training prompts, sets of held-out prompts), each with the columns that the reward reads.
 
-    source: gives the rows of a split, of a user's own data, in place of data.train_files.
+    Without training prompts of a run that streams them.
+
+    source: gives the rows of a split, of a user's own data, in place of data.train_files. trains: False of an
+    evaluation, which has no training prompts.
     """
     data = config.data
     load_with = partial(
@@ -93,17 +99,22 @@ def load_data(
     load = partial(
         load_with,
         columns=of_rows,
-        template=_chat_template(tokens.tokenizer, data.chat),
+        template=chat_template(tokens.tokenizer, data.chat),
     )
     with progress.phase("reading and tokenizing the data", announce=True):
-        if data.mixture.sources:
+        prompts: list[Prompt] = []
+        if data.stream.rows:
+            log.info("data.stream.rows=%d: training prompts are read while the run goes on", data.stream.rows)
+        elif data.mixture.sources:
             prompts = _load_mixture(data, tokens, columns, load_with)
-        else:
+        elif trains:
             prompts = load(data.train_files if source is None else source(tokens, "train"), columns=to_train)
         if source is not None and config.trainer.val_interval and DATA.needs(config, "has_validation"):
             held_out: Sequence[Prompt] = load(source(tokens, "validation"))
         elif data.val_files:
             held_out = load(data.val_files)
+        elif data.stream.rows or not trains:
+            held_out = []
         else:
             prompts, held_out = split(prompts, data.val_size, seed=config.trainer.seed)
         main = [PromptSet("", held_out)] if held_out else []
@@ -128,7 +139,7 @@ def _load_mixture(
             own = load(
                 source.files,
                 columns=RowColumns(prompt_key, answer_key, columns, data.curriculum.key),
-                template=_chat_template(tokens.tokenizer, chat),
+                template=chat_template(tokens.tokenizer, chat),
             )
         except UserError as error:
             problems += [f"data.mixture.sources.{name}: {line}" for line in str(error).splitlines()]
@@ -146,53 +157,6 @@ def chat_of(chat: ChatConfig, source: SourceConfig) -> ChatConfig:
     return replace(
         chat, system_prompt=system_prompt, template_kwargs={**chat.template_kwargs, **source.template_kwargs}
     )
-
-
-def prompt_sampler(config: Config, prompts: Sequence[Prompt]) -> StepOrder:
-    """Return the order in which a run draws its training prompts. Raises UserError for a source that has none left."""
-    data, trainer = config.data, config.trainer
-    growth = _growth(config)
-    if not data.mixture.sources:
-        return ordered(prompts, growth, trainer.prompts_per_step, shuffle=data.shuffle, seed=trainer.seed)
-    sources = data.mixture.named()
-    by_source = {name: [prompt for prompt in prompts if prompt.source == name] for name in sources}
-    if empty := [name for name, own in by_source.items() if not own]:
-        raise UserError(
-            f"data.val_size={data.val_size}: leaves data.mixture.sources.{empty[0]} no prompt to train on; make it "
-            "smaller, or name data.val_files"
-        )
-    weights = {name: source.weight for name, source in sources.items()}
-    if not any(weights.values()):
-        weights = weights_by_size({name: len(own) for name, own in by_source.items()}, data.mixture.temperature)
-    return MixtureSampler(
-        by_source,
-        weights,
-        batch_size=trainer.prompts_per_step,
-        shuffle=data.shuffle,
-        seed=trainer.seed,
-        growth=growth,
-    )
-
-
-def _growth(config: Config) -> Growth | None:
-    """Return how a curriculum grows, None without one."""
-    own = config.data.curriculum
-    draws = own.steps * config.trainer.prompts_per_step
-    return Growth(own.start, draws, easy_is_high=own.easy == "high") if own.key else None
-
-
-def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> Iterator[str]:
-    """Yield a line for each source of a mixture: prompts, tokens, and what a run of so many steps draws of it."""
-    counts, drawn = order.metrics(order.drawn_after(steps)), order.drawn_after(steps)
-    for name in dict.fromkeys(prompt.source for prompt in prompts):
-        if f"data/{name}/prompts" not in counts:  # a source that rewards go by, of one mixture
-            continue
-        own = [len(prompt.token_ids) for prompt in prompts if prompt.source == name]
-        share, epochs = counts[f"data/{name}/prompts"] / drawn, counts[f"data/{name}/epochs"]
-        yield (
-            f"data source {name}: {len(own):,} prompts of {sum(own):,} tokens, {share:.1%} of all draws, {epochs:.3g} "
-            f"epochs in {steps} steps"
-        )
 
 
 def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
@@ -229,7 +193,7 @@ def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], r
     return own[0]
 
 
-def _chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate | None:
+def chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate | None:
     """Return the rendering of conversations, None without a chat template."""
     if not chat.template:
         return None
@@ -239,7 +203,7 @@ def _chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> Chat
 
 def warn_of_date(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
     """Log a warning where prompts depend on the day of the run's start."""
-    template = _chat_template(tokenizer, chat)
+    template = chat_template(tokenizer, chat)
     if template is not None and template.changes_daily():
         log.warning(
             "the chat template writes today's date into the prompts, so a checkpoint cannot be resumed on another day; "

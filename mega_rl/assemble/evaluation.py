@@ -20,8 +20,10 @@ def build_evaluation(config: Config, sets: Sequence[PromptSet], everyone: Ranks)
     everyone: all ranks of the run.
     """
     val = config.validation
-    draws = None if val.temperature == 0 else Draws(val.n, val.temperature, val.top_p, val.top_k)
-    plan = EvaluationPlan(draws, val.counted, val.right_above, val.right_part)
+    longest = val.max_new_tokens
+    usual = val.temperature == 0 and not longest
+    draws = None if usual else Draws(val.n, val.temperature, val.top_p, val.top_k, max_new_tokens=longest)
+    plan = EvaluationPlan(draws, val.counted, val.right_above, val.right_part, val.chunk)
     return Evaluation(sets, plan, _answers_of(config, everyone))
 
 

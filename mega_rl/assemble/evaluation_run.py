@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mega_rl import __version__, progress
 from mega_rl.accelerator import Accelerator
-from mega_rl.assemble.data import Tokens, agreed_fingerprint, load_data, read_tokens
+from mega_rl.assemble.data import agreed_fingerprint, load_data, read_tokens
 from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.plan import plan_run
 from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
@@ -30,9 +31,18 @@ from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Ranks
-from mega_rl.storage.disk import make_folder, replace_text
+from mega_rl.storage.disk import (
+    make_folder,
+    open_again,
+    open_new,
+    remove_file,
+    rename,
+    replace_text,
+    sync,
+    write_at,
+)
 from mega_rl.trainer.unscored import scored_rows
-from mega_rl.trainer.validation import Evaluation, SetOutcome, response_text
+from mega_rl.trainer.validation import ScoredSamples, SetOutcome, response_text
 from mega_rl.types import JsonObject, Metrics
 from mega_rl.versions import installed_version
 
@@ -57,8 +67,8 @@ class NoCheckpoints:
 def evaluate(config: Config, accelerator: Accelerator) -> JsonObject:
     """Evaluate as `config.validation` says, on every rank of this job; returns the results, the same on all ranks.
 
-    Rank 0 writes samples.jsonl, one row a sample, and results.json into trainer.run_dir. A rank that fails or hangs
-    ends all, with its cause, as in training. Raises StoppedBySignal after SIGTERM, SIGUSR1 or Ctrl-C.
+    Rank 0 writes samples.jsonl, one row a sample, as they come, and results.json into trainer.run_dir. A rank that
+    fails or hangs ends all, with its cause, as in training. Raises StoppedBySignal after SIGTERM, SIGUSR1 or Ctrl-C.
     """
     with (
         beating(rank_facts(config), FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
@@ -68,26 +78,24 @@ def evaluate(config: Config, accelerator: Accelerator) -> JsonObject:
         ExitStack() as resources,
         guard,  # says the cause before servers and groups are taken down, which a peer that is gone may hold up
     ):
-        world = ranks_of(groups.host_world)
-        outcomes, evaluation, tokens, replicas = _run(config, accelerator, groups, resources)
+        samples = SamplesFile(Path(config.trainer.run_dir), ranks_of(groups.host_world))
+        outcomes = _run(config, accelerator, groups, resources, samples)
         results = _results(config, outcomes)
-        rows = [row for part in replicas.gather_json(list(_rows(outcomes, evaluation, tokens))) for row in part]
-        folder = Path(config.trainer.run_dir)
-        run_on_one(lambda: _write(folder, rows, results, [one.prompts.name for one in outcomes]), world)
+        samples.finish(results)
     return results
 
 
 def _run(
-    config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack
-) -> tuple[list[SetOutcome], Evaluation, Tokens, Ranks]:
-    """Return the outcomes on each set, with what reads their samples, and the data-parallel replicas."""
+    config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack, samples: SamplesFile
+) -> list[SetOutcome]:
+    """Return the outcomes on each set, whose samples are written as they come."""
     world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
     plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
     tokens = read_tokens(config, is_writer=world.rank == 0)
     prepared = prepare_reward(config, tokens.tokenizer, tokens.decode, resources=resources)
     columns = reward_columns(config, prepared)
-    _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns)
+    _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns, trains=False)
     check_sources(config, prepared, [], sets)
     agreed_fingerprint([], sets, world)
     evaluation = build_evaluation(config, sets, world)
@@ -105,36 +113,87 @@ def _run(
     )  # fmt: skip
     rollouts.sync.publish()
     replicas = roles.actor_engine.data_parallel
+    prompts = sum(len(one.prompts) for one in sets)
+
+    def each(scored: ScoredSamples) -> None:
+        rows = [row for part in replicas.gather_json(list(sample_rows(scored, tokens.decode))) for row in part]
+        samples.append(rows)
+        progress.report(samples.count // evaluation.plan.n, prompts, unit="prompts")
+
     with progress.phase("evaluating"):
-        outcomes = evaluation.run(0, rollout=rollouts.source, reward=scorer, ranks=replicas, decode=tokens.decode)
-    return outcomes, evaluation, tokens, replicas
+        return evaluation.run(
+            0, rollout=rollouts.source, reward=scorer, ranks=replicas, decode=tokens.decode, each=each
+        )
 
 
-def _rows(outcomes: Sequence[SetOutcome], evaluation: Evaluation, tokens: Tokens) -> Iterator[dict[str, Any]]:
+@dataclass
+class SamplesFile:
+    """samples.jsonl, which rank 0 writes part by part under another name: it has its own when all samples are in it."""
+
+    folder: Path
+    everyone: Ranks
+    count: int = field(default=0, init=False)  # of samples
+    _bytes: int = field(default=0, init=False)
+
+    @property
+    def unfinished(self) -> Path:
+        """Return the file of an evaluation that goes on."""
+        return self.folder / "samples.jsonl.part"
+
+    def append(self, rows: Sequence[JsonObject]) -> None:
+        """Write the samples of the next prompts, in order of prompt and sample; collective."""
+        ordered = sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in ordered).encode()
+        begins = self.count == 0
+        run_on_one(lambda: self._write(text, begins=begins), self.everyone)
+        self.count += len(rows)
+        self._bytes += len(text)
+
+    def _write(self, text: bytes, *, begins: bool) -> None:
+        if begins:
+            make_folder(self.folder)
+            remove_file(self.unfinished)
+        fd = open_new(self.unfinished) if begins else open_again(self.unfinished)
+        try:
+            write_at(fd, self._bytes, [memoryview(text)])
+            sync(fd)
+        finally:
+            os.close(fd)
+
+    def finish(self, results: JsonObject) -> None:
+        """Name the samples and write results.json; collective."""
+
+        def work() -> None:
+            rename(self.unfinished, self.folder / "samples.jsonl")
+            text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+            replace_text(self.folder / "results.json", text)
+
+        run_on_one(work, self.everyone)
+
+
+def sample_rows(scored: ScoredSamples, decode: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
     """Yield one row for each sample of this replica."""
-    for outcome in outcomes:
-        rollout, rewards, parts = outcome.rollout, outcome.rewards, outcome.rewards.parts
-        answered = [True] * len(rollout.lengths) if rollout.failed is None else (~rollout.failed).tolist()
-        scored = scored_rows(rollout, rewards).tolist()
-        right = evaluation.is_right(rewards) if evaluation.plan.counted else None
-        for row, number in enumerate(rollout.prompt_index.tolist()):
-            prompt, response = outcome.prompts.prompts[number], response_text(rollout, row, tokens.decode)
-            named = {} if parts is None else dict(zip(parts.names, parts.values[row].tolist(), strict=True))
-            yield {
-                "set": outcome.prompts.name,
-                "prompt_index": number,
-                "sample_index": int(rollout.sample_index[row]),
-                "row": prompt.index,
-                "prompt": prompt.text,
-                "response": response,
-                "reference": prompt.answer,
-                "answer": outcome.votes[row] if outcome.votes else None,
-                "reward": float(rewards.totals[row]) if rewards.scored and scored[row] else None,
-                "parts": {name: value for name, value in named.items() if scored[row] and not math.isnan(value)},
-                "right": right[row] if right is not None and scored[row] else None,
-                "finish": ("stop" if rollout.finished[row] else "length") if answered[row] else "failed",
-                "response_tokens": int(rollout.loss_mask[row].sum()),
-            }
+    rollout, rewards, parts = scored.rollout, scored.rewards, scored.rewards.parts
+    answered = [True] * len(rollout.lengths) if rollout.failed is None else (~rollout.failed).tolist()
+    has_score = scored_rows(rollout, rewards).tolist()
+    for row, number in enumerate(rollout.prompt_index.tolist()):
+        prompt = scored.prompts[number]
+        named = {} if parts is None else dict(zip(parts.names, parts.values[row].tolist(), strict=True))
+        yield {
+            "set": scored.name,
+            "prompt_index": scored.first + number,
+            "sample_index": int(rollout.sample_index[row]),
+            "row": prompt.index,
+            "prompt": prompt.text,
+            "response": response_text(rollout, row, decode),
+            "reference": prompt.answer,
+            "answer": scored.votes[row] if scored.votes else None,
+            "reward": float(rewards.totals[row]) if rewards.scored and has_score[row] else None,
+            "parts": {name: value for name, value in named.items() if has_score[row] and not math.isnan(value)},
+            "right": scored.right[row] if scored.right else None,
+            "finish": ("stop" if rollout.finished[row] else "length") if answered[row] else "failed",
+            "response_tokens": int(rollout.loss_mask[row].sum()),
+        }
 
 
 def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
@@ -151,13 +210,3 @@ def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
     names = ("torch", "transformers", "megatron-core", "sglang")
     versions = {"mega-rl": __version__} | {name: installed_version(name) for name in names}
     return {"sets": sets, "seed": config.trainer.seed, "versions": versions, "config": as_record(config)}
-
-
-def _write(folder: Path, rows: Sequence[JsonObject], results: JsonObject, order: Sequence[str]) -> None:
-    """Write samples.jsonl and results.json."""
-    make_folder(folder)
-    places = {name: place for place, name in enumerate(order)}
-    ordered = sorted(rows, key=lambda row: (places[row["set"]], row["prompt_index"], row["sample_index"]))
-    lines = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in ordered)
-    replace_text(folder / "samples.jsonl", lines)
-    replace_text(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

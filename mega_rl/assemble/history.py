@@ -45,7 +45,10 @@ def _identity(config: Config, ranks: Ranks, *, data_fingerprint: str) -> dict[st
             named, local = recorded(config).data, config.data
             names = [*named.train_files, *named.mixture.files()]
             files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
-            read = {"model": model_identity(Path(config.model.path)), FILES: file_records(files)}
+            read = {
+                "model": model_identity(Path(config.model.path)),
+                FILES: file_records(files, sampled=local.stream.rows > 0),
+            }
         except (UserError, OSError) as error:
             message = str(error)
     message = first_failure(message, ranks)
@@ -63,12 +66,12 @@ class Restored(NamedTuple):
 
 
 def resume(
-    checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, steps: int, prompts_per_step: int
+    checkpoints: RunCheckpoints, kl: KLController, sync: WeightSync, *, steps: int, prompts_per_step: int, length: str
 ) -> Restored:
     """Restore the latest checkpoint and return the position that it had come to; zeros when the run starts afresh.
 
     `steps` of the run are all that there are to do. prompts_per_step: drawn by each step of a checkpoint of a version
-    that kept no number.
+    that kept no number. length: the setting that says how long the run is.
     """
     with progress.phase("reading the checkpoint"):
         checkpoint = checkpoints.restore()
@@ -79,7 +82,7 @@ def resume(
     log.info("resumed after step %d", checkpoint.step)
     if checkpoint.step >= steps:
         log.info(
-            "step %d of %d is done: nothing is left to train; raise trainer.steps to train on", checkpoint.step, steps
+            "step %d of %d is done: nothing is left to train; raise %s to train on", checkpoint.step, steps, length
         )
     return Restored(checkpoint.step, int(checkpoint.state.get("prompts_drawn", checkpoint.step * prompts_per_step)))
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -116,9 +117,13 @@ def record_writer(root: Path, roles: Roles, *, everyone: Ranks, limit: int) -> R
 def step_columns(config: Config, roles: Roles) -> StepColumns:
     """Return the columns of a run's steps."""
     on_policy = is_on_policy(config)
+    from_sampler = on_policy or config.algorithm.old_logprobs == "rollout"
     return StepColumns(
         roles.actor_engine.data_parallel,
-        policy=roles.actor if on_policy or config.algorithm.old_logprobs == "rollout" else None,
+        policy=partial(roles.models.in_turn("actor").forward, with_entropy=True)
+        if from_sampler or config.metrics.records.entropy
+        else None,
+        from_sampler=from_sampler,
         reward_kl=build_reward_kl(config, roles.kl),
         correction=build_correction(config),
         on_policy=on_policy,

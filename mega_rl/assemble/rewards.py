@@ -10,15 +10,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mega_rl.assemble.roles import Roles
 from mega_rl.config.plugins.choices import ADVANTAGE
-from mega_rl.config.schema import Config, RewardConfig
+from mega_rl.config.schema import Config, RewardConfig, RewardPoolConfig
+from mega_rl.config.schema.sandbox import CODE_TESTS, runs_code
 from mega_rl.cores import own_cores
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.protocols import Ranks, SampleListener, Scorer
 from mega_rl.types import Prompt, PromptSet
+from mega_rl.workers.code.cases import UnknownTestsError, read_cases
+from mega_rl.workers.code.reward import specification
 from mega_rl.workers.reward import AbsentScorer, FunctionRewards, RewardWorker, TextScorer
-from mega_rl.workers.reward_functions import RewardFunction, resolve
+from mega_rl.workers.reward_functions import CHEAP, RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TokenRows, token_rows
 from mega_rl.workers.reward_pool.pool import RewardPool
@@ -95,15 +98,32 @@ def check_sources(
     train: Sequence[Prompt],
     held_out: Sequence[PromptSet],
 ) -> None:
-    """Raise UserErrors where the data sources of the rows are not those of reward.sources.
+    """Raise UserErrors where the data sources of the rows are not those of reward.sources, or tests have no known form.
 
     train: empty of an evaluation, whose rows need not have every source.
     """
+    if problem := _unknown_tests(config.reward, [*train, *(prompt for one in held_out for prompt in one.prompts)]):
+        raise UserError(problem)
     if not isinstance(prepared, FunctionRewards | PooledRewards) or not isinstance(prepared.call, FunctionSet):
         return
     others = [prompt for one in held_out for prompt in one.prompts]
     if problems := source_problems(prepared.call, train, others, key=config.data.source_key):
         raise UserErrors(problems)
+
+
+def _unknown_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
+    """Return what is wrong with the first row whose tests `code_tests` cannot read; None without one."""
+    if not runs_code(reward):
+        return None
+    for prompt in prompts:
+        names = reward.sources.get(prompt.source, ()) if reward.sources else reward.functions
+        if reward.functions and CODE_TESTS not in (reward.functions[name] for name in names):
+            continue
+        try:
+            read_cases(prompt.answer, prompt.row)
+        except UnknownTestsError as error:
+            return f"row {prompt.index}: the reward function {CODE_TESTS} cannot read its tests: {error}"
+    return None
 
 
 def build_reward(
@@ -165,10 +185,16 @@ def _function_rewards(
     """Return the reward function, called in this process or in workers. Raises UserError."""
     if function is not None and reward.functions:
         raise UserError("reward.functions names functions, but a Python program has given one; leave one of them out")
-    named = load_call(reward.functions, reward.sources) if reward.functions else None
-    scoring = named if isinstance(named, FunctionSet) else resolve(reward.function, function)
-    rewards = FunctionRewards(scoring, concurrency=reward.pool.concurrency)
+    functions = {name: _specified(spec, reward) for name, spec in reward.functions.items()}
+    named = load_call(functions, reward.sources) if functions else None
+    scoring = named if isinstance(named, FunctionSet) else resolve(_specified(reward.function, reward), function)
     pool, num_workers = reward.pool, reward.pool.workers
+    rewards = FunctionRewards(scoring, concurrency=pool.concurrency, batch_size=pool.batch_size)
+    if not rewards.call.batched and pool.batch_size != RewardPoolConfig().batch_size:
+        raise UserError(
+            f"reward.pool.batch_size={pool.batch_size} has no effect: no function takes several responses at a time; "
+            "give it the parameter responses in the place of response, or leave the setting out"
+        )
     if num_workers > 0 and function is not None:
         raise UserError(
             f"reward.pool.workers={num_workers}: workers load a function by its name, and this one was given by a "
@@ -176,21 +202,27 @@ def _function_rewards(
         )
     if num_workers < 0:  # comparing two strings needs no process
         names = {*reward.functions.values()} or {reward.function}
-        in_process = function is not None or names == {"exact_match"}
+        in_process = function is not None or names <= CHEAP
         num_workers = 0 if in_process else min(MAX_WORKERS, own_cores() - 1)
     if num_workers == 0:
         return rewards
     workers = RewardPool(
         WorkerOrder(
-            reward.functions or reward.function,
+            functions or _specified(reward.function, reward),
             memory_bytes=pool.memory_mib << 20,
             concurrency=pool.concurrency if rewards.call.is_async else 0,
+            batch_size=pool.batch_size if rewards.call.batched else 0,
         ),
         num_workers=num_workers,
         timeout_s=pool.timeout_s,
     )
     resources.callback(workers.close)
     return PooledRewards(rewards.call, workers)
+
+
+def _specified(function: str, reward: RewardConfig) -> str:
+    """Return the name of a reward function as any process reads it: with its settings, if it has some."""
+    return specification(reward.sandbox) if function == CODE_TESTS else function
 
 
 def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TokenRows:

@@ -73,6 +73,14 @@ class Roles:
         )
 
 
+def idle_phases(config: Config, roles: Roles) -> list[str]:
+    """Return the phases of a step in which a run with these roles does nothing."""
+    from_sampler = config.algorithm.old_logprobs == "rollout" or is_on_policy(config)
+    idle = ["old_logprobs"] if from_sampler else []
+    idle += ["ref_logprobs"] if isinstance(roles.reference, AbsentWorker) else []  # one that only teaches is absent
+    return idle + (["values", "update_critic"] if isinstance(roles.critic, AbsentWorker) else [])
+
+
 def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colocated: bool) -> Roles:
     """Return every role of the plan with its weights loaded; collective. colocated: servers share the devices."""
     models = ResidentModels(accelerator, one_at_a_time=models_take_turns(plan.config, colocated=colocated))

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
@@ -20,9 +19,7 @@ from mega_rl.assemble.data import (
     Tokens,
     agreed_fingerprint,
     load_data,
-    prompt_sampler,
     read_tokens,
-    source_lines,
     warn_of_date,
     warn_of_few,
     with_length,
@@ -30,13 +27,17 @@ from mega_rl.assemble.data import (
 from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
+from mega_rl.assemble.prompts.order import PromptOrder, prompt_order, source_lines
+from mega_rl.assemble.prompts.sampling import StepSampling, step_sampling
+from mega_rl.assemble.prompts.stream import TrainStreams, open_streams
 from mega_rl.assemble.records import build_recorder
 from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
-from mega_rl.assemble.roles import Roles, build_roles, role_facts
+from mega_rl.assemble.roles import Roles, build_roles, idle_phases, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.assemble.sources import OwnRollouts, load_data_source, load_rollout_source
 from mega_rl.checkpoint.export import HfExports
+from mega_rl.checkpoint.run_state import ORDER
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
@@ -44,7 +45,6 @@ from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig
-from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.errors import UserError
 from mega_rl.metrics.flops import peak_flops
 from mega_rl.metrics.sinks import make_sink
@@ -53,14 +53,13 @@ from mega_rl.metrics.steps import StepMeter, StepTraces
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import MetricsSink, Ranks, RolloutSource, Scorer
+from mega_rl.protocols import MetricsSink, Ranks, RolloutSource
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
-from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
 from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.trainer.loop import PromptSource
 from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
 from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, RolloutLogprobs
+from mega_rl.trainer.order.state import OrderState
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.validation import Evaluation
@@ -82,7 +81,8 @@ class _RunInputs:
 
     tokens: Tokens
     reward: TextScorer | TokenRows | None  # None: the run has no reward
-    train: list[Prompt]
+    train: list[Prompt]  # empty of a run that streams them
+    streams: TrainStreams | None
     evaluation: Evaluation  # of the held-out prompts
     own_rollouts: OwnRollouts | None
 
@@ -95,7 +95,7 @@ class _LoadedRun:
     inputs: _RunInputs
     world: Ranks
     roles: Roles
-    prompts: StepOrder
+    prompts: PromptOrder
     rollouts: Rollouts
     restored: Restored  # from the checkpoint that all of it comes from
 
@@ -117,9 +117,11 @@ def build_trainer(
     world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
     inputs = _read_inputs(plan, reward_function, everyone=world, resources=resources)
+    given = config.trainer
     config = with_length(config, len(inputs.train), world_size=world.size)
     plan = dataclasses.replace(plan, config=config)
     fingerprint = agreed_fingerprint(inputs.train, inputs.evaluation.sets, world)
+    fingerprint = fingerprint if inputs.streams is None else inputs.streams.fingerprint
     checkpoints = build_checkpoints(config, groups, data_fingerprint=fingerprint)
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     # Servers with devices of their own come up while the models are built; those that share the trainer's have
@@ -127,13 +129,19 @@ def build_trainer(
     servers = start_servers(plan, accelerator, world, resources)
     colocated = servers is not None and is_colocated(config, accelerator)
     roles = build_roles(plan, accelerator, groups, colocated=colocated)
-    prompts = prompt_sampler(config, inputs.train)
+    prompts = prompt_order(config, inputs.train, inputs.streams)
+    resources.callback(prompts.steps.close)
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(
             plan, accelerator, world, servers, roles,
-            checkpoints=checkpoints, inputs=RolloutInputs(prompts.batch, inputs.own_rollouts), resources=resources,
+            checkpoints=checkpoints,
+            inputs=RolloutInputs(prompts.steps.batch, inputs.own_rollouts),
+            resources=resources,
         )  # fmt: skip
-    restored = _restore(checkpoints, roles, rollouts, config.trainer)
+    if prompts.rates is not None or prompts.steps.numbers():
+        checkpoints.add_engine(ORDER, OrderState(prompts.steps, prompts.rates, world))
+    length = "trainer.epochs" if given.epochs else "trainer.steps"
+    restored = _restore(checkpoints, roles, rollouts, config.trainer, length=length)
     checkpoints.move_earlier_run(Path(config.trainer.run_dir))
     parts = _LoadedRun(plan, inputs, world, roles, prompts, rollouts, restored)
     metrics = _open_records(parts)
@@ -149,21 +157,22 @@ def _read_inputs(
     tokens = read_tokens(config, is_writer=is_writer)
     own_rollouts, source = load_rollout_source(config, tokens), load_data_source(config)
     reward = prepare_reward(config, tokens.tokenizer, tokens.decode, reward_function, resources=resources)
-    train, held_out = load_data(
-        config,
-        tokens,
-        vocab_size=plan.models["actor"].hf.vocab_size,
-        columns=reward_columns(config, reward),
-        source=source,
-    )
-    check_sources(config, reward, train, held_out)
-    if is_writer:
+    vocab_size, columns = plan.models["actor"].hf.vocab_size, reward_columns(config, reward)
+    train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
+    check = partial(check_sources, config, reward, held_out=held_out)
+    streams = open_streams(config, tokens, vocab_size=vocab_size, columns=columns, ranks=everyone, check=check)
+    if streams is None:
+        check(train)
+    if is_writer and streams is None:
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
+    if is_writer:
         warn_of_date(tokens.tokenizer, config.data.chat)
-    return _RunInputs(tokens, reward, train, build_evaluation(config, held_out, everyone), own_rollouts)
+    return _RunInputs(tokens, reward, train, streams, build_evaluation(config, held_out, everyone), own_rollouts)
 
 
-def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trainer: TrainerConfig) -> Restored:
+def _restore(
+    checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trainer: TrainerConfig, *, length: str
+) -> Restored:
     """Return the position of the checkpoint that everything was restored from; zeros when the run starts afresh."""
     for role in TRAINED_ROLES:
         if role in roles.engines:
@@ -172,7 +181,10 @@ def _restore(checkpoints: RunCheckpoints, roles: Roles, rollouts: Rollouts, trai
         checkpoints.add_engine("reference", roles.average)
     if rollouts.pending is not None:
         checkpoints.add_rank_state("rollout", rollouts.pending)
-    return resume(checkpoints, roles.kl, rollouts.sync, steps=trainer.steps, prompts_per_step=trainer.prompts_per_step)
+    return resume(
+        checkpoints, roles.kl, rollouts.sync,
+        steps=trainer.steps, prompts_per_step=trainer.prompts_per_step, length=length,
+    )  # fmt: skip
 
 
 def _open_records(parts: _LoadedRun) -> MetricsSink:
@@ -184,7 +196,7 @@ def _open_records(parts: _LoadedRun) -> MetricsSink:
             log.warning("this run saves nothing: its weights are lost at its end; set checkpoint.save_final=true")
         for line in advice(config):
             log.warning("%s", line)
-        for line in source_lines(parts.inputs.train, parts.prompts, steps=config.trainer.steps):
+        for line in source_lines(parts.inputs.train, parts.prompts.steps, steps=config.trainer.steps):
             log.info("%s", line)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
@@ -218,7 +230,7 @@ def _step_meter(parts: _LoadedRun, accelerator: Accelerator) -> StepMeter:
         traces = StepTraces(Path(trainer.run_dir) / "profile", steps=profile.steps, rank=rank, memory=profile.memory)
     in_bf16 = parts.plan.config.model.dtype == "bf16"
     return StepMeter(
-        PhaseTimer(synchronize=accelerator.synchronize),
+        PhaseTimer(synchronize=accelerator.synchronize, idle=idle_phases(parts.plan.config, parts.roles)),
         parts.roles.work,
         ranks=parts.world,
         peak_flops=1e12 * profile.peak_tflops or (peak_flops(accelerator.model) if in_bf16 else None),
@@ -272,16 +284,8 @@ def _connect(
     )
 
 
-class _Sampling(NamedTuple):
-    """Parts of the trainer that sample and score."""
-
-    prompts: PromptSource
-    rollout: RolloutSource
-    reward: Scorer
-
-
-def _sampling(parts: _LoadedRun, timer: StepMeter) -> _Sampling:
-    """Return the sources of prompts, rollouts and rewards; with dynamic sampling one object is all three."""
+def _sampling(parts: _LoadedRun, timer: StepMeter) -> StepSampling:
+    """Return the sources of prompts, rollouts and rewards."""
     config, rollouts = parts.plan.config, parts.rollouts
     rollout = _known_tokens(rollouts.source, parts.roles, parts.world)
     if not config.trainer.async_steps:  # else the phase is a wait for samples, and its rate says nothing
@@ -295,24 +299,8 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> _Sampling:
         on_device=rollouts.on_device,
         listen=rollouts.listen,
     )
-    settings, per_step = config.rollout.dynamic_sampling, config.trainer.prompts_per_step
-    if not settings.max_generations:
-        return _Sampling(parts.prompts, rollout, reward)
-    dynamic = DynamicSampling(
-        draw=parts.prompts.take,
-        source=rollout,
-        scorer=reward,
-        ranks=parts.roles.actor_engine.data_parallel,
-        phase=timer.phase,
-        plan=SamplingPlan(
-            per_step,
-            settings.prompts or per_step,
-            settings.max_generations,
-            by_parts=ADVANTAGE.needs(config, "needs_parts"),
-        ),
-        drawn=parts.restored.prompts_drawn,
-    )
-    return _Sampling(dynamic, dynamic, dynamic)
+    ranks, drawn = parts.roles.actor_engine.data_parallel, parts.restored.prompts_drawn
+    return step_sampling(config, parts.prompts, rollout, reward, ranks=ranks, phase=timer.phase, drawn=drawn)
 
 
 def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:

@@ -13,7 +13,8 @@ _WITHOUT_EFFECT = (
     "trainer.device", "trainer.microbatch.", "trainer.profile.", "trainer.val_interval", "model.path",
     "model.recompute", "model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation",
     "rollout.hf.", "rollout.sglang.", "rollout.bucket_mib", "rollout.verify_interval", "rollout.mismatch.",
-    "data.source", "data.train_files", "data.val_files", "reward.http.", "reward.model.attn_implementation",
+    "data.source", "data.stream.timeout_s", "data.train_files", "data.val_files",
+    "reward.http.", "reward.model.attn_implementation",
 )  # fmt: skip
 # Of engine.megatron, which only says where and how things are computed, these change what is.
 _WITH_EFFECT = (

@@ -16,6 +16,7 @@ from torch import Tensor
 from mega_rl import progress
 from mega_rl.checkpoint.format.reader import MAX_THREADS, Checkpoint, StoredPiece
 from mega_rl.checkpoint.format.untrusted import limited
+from mega_rl.checkpoint.run_state import ORDER
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import all_failures
 from mega_rl.parallel.boxes import intersection, within
@@ -28,6 +29,7 @@ _ANOTHER_MODEL = (
     "checkpoint.resume=never, which starts anew and keeps what is there in previous/"
 )
 _OF_A_RANK = re.compile(r"rank\d{5,}/")
+_OF_THE_ORDER = f"{ORDER}/"
 HEARD_RANKS = 8  # whose problems are shown; a checkpoint's problems are mostly the same on all
 
 
@@ -88,8 +90,12 @@ def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[PieceCop
 
 
 def _left_over(checkpoint: Checkpoint, pieces: Sequence[Piece], ranks: Ranks) -> list[str]:
-    """Return a problem for every tensor that no rank has a place for, except those of single ranks; collective."""
-    names = sorted(name for name in checkpoint.manifest.tensors if not _OF_A_RANK.match(name))
+    """Return a problem for every tensor that no rank has a place for; collective.
+
+    Not for those of single ranks and of an order of prompts, which a run may do without.
+    """
+    names = sorted(name for name in checkpoint.manifest.tensors if not name.startswith(_OF_THE_ORDER))
+    names = [name for name in names if not _OF_A_RANK.match(name)]
     wanted = {piece.name for piece in pieces}
     placed = ranks.max(torch.tensor([name in wanted for name in names], dtype=torch.int32)).tolist()
     return [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.checkpoint.changes import changes, in_words
+from mega_rl.data.stream.shards import FileShard
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_reader import CheckpointReader, TensorInfo
@@ -40,11 +41,17 @@ def model_identity(folder: Path) -> str:
     return CONTENT + digest.hexdigest()
 
 
-def file_records(files: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Return [bytes, SHA-256] of every data file that is there, by its name for people."""
-    records = {}
+def file_records(files: Mapping[str, str], *, sampled: bool = False) -> dict[str, list[int | str]]:
+    """Return [bytes, SHA-256] of every data file that is there, by its name for people.
+
+    sampled: of files that are streamed, and too large to be read at every start; also names of the Hub, without bytes.
+    """
+    records: dict[str, list[int | str]] = {}
     for name, path in files.items():
-        if Path(path).is_file():
+        if sampled:
+            is_file = Path(path).is_file()
+            records[name] = [os.stat(path).st_size, FileShard(Path(path)).identity()] if is_file else [0, path]
+        elif Path(path).is_file():
             with open(path, "rb") as file:
                 records[name] = [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
     return records

@@ -23,7 +23,7 @@ from mega_rl.config.schema import CheckpointConfig
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.parallel.boxes import whole
-from mega_rl.protocols import Ranks, StatefulModel
+from mega_rl.protocols import Ranks
 from mega_rl.storage.safetensors_reader import DTYPES
 from mega_rl.types import Piece
 
@@ -121,10 +121,11 @@ def restore_from(folder: Path, run: RunState, *, fetch: Fetch | None = None) -> 
     with checkpoint:
         manifest = checkpoint.manifest
         _check_identity(folder, manifest, run)
-        _check_engines(folder, manifest, run.engines)
+        _check_engines(folder, manifest, run)
+        engines = run.restorable(manifest.numbers)
         same_layout = (manifest.world_size, manifest.layout) == (ranks.size, run.layout)
         pieces = []
-        for name, engine in run.engines.items():
+        for name, engine in engines.items():
             pieces += [replace(piece, name=f"{name}/{piece.name}") for piece in engine.state().pieces]
         prefixes = {name: rank_prefix(ranks.rank, name) for name in run.rank_states}
         kept = {name: _own(checkpoint, prefix) if same_layout else {} for name, prefix in prefixes.items()}
@@ -140,7 +141,7 @@ def restore_from(folder: Path, run: RunState, *, fetch: Fetch | None = None) -> 
             raise DamagedError(str(error)) from error
     if not same_layout and ranks.rank == 0:
         log.info("%s is of the layout %s: ranks draw fresh random numbers", folder, manifest.layout)
-    for name, engine in run.engines.items():
+    for name, engine in engines.items():
         engine.resume_from(manifest.numbers[name])
     for name, rank_state in run.rank_states.items():
         rank_state.restore(kept[name] or None)
@@ -177,9 +178,8 @@ def report_changes(manifest: Manifest, config: Mapping[str, Any]) -> None:
         log.info("settings differ from the checkpoint's: %s", in_words(others))
 
 
-def _check_engines(folder: Path, manifest: Manifest, engines: Mapping[str, StatefulModel]) -> None:
-    missing = [name for name in engines if name not in manifest.numbers]
-    surplus = [name for name in manifest.numbers if name not in engines]
+def _check_engines(folder: Path, manifest: Manifest, run: RunState) -> None:
+    missing, surplus = run.mismatched(manifest.numbers)
     if missing or surplus:
         what = " and ".join([f"no {name}" for name in missing] + [f"a {name} that this run lacks" for name in surplus])
         raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -15,18 +16,28 @@ from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.types import JsonObject, Metrics, Piece
 
 Numbers = dict[str, dict[str, int | float]]
+ORDER = "order"  # state of the order of prompts, beside the engines; a run may begin or cease to have one
 
 
 @dataclass(frozen=True)
 class RunState:
     """Engines, states of ranks and identity of a run."""
 
-    engines: dict[str, StatefulModel]  # "actor", "critic"
+    engines: dict[str, StatefulModel]  # "actor", "critic", ORDER
     rank_states: dict[str, RankState]
     ranks: Ranks  # all
     identity: JsonObject  # must agree for a resume to make sense: seed, data fingerprint, model
     layout: str  # random numbers and rollouts of ranks are taken back on the same only
     config: JsonObject  # as JSON carries it, for the record
+
+    def restorable(self, numbers: Mapping[str, object]) -> dict[str, StatefulModel]:
+        """Return the engines that a checkpoint with these numbers fills: all but an order of which it has no state."""
+        return {name: engine for name, engine in self.engines.items() if name != ORDER or name in numbers}
+
+    def mismatched(self, numbers: Mapping[str, object]) -> tuple[list[str], list[str]]:
+        """Return (engines that a checkpoint with these numbers lacks, those that this run lacks)."""
+        missing = [name for name in self.engines if name not in numbers and name != ORDER]
+        return missing, [name for name in numbers if name not in self.engines and name != ORDER]
 
     def collect(self) -> tuple[list[Piece], Numbers]:
         """Return the pieces that this rank writes, and the engines' numbers; collective."""

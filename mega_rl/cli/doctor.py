@@ -20,6 +20,9 @@ from mega_rl.accelerator.patches import patches
 from mega_rl.config.checkout import made_by_make
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install
+from mega_rl.sandbox.bubblewrap import Tool
+from mega_rl.sandbox.limits import Limits, SandboxError
+from mega_rl.sandbox.local import LocalSandbox
 from mega_rl.versions import installed_version
 
 CORE = (
@@ -72,6 +75,7 @@ def report() -> Iterator[str]:
     yield ""
     yield from (_optional_line(package) for package in OPTIONAL)
     yield _sglang_line()
+    yield _sandbox_line()
     yield ""
     yield from _patches()
 
@@ -119,6 +123,19 @@ def _sglang_line() -> str:
         wrong = "" if installation.version == SGLANG_VERSION else f"; mega_rl works with {SGLANG_VERSION} only"
         status = f"{installation.version}, {where}{wrong}"
     return f"{'sglang':<20} {status}"
+
+
+def _sandbox_line() -> str:
+    problem = _no_sandbox()
+    return f"{'sandbox':<20} {problem or 'bubblewrap works: programs can be run for rewards'}"
+
+
+def _no_sandbox() -> str | None:
+    try:
+        LocalSandbox(Tool.find(), Limits()).check()
+    except SandboxError as error:
+        return str(error)
+    return None
 
 
 def _devices() -> Iterator[str]:
@@ -214,6 +231,7 @@ REQUIREMENTS: Mapping[str, Callable[[], str | None]] = {
     "apex": lambda: _does_not_load("fused_weight_gradient_mlp_cuda"),  # all of it that is used
     "flash-attn": lambda: _does_not_load("flash_attn"),
     "sglang": _no_sglang,
+    "sandbox": _no_sandbox,
     "ray": lambda: _does_not_load("ray"),
     "wandb": lambda: _does_not_load("wandb"),
     "mlflow": lambda: _does_not_load("mlflow"),

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from mega_rl.config.keys import keys_in
 from mega_rl.config.schema import Config
+from mega_rl.config.schema.sandbox import runs_code
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,15 @@ def within(
     area = attrgetter(section)
     keys = tuple(f"{section}.{name}" for name in names.split())
     return Need(keys, condition, lambda config: holds(area(config)), fault)
+
+
+SANDBOX_NEEDS = (
+    Need(keys_in("reward.sandbox"), "the reward function code_tests", lambda config: runs_code(config.reward)),
+    within("reward.sandbox", "url key_file", "reward.sandbox.kind=remote", lambda sandbox: sandbox.kind == "remote"),
+    within(
+        "reward.sandbox",
+        "processes tmp_mib interpreter",
+        "reward.sandbox.kind=local: a service has limits of its own",
+        lambda sandbox: sandbox.kind == "local",
+    ),
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mega_rl.config.conditions import Need, Unmet, within
+from mega_rl.config.conditions import SANDBOX_NEEDS, Need, Unmet, within
 from mega_rl.config.keys import flat, keys_below, keys_in, open_ended
 from mega_rl.config.plugins.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.schema import Config, KlConfig
@@ -240,11 +240,12 @@ _NEEDS = (
         lambda config: bool(config.validation.counted),
     ),
     Need(
-        ("validation.temperature",),
+        ("validation.temperature", "validation.max_new_tokens"),
         "rollout.source=single_turn: a source of one's own samples as it does, and validates greedily",
         lambda config: config.rollout.source == "single_turn",
         fault="cannot work",
     ),
+    *SANDBOX_NEEDS,
     Need(("reward.function",), "no reward.functions", lambda config: not config.reward.functions),
     Need(("reward.sources",), "reward.functions", lambda config: bool(config.reward.functions)),
     Need(("data.source_key",), "reward.sources", lambda config: bool(config.reward.sources)),
@@ -271,7 +272,9 @@ _NEEDS = (
         lambda config: config.checkpoint.save_interval > 0,
     ),
     Need(("checkpoint.fallback",), "checkpoint.resume=auto", lambda config: config.checkpoint.resume == "auto"),
-    within("metrics.records", "max_mib weights", "metrics.records.interval above 0", lambda own: own.interval > 0),
+    within(
+        "metrics.records", "max_mib entropy weights", "metrics.records.interval above 0", lambda own: own.interval > 0
+    ),
     Need(("metrics.project", "metrics.run_name"), "metrics.trackers", lambda config: bool(config.metrics.trackers)),
     Need(
         ("rollout.dtype", "rollout.verify_interval"),

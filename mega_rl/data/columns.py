@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,11 @@ class RowColumns:
         """Columns that every row must have."""
         of_reward = (self.prompt, self.answer) if self.reward.answer else (self.prompt,)
         return (*of_reward, self.difficulty) if self.difficulty else of_reward
+
+    def read_of(self, names: Sequence[str]) -> list[str] | None:
+        """Return which columns of those that a file has are read; None for all."""
+        keys = dict.fromkeys((self.prompt, self.answer, self.difficulty, self.source))
+        return None if self.reward.every else [key for key in keys if key in names]
 
     def source_of(self, row: Mapping[str, Any]) -> str:
         """Return the data source of a row; empty where it names none, or nothing reads it."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-SPLIT, EPOCH, MINIBATCH, CURRICULUM = range(4)  # what a permutation is for; keeps their random numbers apart
+# Purposes of random orders, which keep their random numbers apart.
+SPLIT, EPOCH, MINIBATCH, CURRICULUM, SUCCESS, STREAM = range(6)
 
 
 def permutation(size: int, *, key: Sequence[int]) -> list[int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,47 @@ class Tokenizer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PromptReading:
+    """Columns, template and tokenizer that rows of prompts are read with, and the fate of rows that do not fit."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    columns: RowColumns
+    template: ChatTemplate | None
+    max_prompt_tokens: int
+    overlong: str = "error"
+    malformed: str = "error"
+
+    def prompts(
+        self, rows: Iterable[tuple[str, object]], fatal: list[str], *, first: int = 0
+    ) -> tuple[list[Prompt], int]:
+        """Return (prompts of rows given by place and content, number of rows); rows are numbered from `first` on.
+
+        fatal: problems of files, to which reading `rows` may add. Raises UserErrors with all problems.
+        """
+        bad: list[str] = []
+        parsed: list[PromptRow] = []
+        index = first
+        for where, content in rows:
+            try:
+                parsed.append(parse_row(content, where, index, self.columns, self.template))
+            except RowProblem as problem:
+                bad.append(f"{where}: {problem}")
+            index += 1
+        prompts, long = _tokenise(
+            parsed,
+            self.tokenizer,
+            add_special_tokens=self.template is None,
+            max_tokens=self.max_prompt_tokens,
+            vocab_size=self.vocab_size,
+            fatal=fatal,
+            bad=bad,
+        )
+        _report(fatal, bad, long, malformed=self.malformed, overlong=self.overlong)
+        return prompts, index - first
+
+
 def load_prompts(
     files: Sequence[str | Path] | RowSource,
     *,
@@ -61,29 +103,12 @@ def load_prompts(
     """
     if not files:
         raise UserError("no prompt files are given: set data.train_files to JSONL or Parquet files")
+    reading = PromptReading(tokenizer, vocab_size, columns, template, max_prompt_tokens, overlong, malformed)
     fatal: list[str] = []
-    bad: list[str] = []
-    rows: list[PromptRow] = []
-    index = 0
-    for where, content in read_rows(files, columns, fatal):
-        try:
-            rows.append(parse_row(content, where, index, columns, template))
-        except RowProblem as problem:
-            bad.append(f"{where}: {problem}")
-        index += 1
-    prompts, long = _tokenise(
-        rows,
-        tokenizer,
-        add_special_tokens=template is None,
-        max_tokens=max_prompt_tokens,
-        vocab_size=vocab_size,
-        fatal=fatal,
-        bad=bad,
-    )
-    _report(fatal, bad, long, malformed=malformed, overlong=overlong)
+    prompts, num_rows = reading.prompts(read_rows(files, columns, fatal), fatal)
     if not prompts:
         names = files.name if isinstance(files, RowSource) else ", ".join(map(str, files))
-        raise UserError(f"{names}: no usable prompt is left of {index} rows")
+        raise UserError(f"{names}: no usable prompt is left of {num_rows} rows")
     return prompts
 
 

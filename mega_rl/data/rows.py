@@ -67,7 +67,7 @@ def _read(file: Path, columns: RowColumns, fatal: list[str]) -> Iterator[tuple[s
             empty = False
             yield place
     except OSError as error:
-        fatal.append(f"{file}: cannot be read: {_one_line(error)}")
+        fatal.append(f"{file}: cannot be read: {one_line(error)}")
         return
     except UserError as error:
         fatal.append(str(error))
@@ -76,16 +76,24 @@ def _read(file: Path, columns: RowColumns, fatal: list[str]) -> Iterator[tuple[s
         fatal.append(f"{file}: holds no rows")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return the error's text on one line; Arrow's and Jinja's have several."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(reason.split())
 
 
 def _read_jsonl(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
+    return read_jsonl(file)
+
+
+def read_jsonl(file: Path, *, skip: int = 0) -> Iterator[tuple[str, object]]:
+    """Yield (place, row) of a JSONL file from row `skip` on, a RowProblem for an unreadable row."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
+                continue
+            if skip:
+                skip -= 1
                 continue
             try:
                 row: Any = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
@@ -109,13 +117,12 @@ def _read_parquet(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
         missing = [key for key in columns.needed if key not in names]
         if missing:
             raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(names)}")
-        keys = dict.fromkeys((columns.prompt, columns.answer, columns.difficulty, columns.source))
-        read = None if columns.reward.every else [key for key in keys if key in names]
+        read = columns.read_of(names)
         stream = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True, columns=read)
         for number, row in enumerate(stream, start=1):
             yield f"{file}: row {number}", row
     except (pyarrow.ArrowException, datasets.exceptions.DatasetGenerationError) as error:
-        raise UserError(f"{file}: is not a readable Parquet file: {_one_line(error)}") from error
+        raise UserError(f"{file}: is not a readable Parquet file: {one_line(error)}") from error
 
 
 def parse_row(row: object, where: str, index: int, columns: RowColumns, template: ChatTemplate | None) -> PromptRow:
@@ -205,7 +212,7 @@ def _render(messages: list[dict[str, str]], template: ChatTemplate) -> str:
     try:
         return template.render(messages)
     except (ValueError, jinja2.TemplateError) as error:
-        raise RowProblem(f"the tokenizer's chat template refuses it: {_one_line(error)}") from error
+        raise RowProblem(f"the tokenizer's chat template refuses it: {one_line(error)}") from error
 
 
 def _kind(value: object) -> str:

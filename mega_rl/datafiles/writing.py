@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from mega_rl.datafiles.problems import ProblemSet
 from mega_rl.errors import UserError
-from mega_rl.hub.names import Role, dataset_name
+from mega_rl.hub.names import FolderName, Role, dataset_name, folder_name
 from mega_rl.storage.disk import make_folder, replace_text
 
 Source = tuple[str, str, Role]  # option ("--train"), its value, and which split is meant where it names none
@@ -31,8 +32,8 @@ def write_files(
     texts: dict[Path, list[str]] = {}
     for name, (option, rows, role) in sources.items():
         label = f"{option}={rows}"
-        file = _file(rows, role, label)
-        texts[out / name] = [_line(problems, row, instruction, f"{label}: row {n}") for n, row in _rows(file, label)]
+        numbered = enumerate(chain.from_iterable(_rows(file, label) for file in _files(rows, role, label)), start=1)
+        texts[out / name] = [_line(problems, row, instruction, f"{label}: row {n}") for n, row in numbered]
         if not texts[out / name]:
             raise UserError(f"{label}: holds no rows")
     make_folder(out)
@@ -41,36 +42,38 @@ def write_files(
     return {target: len(lines) for target, lines in texts.items()}
 
 
-def _file(rows: str, role: Role, label: str) -> Path:
-    """Return the local file of some rows, downloading a data set of the Hub. Raises UserError."""
-    name = dataset_name(rows)
+def _files(rows: str, role: Role, label: str) -> list[Path]:
+    """Return the local files of some rows, downloading a data set of the Hub. Raises UserError."""
+    name = folder_name(rows) or dataset_name(rows)
     if name is not None:
-        from mega_rl.hub.rows import fetch_rows
+        from mega_rl.hub.rows import fetch_rows, folder_files
 
-        return fetch_rows(name, role=role, label=label)[0]
+        if isinstance(name, FolderName):
+            return folder_files(name, role=role, label=label)
+        return [fetch_rows(name, role=role, label=label)[0]]
     file = Path(rows)
     if not file.is_file() or file.suffix not in (".parquet", ".jsonl"):
         raise UserError(
             f"{label}: needs a .parquet or .jsonl file that is there, or a name such as org/name:config:split"
         )
-    return file
+    return [file]
 
 
-def _rows(file: Path, label: str) -> Iterator[tuple[int, Any]]:
-    """Yield (number from 1, row). Raises UserError for a file that is not what its suffix says."""
+def _rows(file: Path, label: str) -> Iterator[Any]:
+    """Yield the rows. Raises UserError for a file that is not what its suffix says."""
     if file.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
 
         try:
-            yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), start=1)
+            yield from pyarrow.parquet.read_table(file).to_pylist()
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{label}: not a readable Parquet file: {' '.join(str(error).split())}") from None
         return
     try:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        for line in file.read_text(encoding="utf-8").splitlines():
             if line.strip():
-                yield number, json.loads(line)
+                yield json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{label}: not a file of JSON lines: {error}") from None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.distribution import BINS, QUANTILES, points_of
 from mega_rl.algorithms.sequences import Sequences, nothing_to_add
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.data.packing import MicroBatch, scatter_back
@@ -57,6 +58,7 @@ def finished(micro: MicroBatch, outputs: TokenOutputs, loss: LossOutput) -> Fini
         sums={name: value.detach() for name, value in loss.sums.items()},
         maxima={name: value.detach() for name, value in loss.maxima.items()},
         minima={name: value.detach() for name, value in loss.minima.items()},
+        log_histograms=loss.log_histograms,
     )
     return Finished(micro, TokenOutputs(**seen), kept)
 
@@ -84,16 +86,28 @@ def collect(
 
 
 def reduce_losses(results: Sequence[Finished], ranks: Ranks) -> Metrics:
-    """Return the loss metrics over micro-batches and `ranks`, those with different tokens; collective."""
+    """Return the loss metrics over micro-batches and `ranks`, those with different tokens; collective.
+
+    Of a histogram there are quantiles, as actor/ratio_p50.
+    """
     losses = [result.loss for result in results if result.loss is not None]
     sums = {name: torch.stack([loss.sums[name] for loss in losses]).sum() for name in losses[0].sums}
     maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).max() for name in losses[0].maxima}
     negated = {name: -torch.stack([loss.minima[name] for loss in losses]).min() for name in losses[0].minima}
-    reduced: Metrics = {}
-    for values, combine in ((sums, ranks.sum), (maxima | negated, ranks.max)):
-        if values:
-            stacked = combine(torch.stack(list(values.values())).double())
-            reduced.update(zip(values, stacked.tolist(), strict=True))
+    histograms = {
+        name: torch.stack([loss.log_histograms[name] for loss in losses]).sum(dim=0)
+        for name in losses[0].log_histograms
+    }
+    # One copy to the host for all that is added: it is what waits for the device.
+    added = ranks.sum(torch.cat([torch.stack(list(sums.values())).double(), *histograms.values()])).tolist()
+    reduced: Metrics = dict(zip(sums, added, strict=False))
+    for name, start in zip(histograms, range(len(sums), len(added), BINS), strict=True):
+        counts = torch.tensor(added[start : start + BINS], dtype=torch.float64)
+        points = points_of(counts, quantiles=QUANTILES)
+        ratios = torch.tensor(list(points.values()), dtype=torch.float64).exp().tolist()
+        reduced |= {f"{name}_{quantile}": ratio for quantile, ratio in zip(points, ratios, strict=True)}
+    if extremes := maxima | negated:
+        reduced |= zip(extremes, ranks.max(torch.stack(list(extremes.values())).double()).tolist(), strict=True)
     # The minimum of no tokens at all is infinite, and no number.
     minima = {name: -reduced.pop(name) for name in negated}
     return reduced | {name: value for name, value in minima.items() if value < math.inf}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 from typing import Literal
 
-from huggingface_hub import constants, get_token
+from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import (
     DisabledRepoError,
     GatedRepoError,
@@ -93,3 +94,21 @@ def _endpoint() -> str:
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def why_unreadable(error: Exception, *, repo: str, revision: str) -> str:
+    """Return why the library failed; it hides what the Hub answered, so the Hub is asked once more for access."""
+    said = partial(reason, repo=repo, revision=revision, kind="dataset")
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            HfApi().auth_check(repo, repo_type="dataset")
+        except FAILURES as refusal:
+            return said(refusal)
+    if constants.HF_HUB_OFFLINE or any(isinstance(cause, httpx.HTTPError) for cause in chain(error)):
+        return said(error)
+    return by_library(error)
+
+
+def by_library(error: Exception) -> str:
+    """Return an error of the datasets library in one line."""
+    return f"the datasets library cannot read it: {type(error).__name__}: {' '.join(str(error).split())[:500]}"

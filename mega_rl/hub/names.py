@@ -62,6 +62,18 @@ class DatasetName:
         return parts if self.revision == DEFAULT_REVISION else f"{parts}@{self.revision}"
 
 
+@dataclass(frozen=True)
+class FolderName:
+    """One split of one configuration of a local folder that holds what a dataset repository does."""
+
+    folder: str  # as it was given: "data/gsm8k"
+    config: str = ""  # "main"; "" for the only one, or the folder's default
+    split: str = ""  # "train"; "" for that of the role
+
+    def __str__(self) -> str:
+        return ":".join((self.folder, self.config, self.split)).rstrip(":")
+
+
 def model_name(text: str) -> ModelName | None:
     """Return the model that `text` names on the Hub, or None for a path."""
     match = None if Path(text).exists() else _MODEL.fullmatch(text)
@@ -70,9 +82,18 @@ def model_name(text: str) -> ModelName | None:
 
 def dataset_name(text: str) -> DatasetName | None:
     """Return the dataset that `text` names on the Hub, or None for a path."""
-    match = None if text.endswith(FILE_SUFFIXES) or Path(text).exists() else _DATASET.fullmatch(text)
+    is_local = text.endswith(FILE_SUFFIXES) or Path(text).exists() or folder_name(text) is not None
+    match = None if is_local else _DATASET.fullmatch(text)
     if match is None:
         return None
     return DatasetName(
         match["repo"], match["config"] or "", match["split"] or "", match["revision"] or DEFAULT_REVISION
     )
+
+
+def folder_name(text: str) -> FolderName | None:
+    """Return the split of a local folder that `text` names, FOLDER, FOLDER:config or FOLDER:config:split; else None."""
+    for folder, *parts in (text.rsplit(":", number) for number in range(3)):
+        if Path(folder).is_dir():
+            return FolderName(folder, *parts)
+    return None

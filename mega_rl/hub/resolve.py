@@ -9,20 +9,39 @@ from typing import Any
 
 from mega_rl.config.keys import flattened, value_of, with_settings
 from mega_rl.config.recipe import read_recipe
+from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import Config, MixtureConfig, Origin
 from mega_rl.errors import UserError
-from mega_rl.hub.names import DEFAULT_REVISION, DatasetName, ModelName, Role, dataset_name, model_name
+from mega_rl.hub.names import (
+    DEFAULT_REVISION,
+    DatasetName,
+    FolderName,
+    ModelName,
+    Role,
+    dataset_name,
+    folder_name,
+    model_name,
+)
 
 SOURCES = "data.mixture.sources"  # a mapping of mappings, whose files are named as those of a list are
-DATA_ROLES: Mapping[str, Role] = {"data.train_files": "train", "data.val_files": "validation", SOURCES: "train"}
+SETS = "validation.sets"  # a mapping of files and of lists of them
+DATA_ROLES: Mapping[str, Role] = {
+    "data.train_files": "train",
+    "data.val_files": "validation",
+    SOURCES: "train",
+    SETS: "validation",
+}
+
+
+RowsName = DatasetName | FolderName
 
 
 @dataclass(frozen=True)
 class HubNames:
-    """The settings of a config that name something on the Hub; empty for a run from local files."""
+    """The settings of a config that name something on the Hub, or a local folder of its kind; empty without any."""
 
     models: Mapping[str, ModelName] = field(default_factory=dict)  # key -> name
-    data: Mapping[str, Mapping[str, DatasetName]] = field(default_factory=dict)  # key -> entry of the list -> name
+    data: Mapping[str, Mapping[str, RowsName]] = field(default_factory=dict)  # key -> entry of the list -> name
 
     def __bool__(self) -> bool:
         return bool(self.models or self.data)
@@ -40,6 +59,7 @@ def hub_names(config: Config) -> HubNames:
         paths["reward.model.path"] = reward.model.path
     models = {key: name for key, path in paths.items() if (name := model_name(path)) is not None}
     files = {"data.train_files": data.train_files, "data.val_files": data.val_files, SOURCES: data.mixture.files()}
+    files[SETS] = [file for one in config.validation.sets.values() for file in files_of(one)]
     rows = {key: _dataset_names(texts) for key, texts in files.items()}
     names = HubNames(models, {key: entries for key, entries in rows.items() if entries})
     return _as_begun(names, _begun(config)) if names else names
@@ -59,39 +79,72 @@ def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -
         admit(config)
     origins: dict[str, Origin] = {key: str(pinned) for key, (_, pinned) in models.items()}
     for key, entries in names.data.items():
-        fetch_files = _fetch_sources if key == SOURCES else _fetch_entries
-        files, origins[key] = fetch_files(key, value_of(config, key), entries)
+        fetch_files = _FETCH.get(key, _fetch_entries)
+        files, origins[key] = fetch_files(key, value_of(config, key), entries, streamed=config.data.stream.rows > 0)
         config = with_settings(config, {key: files})
     for key, (folder, pinned) in models.items():
         fetch_weights(pinned, folder, label=f"{key}={names.models[key]}")
     return replace(config, origins=origins)
 
 
-def _fetch_entries(key: str, texts: Sequence[str], names: Mapping[str, DatasetName]) -> tuple[list[str], list[str]]:
-    """Return (files, pinned names) of a list of data files; one that is no name stands in both as it is."""
-    from mega_rl.hub.rows import fetch_rows
+def _fetch_rows(key: str, text: str, name: RowsName, *, streamed: bool) -> tuple[list[str], str]:
+    """Return (files, pinned name) of rows that a setting names; a stream's name stands in the place of its files."""
+    from mega_rl.hub.rows import fetch_rows, folder_files, pin_rows
 
-    files, pinned = [], []
+    role, label = role_of(key), f"{key}={text}"
+    if isinstance(name, FolderName):
+        return [str(file) for file in folder_files(name, role=role, label=label)], text
+    if streamed and role == "train":
+        pinned = pin_rows(name, role=role, label=label)
+        return [str(pinned)], str(pinned)
+    path, pinned = fetch_rows(name, role=role, label=label)
+    return [str(path)], str(pinned)
+
+
+def _fetch_entries(
+    key: str, texts: Sequence[str], names: Mapping[str, RowsName], *, streamed: bool
+) -> tuple[list[str], list[str]]:
+    """Return (files, pinned names) of a list of data files; one that is no name stands in both as it is."""
+    files: list[str] = []
+    pinned: list[str] = []
     for text in texts:
-        file, name = text, text
-        if text in names:
-            path, rows = fetch_rows(names[text], role=DATA_ROLES[key], label=f"{key}={text}")
-            file, name = str(path), str(rows)
-        files.append(file)
-        pinned.append(name)
+        name = names.get(text)
+        local, origin = ([text], text) if name is None else _fetch_rows(key, text, name, streamed=streamed)
+        files += local
+        pinned.append(origin)
     return files, pinned
 
 
+def role_of(key: str) -> Role:
+    """Return which split is meant by names in a setting, or in an entry of it, that name none."""
+    return next(role for setting, role in DATA_ROLES.items() if key == setting or key.startswith(f"{setting}."))
+
+
 def _fetch_sources(
-    key: str, sources: dict[str, dict[str, object]], names: Mapping[str, DatasetName]
+    key: str, sources: dict[str, dict[str, object]], names: Mapping[str, RowsName], *, streamed: bool
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Return the sources of a mixture with files, and with pinned names."""
     local: dict[str, object] = {}
     pinned: dict[str, object] = {}
     for name, source in MixtureConfig(sources).named().items():
-        files, origins = _fetch_entries(key, source.files, names)
+        files, origins = _fetch_entries(key, source.files, names, streamed=streamed)
         local[name], pinned[name] = {**sources[name], "files": files}, {**sources[name], "files": origins}
     return local, pinned
+
+
+def _fetch_sets(
+    key: str, sets: dict[str, object], names: Mapping[str, RowsName], *, streamed: bool
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return the sets of a validation with files, and with pinned names."""
+    fetched = {
+        name: _fetch_entries(f"{key}.{name}", files_of(files), names, streamed=streamed) for name, files in sets.items()
+    }
+    local: dict[str, object] = {name: files for name, (files, _) in fetched.items()}
+    return local, {name: pinned for name, (_, pinned) in fetched.items()}
+
+
+# Settings whose files are in a mapping -> the function that replaces their names.
+_FETCH: Mapping[str, Callable[..., tuple[object, Origin]]] = {SOURCES: _fetch_sources, SETS: _fetch_sets}
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -126,8 +179,8 @@ def checkpoint_folder(text: str | Path, *, label: str, weights: bool = True) -> 
     return Path(once_per_node(download, what=asked)["folder"])
 
 
-def _dataset_names(texts: Sequence[str]) -> dict[str, DatasetName]:
-    return {text: name for text in texts if (name := dataset_name(text)) is not None}
+def _dataset_names(texts: Sequence[str]) -> dict[str, RowsName]:
+    return {text: name for text in texts if (name := folder_name(text) or dataset_name(text)) is not None}
 
 
 def _begun(config: Config) -> Mapping[str, Any]:
@@ -157,9 +210,12 @@ def _model_as_begun(name: ModelName, begun: object) -> ModelName:
     return earlier if same and earlier is not None else name
 
 
-def _rows_as_begun(name: DatasetName, begun: object) -> DatasetName:
+def _rows_as_begun(name: RowsName, begun: object) -> RowsName:
+    if isinstance(name, FolderName):
+        return name
     if isinstance(begun, dict):
-        begun = [file for source in begun.values() if isinstance(source, dict) for file in source.get("files", ())]
+        entries = (one.get("files", ()) if isinstance(one, dict) else files_of(one) for one in begun.values())
+        begun = [file for files in entries for file in files]
     for text in begun if isinstance(begun, list) else ():
         earlier = dataset_name(str(text))
         if earlier is None or name.revision != DEFAULT_REVISION or earlier.repo != name.repo:

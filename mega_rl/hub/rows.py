@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, constants
 from mega_rl import progress
 from mega_rl.errors import UserError
 from mega_rl.hub.errors import FAILURES, is_unreachable, reason
-from mega_rl.hub.names import DatasetName, Role
+from mega_rl.hub.names import DatasetName, FolderName, Role
 
 DEADLINE_S = 3600.0  # of reading one split: its requests have deadlines of their own, its size has none
 _PROGRAM = "mega_rl.hub.rows_program"
@@ -42,6 +42,27 @@ def fetch_rows(name: DatasetName, *, role: Role, label: str) -> tuple[Path, Data
         return _make(name, commit=commit, role=role, label=label)
 
 
+def pin_rows(name: DatasetName, *, role: Role, label: str) -> DatasetName:
+    """Return the pinned name of a split that is to be streamed, of which nothing is downloaded. Raises UserError."""
+    if "[" in name.split:
+        raise UserError(f"{label}: a part of a split cannot be streamed; name the whole one, or set data.stream.rows=0")
+    if name.pinned:
+        return name
+    request = {**_request(name, _commit(name, label=label), role), "only_name": True}
+    with progress.phase(f"looking up {label}", deadline_s=DEADLINE_S, announce=True):
+        answer = _read(request, label)
+    if "problem" in answer:
+        raise UserError(f"{label}: {answer['problem']}")
+    return name.at(answer["commit"], config=answer["config"], split=answer["split"])
+
+
+def _request(name: DatasetName, commit: str, role: Role) -> dict[str, object]:
+    """Return what the program that reads a split is asked for; commit: "" where the Hub cannot be asked."""
+    revision = commit or name.revision
+    asked = {"repo": name.repo, "config": name.config, "split": name.split, "revision": revision}
+    return {**asked, "role": role, "local": False}
+
+
 def _commit(name: DatasetName, *, label: str) -> str:
     """Return the commit that the revision stands for now; "" where the Hub cannot be asked. Raises UserError."""
     try:
@@ -60,15 +81,7 @@ def _make(name: DatasetName, *, commit: str, role: Role, label: str) -> tuple[Pa
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{label}: {folder} cannot be made ({error.strerror}); set HF_HOME to another folder") from None
-    request = {
-        "repo": name.repo,
-        "config": name.config,
-        "split": name.split,
-        "revision": commit or name.revision,
-        "role": role,
-        "folder": str(folder),
-    }
-    answer = _read(request, label)
+    answer = _read({**_request(name, commit, role), "folder": str(folder)}, label)
     if "problem" in answer:
         raise UserError(f"{label}: {answer['problem']}")
     pinned = name.at(answer["commit"], config=answer["config"], split=answer["split"])
@@ -79,7 +92,24 @@ def _make(name: DatasetName, *, commit: str, role: Role, label: str) -> tuple[Pa
     return file, pinned
 
 
-def _read(request: Mapping[str, Any], label: str) -> dict[str, str]:
+def folder_files(name: FolderName, *, role: Role, label: str) -> list[Path]:
+    """Return the files of a split of a local folder, as the datasets library finds them. Raises UserError."""
+    request = {
+        "repo": name.folder,
+        "config": name.config,
+        "split": name.split,
+        "revision": None,
+        "role": role,
+        "local": True,
+    }
+    with progress.phase(f"reading {name.folder}", deadline_s=DEADLINE_S):
+        answer = _read(request, label)
+    if "problem" in answer:
+        raise UserError(f"{label}: {answer['problem']}")
+    return [Path(file) for file in answer["files"]]
+
+
+def _read(request: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Return what the program that reads a split has to say. Raises UserError."""
     program = [sys.executable, "-m", _PROGRAM, json.dumps(request)]
     try:

@@ -1,6 +1,8 @@
 """The program behind `mega_rl.hub.rows`: read one split of a Hub dataset and write it as Parquet.
 
 Its argument is a JSON object, its last line of output another: {"file", "commit", "config", "split"}, or {"problem"}.
+With "only_name" nothing is downloaded or written, and the file is "". Of a local folder in the place of a repository it
+is {"files"}, which stay where they are.
 No code of the repository runs: the library has no dataset scripts any more, and is asked for remote data files alone.
 """
 
@@ -10,31 +12,52 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
-import yaml
-from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import httpx
 
-from mega_rl.hub.errors import FAILURES, chain, reason
+from mega_rl.hub.errors import by_library, why_unreadable
 from mega_rl.hub.names import COMMIT
+from mega_rl.hub.stream import unreadable
 
 VALIDATION_SPLITS = ("validation", "test")
-UNREADABLE = (*FAILURES, RuntimeError, datasets.exceptions.DatasetsError, pyarrow.ArrowException, yaml.YAMLError)
+UNREADABLE = unreadable()
 
 
 class RowsProblem(Exception):
     """A mistake in the request, in words for the user."""
 
 
+def locate(request: dict[str, Any]) -> Mapping[str, object]:
+    """Return the Parquet or JSONL files of a split of a local folder."""
+    datasets.utils.logging.set_verbosity(logging.ERROR)
+    root = Path(request["repo"])
+    builder = _builder(request, str(root))
+    data_files = builder.config.data_files or {}
+    split = _split(list(map(str, data_files)), request)
+    files = [os.path.abspath(file) for file in data_files.get(split, ())]
+    for file in files:
+        if not Path(file).is_relative_to(os.path.abspath(root)):  # links of a cache may lead elsewhere
+            raise RowsProblem(f"names {file}, which is outside of the folder")
+        if not file.endswith((".parquet", ".jsonl")):
+            raise RowsProblem(f"holds {file}; files of rows are .parquet or .jsonl")
+    if not files:
+        raise RowsProblem(f"takes a part of the split, {split}; name the whole of it")
+    return {"files": files, "config": builder.config.name, "split": split}
+
+
 def make(request: dict[str, Any]) -> dict[str, str]:
     """Write the split as a Parquet file under a unique name; return the resolved request."""
     datasets.utils.logging.set_verbosity(logging.ERROR)
     datasets.disable_progress_bars()
-    builder = _builder(request)
+    place = f"hf://datasets/{request['repo']}"  # never a folder of that name
+    builder = _builder(request, place)
+    if request.get("only_name"):
+        names = datasets.get_dataset_split_names(place, builder.config.name, revision=request["revision"])
+        split = _split(list(names), request)
+        return {"file": "", "commit": str(builder.hash), "config": builder.config.name, "split": split}
     builder.download_and_prepare()
     split = _split(list(builder.info.splits or ()), request)
     commit, asked = str(builder.hash), request["revision"]
@@ -50,12 +73,12 @@ def make(request: dict[str, Any]) -> dict[str, str]:
     return {"file": str(file), "commit": commit, "config": builder.config.name, "split": split}
 
 
-def _builder(request: dict[str, Any]) -> Any:
-    remote, config = f"hf://datasets/{request['repo']}", request["config"]  # never a folder of that name
+def _builder(request: dict[str, Any], place: str) -> Any:
+    config = request["config"]
     try:
-        return datasets.load_dataset_builder(remote, config or None, revision=request["revision"])
+        return datasets.load_dataset_builder(place, config or None, revision=request["revision"])
     except ValueError:
-        names = datasets.get_dataset_config_names(remote, revision=request["revision"])
+        names = datasets.get_dataset_config_names(place, revision=request["revision"])
         if config and config not in names:
             raise RowsProblem(f"has no configuration {config!r}; legal: {', '.join(names)}") from None
         if not config and len(names) > 1:
@@ -78,27 +101,16 @@ def _split(splits: list[str], request: dict[str, Any]) -> str:
     raise RowsProblem(f"has no split {' or '.join(usual)}; name one of {', '.join(splits)}")
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Return the outcome of `make`, or {"problem"} with the reason of its failure."""
+def answer(request: dict[str, Any]) -> Mapping[str, object]:
+    """Return the outcome of `make` or `locate`, or {"problem"} with the reason of its failure."""
     try:
-        return make(request)
+        return locate(request) if request["local"] else make(request)
     except RowsProblem as problem:
         return {"problem": str(problem)}
     except UNREADABLE as error:
-        return {"problem": _words(error, request)}
-
-
-def _words(error: Exception, request: dict[str, Any]) -> str:
-    """Return why the library failed; it hides what the Hub answered, so the Hub is asked once more for access."""
-    place: dict[str, Any] = {"repo": request["repo"], "revision": request["revision"], "kind": "dataset"}
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            HfApi().auth_check(request["repo"], repo_type="dataset")
-        except FAILURES as refusal:
-            return reason(refusal, **place)
-    if constants.HF_HUB_OFFLINE or any(isinstance(cause, httpx.HTTPError) for cause in chain(error)):
-        return reason(error, **place)
-    return f"the datasets library cannot read it: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        if request["local"]:
+            return {"problem": by_library(error)}
+        return {"problem": why_unreadable(error, repo=request["repo"], revision=request["revision"])}
 
 
 if __name__ == "__main__":

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mega_rl.errors import UserError
 from mega_rl.metrics.records import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Title and the metrics drawn together, * for the name of a set of held-out prompts. A panel without any is left out.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -34,11 +39,28 @@ def series(metrics_jsonl: Path) -> dict[str, list[tuple[int, float]]]:
     return points
 
 
-def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] = ()) -> None:
+def smoothed(values: Sequence[float], weight: float) -> list[float]:
+    """Return the exponential moving average of values, as reports smooth: divided by the weight seen so far.
+
+    weight: of the average before each value, from 0 (the values themselves) to below 1. A value that is not finite
+    leaves the average as it is; before the first that is finite there is none, NaN.
+    """
+    total = seen = 0.0
+    averages = []
+    for value in values:
+        if math.isfinite(value):
+            total = weight * total + (1.0 - weight) * value
+            seen = weight * seen + (1.0 - weight)
+        averages.append(total / seen if seen else math.nan)
+    return averages
+
+
+def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] = (), smooth: float = 0.0) -> None:
     """Draw runs' curves over their steps into a picture, the runs together in each panel.
 
     files: metrics.jsonl of each run by what the legend calls it. picture: .png, .svg or .pdf. names: metrics that get a
-    panel each; without them the usual panels are drawn (reward, held-out reward, losses, ...).
+    panel each; without them the usual panels are drawn (reward, held-out reward, losses, ...). smooth: see `smoothed`;
+    above 0 the raw curve stays behind the smooth one.
 
     Raises:
         UserError: a file is damaged, or the runs have none of the metrics.
@@ -62,8 +84,7 @@ def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] 
             for name in (name for name in drawn if name in points):
                 steps, values = zip(*points[name], strict=True)
                 words = [word for word in (label * (len(runs) > 1), name * (len(drawn) > 1)) if word]
-                marker = "." if len(steps) < _MARKED_STEPS else None
-                axes.plot(steps, values, label=" ".join(words) or None, marker=marker)
+                _draw(axes, steps, values, label=" ".join(words) or None, smooth=smooth)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.grid(alpha=0.3)
@@ -71,6 +92,15 @@ def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] 
             axes.legend(fontsize=7)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
+
+
+def _draw(axes: Axes, steps: Sequence[int], values: Sequence[float], *, label: str | None, smooth: float) -> None:
+    """Draw a curve, or its smooth form with the raw one pale behind it."""
+    if not smooth:
+        axes.plot(steps, values, label=label, marker="." if len(steps) < _MARKED_STEPS else None)
+        return
+    (line,) = axes.plot(steps, smoothed(values, smooth), label=label)
+    axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=1.0, zorder=1)
 
 
 def _series(file: Path) -> dict[str, list[tuple[int, float]]]:

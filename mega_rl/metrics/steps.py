@@ -113,6 +113,8 @@ class StepMeter:
         peaks = dict(self.peak_memory())
         largest = self.ranks.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist() if peaks else []
         record |= {PEAKS[name]: value for name, value in zip(peaks, largest, strict=True)}
+        if "time/reward_s" in record and record["time/step_s"] > 0.0:
+            record["time/reward_fraction"] = record["time/reward_s"] / record["time/step_s"]
         seconds = sum(record.get(f"time/{name}_s", 0.0) for name in MODEL_PHASES)
         work = torch.tensor([self.work.take(), *self.work.take_tokens()], dtype=torch.float64)
         done, *tokens = (self.ranks.sum(work) / self.ranks.size).tolist()

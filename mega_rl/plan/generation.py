@@ -59,7 +59,12 @@ def embedded(setup: RunSetup) -> EmbeddedBytes:
         width = hf.mla.qk_nope_head_dim + hf.mla.qk_rope_head_dim + hf.mla.v_head_dim
         per_token = hf.num_layers * hf.num_heads * width * b
     logits = rows * hf.vocab_size * (b + 3 * 4)  # of the last token; sampling works on float32
-    return EmbeddedBytes(weight_bytes(hf, b), rows * setup.longest * per_token + logits, rows)
+    return EmbeddedBytes(weight_bytes(hf, b), rows * longest_sampled(setup) * per_token + logits, rows)
+
+
+def longest_sampled(setup: RunSetup) -> int:
+    """Return the tokens of the longest sequence that a rollout engine holds, of validations too."""
+    return max(setup.longest, setup.config.data.max_prompt_tokens + setup.config.validation.max_new_tokens)
 
 
 def rows_of_a_rank(setup: RunSetup) -> int:
@@ -77,8 +82,8 @@ def server_of(setup: RunSetup) -> ServerBytes:
     if not tokens and server.mem_fraction and setup.machine.gpu_memory:
         share = round(server.mem_fraction * setup.machine.gpu_memory)
         tokens = max(0, share - weights) // per_token
-    tokens = tokens or setup.longest * wanted_sequences(setup)
-    return ServerBytes(weights, tokens * per_token, SERVER_RESIDUE, tokens // setup.longest)
+    tokens = tokens or longest_sampled(setup) * wanted_sequences(setup)
+    return ServerBytes(weights, tokens * per_token, SERVER_RESIDUE, tokens // longest_sampled(setup))
 
 
 def wanted_sequences(setup: RunSetup) -> int:

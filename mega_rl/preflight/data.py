@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,19 +11,20 @@ from mega_rl.config.plugins.files import missing_name
 from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import DataConfig, ValidationConfig
 from mega_rl.errors import UserError, no_such
+from mega_rl.hub.names import dataset_name
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
-def check_data(data: DataConfig) -> Iterator[str]:
+def check_data(data: DataConfig, *, trains: bool = True) -> Iterator[str]:
     """Yield the problems of the files of prompts."""
-    if not data.train_files and data.reads_train_files:
+    if trains and not data.train_files and data.reads_train_files:
         yield "data.train_files is empty: name at least one JSONL or Parquet file"
     for name, source in data.mixture.named().items():
         own = replace(data, prompt_key=source.prompt_key or data.prompt_key)
-        for file in source.files:
+        for file in _local(source.files, data):
             yield from (f"data.mixture.sources.{name}: {problem}" for problem in _data_file(Path(file), own))
-    for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+    for key, files in (("data.train_files", _local(data.train_files, data)), ("data.val_files", data.val_files)):
         for name in files:
             yield from (f"{key}: {problem}" for problem in _data_file(Path(name), data))
 
@@ -35,6 +36,11 @@ def check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator
             yield from (f"validation.sets.{name}: {problem}" for problem in _data_file(Path(file), data))
     if validation.answer_of and (problem := missing_name(validation.answer_of, builtin=(), kind="function")):
         yield f"validation.answer_of={validation.answer_of!r}: {problem}"
+
+
+def _local(files: Sequence[str], data: DataConfig) -> list[str]:
+    """Return the files of training prompts without data sets of the Hub that are streamed."""
+    return [file for file in files if not data.stream.rows or dataset_name(file) is None]
 
 
 def _data_file(path: Path, data: DataConfig) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -19,6 +18,7 @@ from mega_rl.config.schema import (
     OptimConfig,
     OverlongConfig,
     ReferenceLayoutConfig,
+    StreamConfig,
     TrainerConfig,
 )
 from mega_rl.errors import UserError
@@ -40,7 +40,10 @@ def checked(config: Config, *, world_size: int | None, out: str, launchers: int 
             f"--out={out}: holds {' and '.join(earlier)} of an earlier evaluation, which this one would replace; name "
             "another folder, or remove them"
         )
-    return check_run(evaluation_config(config, world_size=size, out=out), world_size=size, launchers=launchers)
+    own = evaluation_config(config, world_size=size, out=out)
+    if not (own.data.val_files or own.validation.sets):
+        raise UserError("there are no prompts to evaluate on; name a file, as --data gsm8k=gsm8k_test.jsonl")
+    return check_run(own, world_size=size, launchers=launchers, trains=False)
 
 
 def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
@@ -51,8 +54,7 @@ def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
     """
     model, val, data = config.model, config.validation, config.data
     megatron = config.engine.megatron
-    files = [*data.val_files, *(file for one in val.sets.values() for file in files_of(one))]
-    longest = data.max_prompt_tokens + config.rollout.max_new_tokens
+    length = val.max_new_tokens or config.rollout.max_new_tokens
     temperature = config.rollout.temperature if val.n > 1 and val.temperature == 0 else val.temperature
     return replace(
         config,
@@ -70,18 +72,19 @@ def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
         ),
         optim=OptimConfig(),
         algorithm=AlgorithmConfig(advantage="reinforce_plus_plus"),  # needs no other model
-        data=_held_out(data, files),
+        data=_held_out(data),
         rollout=replace(
             config.rollout,
             n=1,
+            max_new_tokens=length,
             dynamic_sampling=DynamicSamplingConfig(),
             sglang=replace(config.rollout.sglang, partial_rollout=False, return_routing=False),
         ),
         reward=replace(config.reward, overlong=OverlongConfig()),
-        validation=replace(val, temperature=temperature),
+        validation=replace(val, temperature=temperature, max_new_tokens=0),
         checkpoint=CheckpointConfig(resume="never"),
         metrics=MetricsConfig(progress_bar=config.metrics.progress_bar),
-        trainer=_trainer(config, world_size=world_size, out=out, longest=longest),
+        trainer=_trainer(config, world_size=world_size, out=out, longest=data.max_prompt_tokens + length),
     )
 
 
@@ -107,14 +110,15 @@ def _trainer(config: Config, *, world_size: int, out: str, longest: int) -> Trai
     )
 
 
-def _held_out(data: DataConfig, files: list[str]) -> DataConfig:
-    """Return the data of an evaluation: held-out files alone, the first of them in place of training prompts."""
+def _held_out(data: DataConfig) -> DataConfig:
+    """Return the data of an evaluation: held-out files alone."""
     return replace(
         data,
         source="files",
         source_settings={},
         val_size=0,
-        train_files=files[:1],
+        train_files=[],
         mixture=MixtureConfig(),
         curriculum=CurriculumConfig(),
+        stream=StreamConfig(),
     )

@@ -7,13 +7,15 @@ from pathlib import Path
 
 from mega_rl.config.plugins.files import missing_name
 from mega_rl.config.schema import Config
+from mega_rl.config.schema.sandbox import runs_code
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import UserError
 from mega_rl.preflight.checkpoints import tensor_shape
+from mega_rl.workers.code.sandboxes import check_sandbox
 from mega_rl.workers.reward_calls import TAKEN
 from mega_rl.workers.reward_service import RewardService
 
-REWARD_FUNCTIONS = ("exact_match", "math_verify")
+REWARD_FUNCTIONS = ("code_format", "code_tests", "exact_match", "has_final_answer", "math_verify", "number_match")
 
 
 def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
@@ -25,11 +27,25 @@ def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterat
                 yield from _named_function(name, function)
         else:
             yield from _function(reward.function)
+        yield from _sandbox(config)
     elif reward.source == "http":
         yield from _service(config)
     elif "reward.model.path" in checkpoints:
         yield from _head(Path(reward.model.path), checkpoints["reward.model.path"])
         yield from _room(config)
+
+
+def _sandbox(config: Config) -> Iterator[str]:
+    """Yield why programs cannot run in the sandbox of the settings; one is tried."""
+    if not runs_code(config.reward):
+        return
+    sandbox = config.reward.sandbox
+    if sandbox.kind == "remote" and not sandbox.url.startswith(("http://", "https://")):
+        return  # a rule between settings refuses it
+    try:
+        check_sandbox(sandbox)
+    except UserError as error:
+        yield str(error)
 
 
 def _service(config: Config) -> Iterator[str]:

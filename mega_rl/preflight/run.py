@@ -45,7 +45,12 @@ def preflight(
 
 
 def check_run(
-    config: Config, *, world_size: int | None = None, reward_given: bool = False, launchers: int = 1
+    config: Config,
+    *,
+    world_size: int | None = None,
+    reward_given: bool = False,
+    launchers: int = 1,
+    trains: bool = True,
 ) -> Config:
     """Check a config against the rules between settings, the files that the run reads, and this machine.
 
@@ -53,6 +58,7 @@ def check_run(
 
     world_size: the launcher's WORLD_SIZE by default, else 1. reward_given: a function of the calling program scores
     responses, so the one that the config names is not looked up. launchers: of the run, on as many nodes.
+    trains: it reads training prompts; an evaluation does not.
 
     Raises UserErrors with every mistake found, one line each.
     """
@@ -63,7 +69,7 @@ def check_run(
     checkpoints, problems = read_checkpoints(config)
     problems = [*versions.problems(), *_of_models(config, checkpoints, world_size), *problems]
     problems += weight_files(config, checkpoints)
-    problems += [*check_data(config.data), *check_validation(config.validation, config.data)]
+    problems += [*check_data(config.data, trains=trains), *check_validation(config.validation, config.data)]
     problems += [problem for choice in CHOICES for problem in choice.file_problems(config)]
     problems += [] if reward_given else [*check_rewards(config, checkpoints)]
     if problems:

@@ -19,59 +19,52 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.launcher import refuse_tasks_of_srun
 from mega_rl.progress.terminal import show_progress
 from mega_rl.quickstart import WARM_START
+from mega_rl.quickstart.tasks import setting, task_named
 
 log = logging.getLogger(__name__)
 
-RECIPE = Path("quickstart")  # a packaged recipe
 PROGRAM = "mega_rl.cli"
 NUM_RANKS = 2
-WARM_STEPS = 400
-WARM_BATCH = 256
-WARM_LR = 3e-3
 INPUTS = ("data", "fresh_model", "model")  # folders that are written before PPO, and anew by the next quickstart
 DEMONSTRATIONS = Path("data", "demonstrations.jsonl")  # a folder that holds this file is an earlier quickstart's
 
 
-def quickstart(*, engine: str, seed: int, run_dir: Path) -> None:
-    """Train a tiny model to add and print the outcome; everything is written below `run_dir`.
+def quickstart(*, engine: str, seed: int, run_dir: Path, task: str = "sums") -> None:
+    """Train a tiny model on a task and print the outcome; everything is written below `run_dir`.
 
     The warm start is Megatron-Core's whatever the engine, so runs of both engines begin with the same weights.
 
     Raises:
-        UserError: no such engine, or `run_dir` holds something else than an earlier quickstart.
+        UserError: no such engine or task, or `run_dir` holds something else than an earlier quickstart.
         RunError: a training ended with an error, which it has shown.
     """
     show_progress()
     start = time.perf_counter()
     refuse_tasks_of_srun()
+    chosen_task = task_named(task)
     overrides = [
         setting("trainer.run_dir", str(run_dir)),
         setting("trainer.seed", seed),
         setting("checkpoint.resume", "never"),  # an earlier run in the folder is moved aside, not gone on with
         setting("model.path", str(run_dir / "model")),
-        setting("data.train_files", [str(run_dir / "data" / "train.jsonl")]),
-        setting("data.val_files", [str(run_dir / "data" / "held_out.jsonl")]),
-        setting("reward.function", f"{run_dir / 'data' / 'reward.py'}:points"),
+        *chosen_task.settings(run_dir),
     ]
     if engine != "megatron":
         overrides.append(setting("engine.backend", engine))
-    chosen = load(RECIPE, overrides).engine
+    chosen = load(chosen_task.recipe, overrides).engine
     layout = ParallelLayout.of_engine(chosen, world_size=NUM_RANKS, has_experts=False)
     prepare_folder(run_dir)
     with progress.phase(f"writing data and a fresh model to {run_dir}", announce=True):
-        from mega_rl.quickstart import task  # brings torch and transformers in
+        chosen_task.write(run_dir, seed)
 
-        task.write_dataset(run_dir / "data", task.make_task(seed))
-        task.write_checkpoint(run_dir / "fresh_model", seed=seed)
-
-    log.info("warm start: %d supervised steps on %d ranks", WARM_STEPS, NUM_RANKS)
+    log.info("warm start: %d supervised steps on %d ranks", chosen_task.warm.steps, NUM_RANKS)
     started = time.perf_counter()
-    launch([WARM_START, "--run-dir", str(run_dir), "--seed", str(seed)])
+    launch([WARM_START, "--run-dir", str(run_dir), "--seed", str(seed), "--task", task])
     warm_start_s = time.perf_counter() - started
 
-    log.info("PPO on %d ranks", NUM_RANKS)
+    log.info("training on %d ranks", NUM_RANKS)
     started = time.perf_counter()
-    launch(["train", "--config", str(RECIPE), *overrides])
+    launch(["train", "--config", str(chosen_task.recipe), *overrides])
     train_s = time.perf_counter() - started
     with progress.phase("drawing the curves"):
         from mega_rl.quickstart.report import print_table, summarize
@@ -87,15 +80,11 @@ def quickstart(*, engine: str, seed: int, run_dir: Path) -> None:
     print_table(summary, plot=plot)
 
 
-def setting(key: str, value: str | int | list[str]) -> str:
-    """Return `key=value` so that any text, say a path with a comma, is read back as it is."""
-    return f"{key}={json.dumps(value, ensure_ascii=False)}"
-
-
-def warm_start(*, seed: int, run_dir: Path) -> None:
+def warm_start(*, seed: int, run_dir: Path, task: str) -> None:
     """Run one rank of the supervised warm start: reads `run_dir`'s fresh model and data, writes its `model`."""
-    fresh_model = setting("model.path", str(run_dir / "fresh_model"))
-    config = load(RECIPE, [setting("trainer.seed", seed), fresh_model])
+    chosen_task, model = task_named(task), run_dir / "fresh_model"
+    settings = [setting("trainer.seed", seed), setting("model.path", str(model)), *chosen_task.settings(run_dir)]
+    config = load(chosen_task.recipe, settings)
     show_progress()
     with progress.importing("PyTorch and Megatron-Core", announce=True):
         from mega_rl.accelerator import prepare
@@ -103,10 +92,11 @@ def warm_start(*, seed: int, run_dir: Path) -> None:
         accelerator = prepare(
             config.trainer.device, variables=variables_of(config.engine, config.rollout, config.trainer)
         )
-        from mega_rl.quickstart import task
+        from transformers import AutoTokenizer
+
         from mega_rl.quickstart import warm_start as supervised  # imports Megatron-Core
 
-    tokenizer = task.build_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     end = tokenizer.eos_token_id
     rows = [json.loads(line) for line in (run_dir / DEMONSTRATIONS).read_text(encoding="utf-8").splitlines()]
     supervised.warm_start(
@@ -114,9 +104,9 @@ def warm_start(*, seed: int, run_dir: Path) -> None:
         accelerator,
         [(tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["response"]), end]) for row in rows],
         output=run_dir / "model",
-        steps=WARM_STEPS,
-        batch_size=WARM_BATCH,
-        lr=WARM_LR,
+        steps=chosen_task.warm.steps,
+        batch_size=chosen_task.warm.batch_size,
+        lr=chosen_task.warm.lr,
     )
 
 

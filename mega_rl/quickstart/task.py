@@ -184,14 +184,18 @@ def write_checkpoint(directory: Path, *, seed: int) -> None:
 
     The same seed gives the same weights; the caller's random state is left as it was.
     """
-    config = model_config()
+    save_fresh_model(directory, model_config(), build_tokenizer(), seed=seed)
+
+
+def save_fresh_model(directory: Path, config: Qwen3Config, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> None:
+    """Write a model with random weights of a seed, and its tokenizer; the caller's random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
     disable_progress_bar()  # of two megabytes
     model.save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def _check_sizes(**sizes: int) -> None:

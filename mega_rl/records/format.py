@@ -35,6 +35,7 @@ TENSORS: Mapping[str, str] = {
     "rollout_logprobs": "[N, S] of the engine that sampled",
     "policy_logprobs": "[N, S] of the trainer before the update, where old_logprobs are not",
     "old_logprobs": "[N, S] that the ratio of the loss is taken to",
+    "entropy": "[N, S] nats, of the trainer's distribution before the update that predicts the token",
     "ref_logprobs": "[N, S] of the reference",
     "values": "[N, S] of the critic before the update",
     "rewards": "[N] as scored",
@@ -50,7 +51,7 @@ TENSORS: Mapping[str, str] = {
     "loss_weights": "[N, S] share of the token in its mini-batch's policy loss",
     "correction_weights": "[N, S] of the token's loss in the first update, for what sampled it",
 }
-MODEL_OUTPUTS = ("policy_logprobs", "old_logprobs", "ref_logprobs", "values")
+MODEL_OUTPUTS = ("policy_logprobs", "old_logprobs", "entropy", "ref_logprobs", "values")
 INPUTS = (*tuple(TENSORS)[: tuple(TENSORS).index("policy_logprobs")], "rewards", "reward_parts", "greedy_rewards")
 
 

@@ -24,12 +24,14 @@ def _trainer(columns: Columns) -> npt.NDArray[np.float32]:
     return columns["policy_logprobs"] if "policy_logprobs" in columns else columns["old_logprobs"]
 
 
-# Name on the page, the columns it needs besides the trainer's log-probs, and its values. A record has no entropies of
-# whole distributions; -log p of what was sampled has them as its expectation.
+# Name on the page, the columns it needs besides the trainer's log-probs, and its values. Where a record has no
+# entropies, -log p of what was sampled has them as its expectation.
+_ESTIMATE, _ENTROPY = "entropy estimate (-log p)", "entropy"
 _VALUES: tuple[tuple[str, tuple[str, ...], _Compute], ...] = (
     ("advantage", ("advantages",), lambda c: c["advantages"]),
     ("log-prob difference", ("rollout_logprobs",), lambda c: _trainer(c) - c["rollout_logprobs"]),
-    ("entropy estimate (-log p)", (), lambda c: -_trainer(c)),
+    (_ENTROPY, ("entropy",), lambda c: c["entropy"]),
+    (_ESTIMATE, (), lambda c: -_trainer(c)),
     ("log-prob over reference", ("ref_logprobs",), lambda c: _trainer(c) - c["ref_logprobs"]),
     ("value", ("values",), lambda c: c["values"]),
 )
@@ -65,4 +67,6 @@ def _values(tensors: Mapping[str, npt.NDArray[np.float32]], row: int) -> dict[st
     if not {"policy_logprobs", "old_logprobs"} & columns.keys():
         return {}
     there = [(name, compute) for name, needed, compute in _VALUES if set(needed) <= columns.keys()]
+    if "entropy" in columns:
+        there = [(name, compute) for name, compute in there if name != _ESTIMATE]
     return {name: np.where(mask, compute(columns), np.nan).tolist() for name, compute in there}

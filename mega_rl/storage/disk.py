@@ -44,6 +44,12 @@ def open_new(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
+def open_again(path: Path) -> int:
+    """Return a descriptor to write more of a file that exists."""
+    with _naming(path):
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
 def write_at(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
     """Write all buffers one after the other, from `offset` on."""
     left = [buffer for buffer in buffers if len(buffer)]

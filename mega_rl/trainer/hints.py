@@ -1,4 +1,4 @@
-"""Hint for a run whose rewards give it nothing to learn from."""
+"""Hints for a run whose rewards give it nothing to learn from."""
 
 from __future__ import annotations
 
@@ -10,6 +10,30 @@ from mega_rl.types import Metrics
 log = logging.getLogger(__name__)
 
 FLAT_STEPS = 5  # in a row, before the hint
+MASKED = "reward/masked_fraction"
+
+
+class AbsentRewards:
+    """Hint at the first step in which every response was left out: its update learns nothing."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, metrics: Metrics) -> None:
+        """Take the metrics of one step."""
+        if self._said or metrics.get(MASKED) != 1.0:
+            return
+        self._said = True
+        log.info(
+            "%s=1: every response of the step was left out, so that there is nothing to learn from; the reward returns "
+            "None for all of them%s",
+            MASKED,
+            " or fails, with reward.pool.on_failure=mask: look at the warnings above" if _failed(metrics) else "",
+        )
+
+
+def _failed(metrics: Metrics) -> bool:
+    return any(metrics.get(f"reward/{kind}") for kind in ("timeouts", "crashes", "errors"))
 
 
 class FlatRewards:

@@ -25,7 +25,7 @@ from mega_rl.protocols import (
 from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience
 from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rewards
-from mega_rl.trainer.hints import FlatRewards
+from mega_rl.trainer.hints import AbsentRewards, FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.recording import NoRecorder, RecordedStep, StepSink
@@ -117,13 +117,14 @@ class PPOTrainer:
         done = self.start
         if self.start == 0 and (before := self._validate(0)):
             self.metrics.log(0, before)
-        flat_rewards = FlatRewards()
+        hints = FlatRewards(), AbsentRewards()
         with progress.rounds("step", self.settings.steps, done=done) as steps:
             for step in range(self.start, self.settings.steps):
                 self.timer.reset()
                 self._save_in_memory(step)
                 metrics = self.step(step)
-                flat_rewards(metrics)
+                for hint in hints:
+                    hint(metrics)
                 done = step + 1
                 if done == self.settings.steps or _due(done, self.settings.val_interval):
                     metrics |= self._validate(done)
@@ -222,7 +223,7 @@ class PPOTrainer:
             rows = [
                 {**row, "set": one.prompts.name}
                 for one in outcomes
-                for row in self._rows(done, one.rollout, one.rewards, one.prompts.prompts)
+                for row in self._rows(done, one.samples.rollout, one.samples.rewards, one.samples.prompts)
             ]
             self.metrics.dump_rollouts(done, rows, validation=True)
         return named(outcomes)
@@ -245,12 +246,15 @@ class PPOTrainer:
         """Save and export what is due after a step; returns the metrics of saves that have ended."""
         settings = self.settings
         last = done == settings.steps
-        with self.timer.phase("checkpoint"):
-            if stopping or (last and settings.save_final) or _due(done, settings.save_interval):
-                self.checkpoints.save(done, self._state(done), metrics=metrics)
-            if (last and settings.hf_final) or _due(done, settings.hf_interval):
-                self.export(done)
-            return self.checkpoints.poll()
+        saves = stopping or (last and settings.save_final) or _due(done, settings.save_interval)
+        exports = (last and settings.hf_final) or _due(done, settings.hf_interval)
+        if saves or exports:
+            with self.timer.phase("checkpoint"):
+                if saves:
+                    self.checkpoints.save(done, self._state(done), metrics=metrics)
+                if exports:
+                    self.export(done)
+        return self.checkpoints.poll()
 
     def _rows(
         self,

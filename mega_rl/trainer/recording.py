@@ -14,7 +14,7 @@ from mega_rl.algorithms.corrections.base import Correction, SampledTokens
 from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.metrics.records import to_json_value
-from mega_rl.protocols import Ranks, TokenModel
+from mega_rl.protocols import Ranks
 from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.greedy import WithGreedyRewards
 from mega_rl.types import Experience, JsonObject, Prompt, Rewards, Rollout, TokenOutputs, row_numbers
@@ -61,12 +61,14 @@ class NoRecorder:
 class StepColumns:
     """The tensors of a step by the names of `records.format.TENSORS`, of this replica's rows, on the host.
 
-    policy: evaluates the log-probs before the update where the step's old ones are the sampler's; None where they are
-    the policy's own. on_policy: the loss takes those of its own forward for old ones.
+    policy: evaluates log-probs and entropies before the update; None: neither is recorded beside the old log-probs.
+    from_sampler: the step's old log-probs are the sampler's, so that the policy's own are recorded, too.
+    on_policy: the loss takes those of its own forward for old ones.
     """
 
     ranks: Ranks  # the data-parallel replicas
-    policy: TokenModel | None = None
+    policy: Callable[[Rollout], TokenOutputs] | None = None
+    from_sampler: bool = False
     reward_kl: RewardKL | None = None
     correction: Correction | None = None
     on_policy: bool = False
@@ -78,9 +80,11 @@ class StepColumns:
         assert old.logprobs is not None
         columns = _sampled(rollout)
         if self.policy is not None:
-            logprobs = self.policy.evaluate(rollout).logprobs
-            assert logprobs is not None
-            columns["policy_logprobs"] = logprobs
+            outputs = self.policy(rollout)
+            assert outputs.logprobs is not None
+            assert outputs.entropy is not None
+            columns |= {"policy_logprobs": outputs.logprobs} if self.from_sampler else {}
+            columns["entropy"] = outputs.entropy
         columns |= {"old_logprobs": old.logprobs, "advantages": experience.advantages}
         columns["train_mask"] = experience.loss_mask
         if ref.logprobs is not None:

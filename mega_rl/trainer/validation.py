@@ -13,9 +13,9 @@ from torch import Tensor
 from mega_rl.algorithms.evaluation import Estimate, maj_at_k, mean_with_interval, pass_at_k
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
-from mega_rl.trainer.step_metrics import part_metrics, rollout_metrics
+from mega_rl.trainer.step_metrics import AnswerTable
 from mega_rl.trainer.unscored import scored_rows
-from mega_rl.types import Draws, Metrics, PromptSet, RewardParts, Rewards, Rollout
+from mega_rl.types import Draws, Metrics, Prompt, PromptSet, RewardParts, Rewards, Rollout
 
 AnswersOf = Callable[[Sequence[str]], Sequence[str | None]]
 
@@ -24,10 +24,11 @@ AnswersOf = Callable[[Sequence[str]], Sequence[str | None]]
 class EvaluationPlan:
     """Samples of each prompt and what is measured of them."""
 
-    draws: Draws | None = None  # None: one greedy response
+    draws: Draws | None = None  # None: one greedy response, as long as those of training
     counted: Sequence[int] = ()  # numbers of samples that pass@k and maj@k are of; (): rewards and lengths alone
     right_above: float = 0.5
     right_part: str = ""  # of the reward; "": the reward itself
+    chunk: int = 1 << 62  # samples that are drawn and scored together, whole prompts
 
     @property
     def n(self) -> int:
@@ -35,13 +36,23 @@ class EvaluationPlan:
         return 1 if self.draws is None else self.draws.n
 
 
+class ScoredSamples(NamedTuple):
+    """Scored samples of neighbouring prompts of a set, as this replica has them."""
+
+    name: str  # of the set
+    first: int  # position of their first prompt in the set
+    prompts: Sequence[Prompt]  # that `rollout.prompt_index` points into
+    rollout: Rollout
+    rewards: Rewards
+    votes: Sequence[str | None]  # [B] answer that each response votes for; () where pass@k and maj@k are not measured
+    right: Sequence[bool | None]  # [B], None of a sample without a reward, or without the part that says so; or ()
+
+
 class SetOutcome(NamedTuple):
     """Outcome of an evaluation of one set of prompts."""
 
     prompts: PromptSet
-    rollout: Rollout  # this replica's rows
-    rewards: Rewards
-    votes: Sequence[str | None]  # [B] answer that each response votes for; () where pass@k and maj@k are not measured
+    samples: ScoredSamples  # of its first prompts
     metrics: Metrics  # by name, as "val/pass_at_4" for any set; the same on all ranks
     estimates: dict[str, Estimate]
 
@@ -69,39 +80,62 @@ class Evaluation:
         reward: Scorer,
         ranks: Ranks,
         decode: Callable[[Sequence[int]], str],
+        each: Callable[[ScoredSamples], None] = lambda samples: None,
     ) -> list[SetOutcome]:
-        """Return the outcome on each set, by name of the set; collective over all ranks.
+        """Return the outcome on each set; collective over all ranks.
 
-        ranks: the data-parallel replicas.
+        ranks: the data-parallel replicas. each: takes the samples in the order of sets and prompts; collective.
         """
         outcomes = []
         for one in self.sets:
-            draws = self.plan.draws
-            if draws is None:
-                rows = rollout.generate(one.prompts, step=step, greedy=True)
-            else:
-                own = replace(draws, stream=crc32(one.name.encode()))
-                rows = rollout.generate(one.prompts, step=step, draws=own)
-            rewards = reward.score(rows, one.prompts)
-            metrics = _usual_metrics(rows, rewards, ranks)
+            table = AnswerTable(ranks)
+            shown: ScoredSamples | None = None
+            for part in parts_of(len(one.prompts), most=self._prompts_at_once(ranks)):
+                samples = self._part(one, part, step=step, rollout=rollout, reward=reward, decode=decode)
+                table.add(samples.rollout, samples.rewards, first=samples.first)
+                if self.plan.counted:
+                    table.add_votes(_judged_votes(samples))
+                each(samples)
+                shown = shown or samples
+            assert shown is not None, "a set of prompts has some"
             estimates: dict[str, Estimate] = {}
-            votes: Sequence[str | None] = ()
             if self.plan.counted:
-                votes = self._votes(rows, decode)
-                own_samples = self._samples(rows, rewards, votes)
-                samples = [
-                    (place, right, vote) for part in ranks.gather_json(own_samples) for place, right, vote in part
-                ]
-                estimates = estimates_of(samples, counted=self.plan.counted, n=self.plan.n)
+                estimates = estimates_of(table.votes(), counted=self.plan.counted, n=self.plan.n)
+            metrics = table.metrics()
             for name, estimate in estimates.items():
                 edges = {"": estimate.mean, "_low": estimate.low, "_high": estimate.high}
                 metrics |= {f"val/{name}{edge}": value for edge, value in edges.items()}
-            outcomes.append(SetOutcome(one, rows, rewards, votes, metrics, estimates))
+            outcomes.append(SetOutcome(one, shown, metrics, estimates))
         return outcomes
 
-    def is_right(self, rewards: Rewards) -> list[bool]:
-        """Return [B] whether each sample is right. Raises UserError where the reward lacks the part that says so."""
-        return right_samples(rewards, above=self.plan.right_above, part=self.plan.right_part)
+    def _prompts_at_once(self, ranks: Ranks) -> int:
+        """Return the most prompts of a part: with twice the replicas, none of them is ever without a prompt."""
+        return max(self.plan.chunk // self.plan.n, 2 * ranks.size)
+
+    def _part(
+        self,
+        one: PromptSet,
+        part: range,
+        *,
+        step: int,
+        rollout: RolloutSource,
+        reward: Scorer,
+        decode: Callable[[Sequence[int]], str],
+    ) -> ScoredSamples:
+        """Return the samples of a part of a set; collective over all ranks."""
+        prompts, draws = one.prompts[part.start : part.stop], self.plan.draws
+        if draws is None:
+            rows = rollout.generate(prompts, step=step, greedy=True)
+        else:
+            own = replace(draws, stream=crc32(one.name.encode()), first=part.start)
+            rows = rollout.generate(prompts, step=step, draws=own)
+        rewards = reward.score(rows, prompts)
+        votes: Sequence[str | None] = ()
+        right: Sequence[bool | None] = ()
+        if self.plan.counted:
+            votes = self._votes(rows, decode)
+            right = right_samples(rows, rewards, above=self.plan.right_above, part=self.plan.right_part)
+        return ScoredSamples(one.name, part.start, prompts, rows, rewards, votes, right)
 
     def _votes(self, rows: Rollout, decode: Callable[[Sequence[int]], str]) -> list[str | None]:
         """Return [B] the answer of each response, None of failed samples; collective over all ranks."""
@@ -111,32 +145,40 @@ class Evaluation:
         )
         return [answers.get(row) for row in range(len(rows.lengths))]
 
-    def _samples(
-        self, rows: Rollout, rewards: Rewards, votes: Sequence[str | None]
-    ) -> list[list[int | bool | str | None]]:
-        """Return [prompt, right, vote] of each sample of this replica that has an answer and a reward, in order."""
-        scored = scored_rows(rows, rewards).tolist()
-        right = self.is_right(rewards)
-        judged = (~_judged(rewards, self.plan.right_part).isnan()).tolist()  # a data source may lack the part
-        prompts = rows.prompt_index.tolist()
-        return [[prompts[row], right[row], votes[row]] for row in range(len(prompts)) if scored[row] and judged[row]]
+
+def parts_of(count: int, *, most: int) -> list[range]:
+    """Return neighbouring parts of so many prompts, as even as can be, none of more than `most`."""
+    number = -(-count // most)
+    return [range(count * part // number, count * (part + 1) // number) for part in range(number)]
 
 
-def right_samples(rewards: Rewards, *, above: float, part: str) -> list[bool]:
-    """Return [B] whether each sample's reward, or the named part of it, is above a number. Raises UserError."""
-    return [value > above for value in _judged(rewards, part).tolist()]
+def _judged_votes(samples: ScoredSamples) -> list[tuple[int, int, bool, str | None]]:
+    """Return (prompt, sample, right, vote) of each sample of this replica that a reward judges."""
+    prompts, numbers = samples.rollout.prompt_index.tolist(), samples.rollout.sample_index.tolist()
+    rows = zip(prompts, numbers, samples.right, samples.votes, strict=True)
+    return [(samples.first + prompt, number, right, vote) for prompt, number, right, vote in rows if right is not None]
 
 
-def _judged(rewards: Rewards, part: str) -> Tensor:
-    """Return [B] the rewards, or the named part of them. Raises UserError."""
-    return _part(rewards.parts, part, rows=len(rewards.totals)) if part else rewards.totals
+def right_samples(rows: Rollout, rewards: Rewards, *, above: float, part: str) -> list[bool | None]:
+    """Return [B] whether each sample's reward, or the named part of it, is above a number; None where it has none.
+
+    Raises UserError where the reward lacks the part.
+    """
+    judged, scored = judged_values(rewards, part), scored_rows(rows, rewards)
+    known = (scored & ~judged.isnan().to(scored.device)).tolist()  # a data source may lack the part
+    return [value > above if known else None for value, known in zip(judged.tolist(), known, strict=True)]
 
 
-def _part(parts: RewardParts | None, name: str, *, rows: int) -> Tensor:
+def judged_values(rewards: Rewards, part: str, *, setting: str = "validation.right_part") -> Tensor:
+    """Return [B] the rewards, or the part of them that a setting names. Raises UserError."""
+    return _part(rewards.parts, part, rows=len(rewards.totals), setting=setting) if part else rewards.totals
+
+
+def _part(parts: RewardParts | None, name: str, *, rows: int, setting: str) -> Tensor:
     names = () if parts is None else parts.names
     if parts is None or (name not in names and (names or rows)):
         has = f"has the parts {', '.join(names)}" if names else "is a number, without named parts"
-        raise UserError(f"validation.right_part={name} has no effect: the reward {has}")
+        raise UserError(f"{setting}={name} has no effect: the reward {has}")
     return parts.values[:, names.index(name)] if names else parts.values.sum(dim=1)
 
 
@@ -172,16 +214,6 @@ def estimates_of(
         shares = [math.fsum(right) / len(right) for right, _ in groups]
         estimates[f"avg_at_{n}"] = mean_with_interval(shares, samples=n)
     return estimates
-
-
-def _usual_metrics(rows: Rollout, rewards: Rewards, ranks: Ranks) -> Metrics:
-    """Return the mean of rewards, of their parts and of lengths, over all ranks' samples."""
-    numbers = rollout_metrics(rows, rewards, ranks)
-    metrics = {"val/reward_mean": numbers["reward/mean"]} if "reward/mean" in numbers else {}
-    if numbers.get("reward/masked_fraction"):
-        metrics["val/reward_masked_fraction"] = numbers["reward/masked_fraction"]
-    metrics["val/response_tokens_mean"] = numbers["rollout/response_tokens_mean"]
-    return metrics | part_metrics(rewards.parts, rows, ranks, prefix="val/reward_")
 
 
 def named(outcomes: Sequence[SetOutcome]) -> Metrics:

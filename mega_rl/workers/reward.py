@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from mega_rl.protocols import Ranks
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 from mega_rl.workers.reward_calls import NoScore, NoScoreError, Response, Score, plan_call
 from mega_rl.workers.reward_pool.begun import Begun
-from mega_rl.workers.scoring.concurrent import outcomes_of
+from mega_rl.workers.scoring.concurrent import Calls, outcomes_of_batch
 from mega_rl.workers.scoring.failures import FailureRule, Failures, RewardError, no_score
 from mega_rl.workers.scoring.parts import PartRule
 from mega_rl.workers.scoring.responses import SampledResponse, answered, responses, texts
@@ -218,9 +219,14 @@ def ignore(what: str) -> None:
 class FunctionRewards:
     """Scores by a function or a set of them, called for one response after the other."""
 
-    def __init__(self, function: Callable[..., object] | FunctionSet, *, concurrency: int = 64) -> None:
-        """concurrency: calls of an asynchronous function at a time."""
-        self._concurrency = concurrency
+    def __init__(
+        self, function: Callable[..., object] | FunctionSet, *, concurrency: int = 64, batch_size: int = 64
+    ) -> None:
+        """
+        concurrency: calls of an asynchronous function at a time.
+        batch_size: responses of one call, of a function that takes several.
+        """
+        self._concurrency, self._batch_size = concurrency, batch_size
         self.call = function if isinstance(function, FunctionSet) else plan_call(function)
 
     @property
@@ -232,6 +238,16 @@ class FunctionRewards:
         """Return the scores, and why a response has none: the function raised, or returned something else."""
         if self.call.is_async:
             return self._together(items, report)
+        size = self._batch_size if self.call.batched else 1
+        parts = [items[start : start + size] for start in range(0, len(items), size)]
+        return [outcome for part in parts for outcome in self._of_part(part, report)]
+
+    def _of_part(self, items: Sequence[tuple[Prompt, Response]], report: Report) -> Outcomes:
+        """Return the outcomes of responses by one call, or, where it fails for several, by a call of each."""
+        if len(items) > 1:
+            report(f"{len(items)} responses from prompt {items[0][0].index} on, which the reward function is scoring")
+            with contextlib.suppress(NoScoreError):
+                return outcomes_of_batch(self.call, [self.call.arguments(*item) for item in items])
         outcomes: Outcomes = []
         for prompt, response in items:
             report(f"prompt {prompt.index}, whose response the reward function is scoring")
@@ -248,7 +264,7 @@ class FunctionRewards:
         """Return the outcomes of an asynchronous function, on an event loop of this batch."""
         report(f"one of {len(items)} responses, which the asynchronous reward function is scoring")
         batch = [self.call.arguments(prompt, response) for prompt, response in items]
-        return asyncio.run(outcomes_of(self.call, batch, concurrency=self._concurrency))
+        return asyncio.run(Calls(self.call, self._concurrency, self._batch_size).outcomes_of(batch))
 
     def begin(self, prompt: Prompt, response: Response) -> None:
         """Do nothing: the function is called in the main thread, when the scores are asked for."""

@@ -1,4 +1,4 @@
-"""Calls of a reward function: by the names of its parameters, or with three strings."""
+"""Calls of a reward function: by the names of its parameters, or with three strings; of one response, or of several."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -21,6 +21,11 @@ TEXTS = ("prompt", "response", "answer")
 FACTS = (
     "row", "messages", "prompt_index", "finish", "num_tokens", "turns", "transcript", "token_ids", "prompt_ids",
 )  # for parameters so named  # fmt: skip
+# Parameters of a function of several responses, by those of one; each gets a list with an entry for each response.
+PLURALS = {
+    "prompt": "prompts", "response": "responses", "answer": "answers", "row": "rows", "prompt_index": "prompt_indices",
+    "finish": "finishes", "transcript": "transcripts",
+} | {name: name for name in ("messages", "num_tokens", "turns", "token_ids", "prompt_ids")}  # fmt: skip
 RESPONSE_TEXTS = frozenset({"response", "turns", "transcript", "token_ids"})
 SUBJECT = "the reward function"  # of an error, where a run has one function
 SHOWN_CHARACTERS = 200  # of a value in an error
@@ -41,6 +46,10 @@ class NoScoreError(Exception):
 
 class NotAScoreError(ValueError):
     """A value is not a score; the message shows it and says why."""
+
+
+Batch = Sequence[Mapping[str, object]]  # the arguments of each of several responses
+Results = list[Score | NoScoreError]  # of each of them
 
 
 class FailureScore(float):
@@ -75,6 +84,7 @@ class RewardCall:
     positional: bool  # whether prompt, response and answer are given by position
     names: tuple[str, ...]  # given by name
     columns: RewardColumns  # of the data's rows, that the arguments need
+    batched: bool = False  # whether it takes several responses, by the plural of `names`, and gives a list
 
     def arguments(self, prompt: Prompt, response: Response) -> dict[str, object]:
         """Return by name what the function gets for a response to a prompt, and nothing else."""
@@ -85,13 +95,30 @@ class RewardCall:
         return {name: values[name] for name in taken if name in values}
 
     def __call__(self, arguments: Mapping[str, object]) -> object:
-        """Return what the function returns for these arguments."""
+        """Return what the function returns for one response, also where it takes several."""
+        if self.batched:
+            return self.together([arguments])
         texts = [arguments[name] for name in TEXTS if name in arguments] if self.positional else []
         return self.function(*texts, **{name: arguments[name] for name in self.names if name in arguments})
+
+    def together(self, batch: Batch) -> object:
+        """Return what a function of several responses returns for them."""
+        return self.function(**{PLURALS[name]: [one.get(name) for one in batch] for name in self.names})
 
     def evaluate(self, arguments: Mapping[str, object]) -> Score:
         """Return the score of one response. Raises NoScoreError: the function raised, or returned something else."""
         return evaluate(self, arguments)
+
+    def evaluate_batch(self, batch: Batch) -> Results:
+        """Return what the function `evaluate_batch` does."""
+        return evaluate_batch(self, batch)
+
+    async def evaluate_batch_later(self, batch: Batch) -> Results:
+        """Return what `evaluate_batch` does of an asynchronous function of several responses. Raises NoScoreError."""
+        with named_errors(SUBJECT):
+            value = self.together(batch)
+            results = results_of(await value if inspect.isawaitable(value) else value, len(batch))
+        return [_result(result, SUBJECT) for result in results]
 
     @property
     def is_async(self) -> bool:
@@ -109,19 +136,62 @@ def evaluate(call: RewardCall, arguments: Mapping[str, object], *, subject: str 
     Raises:
         NoScoreError: the function raised, or returned something else.
     """
-    with _named_errors(subject):
-        return as_score(call(arguments))
+    with named_errors(subject):
+        return as_score(_own(call, call(arguments)))
 
 
 async def evaluate_later(call: RewardCall, arguments: Mapping[str, object], *, subject: str = SUBJECT) -> Score:
     """Return what `evaluate` does of a function that may be asynchronous. Raises NoScoreError."""
-    with _named_errors(subject):
+    with named_errors(subject):
         value = call(arguments)
-        return as_score(await value if inspect.isawaitable(value) else value)
+        return as_score(_own(call, await value if inspect.isawaitable(value) else value))
+
+
+def evaluate_batch(call: RewardCall, batch: Batch, *, subject: str = SUBJECT) -> Results:
+    """Return the score of each response, or why it has none.
+
+    Raises:
+        NoScoreError: a function of several responses raised, or gave no result for each. Which of them is to blame is
+            not known: call it again for one after the other.
+    """
+    if not call.batched:
+        return [_alone(call, arguments, subject) for arguments in batch]
+    with named_errors(subject):
+        results = results_of(call.together(batch), len(batch))
+    return [_result(result, subject) for result in results]
+
+
+def _alone(call: RewardCall, arguments: Mapping[str, object], subject: str) -> Score | NoScoreError:
+    try:
+        return evaluate(call, arguments, subject=subject)
+    except NoScoreError as error:
+        return error
+
+
+def _result(result: object, subject: str) -> Score | NoScoreError:
+    try:
+        return as_score(result)
+    except NotAScoreError as error:
+        return NoScoreError(f"{subject} returned {error}")
+
+
+def _own(call: RewardCall, value: object) -> object:
+    """Return the result of the one response that a function was called with. Raises NotAScoreError."""
+    return results_of(value, 1)[0] if call.batched else value
+
+
+def results_of(value: object, size: int) -> list[object]:
+    """Return the results that a function of several responses gave for `size` of them. Raises NotAScoreError."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise NotAScoreError(f"{shortened(value)}, which is not a list with a score for each response")
+    results = list(value)
+    if len(results) != size:
+        raise NotAScoreError(f"{len(results)} scores for {size} response{'s' if size > 1 else ''}")
+    return results
 
 
 @contextmanager
-def _named_errors(subject: str) -> Iterator[None]:
+def named_errors(subject: str) -> Iterator[None]:
     """Turn what a user's function raises, or that it returned no score, into a NoScoreError."""
     try:
         yield
@@ -180,16 +250,19 @@ def plan_call(function: Callable[..., object]) -> RewardCall:
 
     If one of its parameters is named as one of `RESPONSE_TEXTS`, and each one without a default as one of `TEXTS` or
     `FACTS`, it is called by these names and need not take all of them. Any other is called as (prompt, response,
-    answer), with `FACTS` by name where it has such parameters.
+    answer), with `FACTS` by name where it has such parameters. One with a parameter that is the plural of one of these
+    takes several responses, by such names alone.
 
     Raises:
-        TypeError: it can be called in neither way.
+        TypeError: it can be called in none of these ways.
     """
     try:
         signature = inspect.signature(function)
     except ValueError:  # a function written in C need not have one
         return RewardCall(function, positional=True, names=(), columns=RewardColumns(structured=True))
     parameters = signature.parameters
+    if any(name in _OF_SEVERAL and _by_name(parameter) for name, parameter in parameters.items()):
+        return _plan_batches(function, signature)
     named = {name: p for name, p in parameters.items() if name in (*TEXTS, *FACTS) and _by_name(p)}
     by_name = not RESPONSE_TEXTS.isdisjoint(named) and all(
         p.default is not p.empty or p.kind in _REST or name in named for name, p in parameters.items()
@@ -198,6 +271,8 @@ def plan_call(function: Callable[..., object]) -> RewardCall:
     try:
         signature.bind(*(() if by_name else TEXTS), **dict.fromkeys(names))
     except TypeError as error:
+        if "completions" in parameters:
+            raise TypeError(f"has the signature {signature}: {_TRL}") from None
         raise TypeError(
             f"has the signature {signature}, but is called as (prompt, response, answer), with {', '.join(FACTS)} for "
             f"parameters of these names: {error}"
@@ -215,6 +290,42 @@ def plan_call(function: Callable[..., object]) -> RewardCall:
     )
 
 
+def _plan_batches(function: Callable[..., object], signature: inspect.Signature) -> RewardCall:
+    """Return how to call a function of several responses. Raises TypeError."""
+    parameters = signature.parameters
+    taken = {singular: plural for singular, plural in PLURALS.items() if plural in parameters}
+    required = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in _REST]
+    subject = f"has the signature {signature}, which takes several responses at a time by {', '.join(taken.values())}"
+    if "completions" in parameters:
+        raise TypeError(f"{subject}, but {_TRL}")
+    for name in parameters:
+        if name in (*TEXTS, *FACTS) and name not in PLURALS.values():
+            raise TypeError(f"{subject}, and {name} of one; name it {PLURALS[name]}")
+    for name in required:
+        if name not in taken.values() or not _by_name(parameters[name]):
+            raise TypeError(f"{subject}, but {name} has no meaning; legal: {', '.join(PLURALS.values())}")
+    if RESPONSE_TEXTS.isdisjoint(taken):
+        raise TypeError(f"{subject}, but none of them is the responses; name a parameter responses")
+    answer = parameters.get("answers")
+    return RewardCall(
+        function,
+        positional=False,
+        names=tuple(taken),
+        columns=RewardColumns(
+            answer=answer is not None and answer.default is answer.empty,
+            structured=answer is None or answer.annotation not in _STRINGS,
+            every="row" in taken,
+        ),
+        batched=True,
+    )
+
+
+_OF_SEVERAL = frozenset(plural for singular, plural in PLURALS.items() if plural != singular)
+_STRINGS = (list[str], "list[str]", Sequence[str], "Sequence[str]")
+_TRL = (
+    "completions is a parameter of TRL, which gives texts or conversations; take the texts as responses, answers as "
+    "answers and other columns from rows: docs/rewards.md, Several responses at a time"
+)
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -10,18 +10,24 @@ import inspect
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from decimal import Decimal
 
+from mega_rl.config.schema.sandbox import CODE_TESTS
 from mega_rl.errors import UserError
+from mega_rl.workers.code.blocks import code_format
+from mega_rl.workers.code.reward import code_tests, with_settings
 from mega_rl.workers.reward_calls import plan_call
 from mega_rl.workers.user_files import load_from_file
 
-RewardFunction = Callable[..., float | Mapping[str, float]]
+# A score as `reward_calls.Score`, an awaitable of one, or a list of scores of a function of several responses.
+RewardFunction = Callable[..., object]
 
 MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
 MOST_DIGITS = 1e6  # of a number in an answer that is computed: a second or so
 MOST_LEVELS = 200  # of an expression's nesting that is looked into
+_NUMBER = re.compile(r"(?:(?<![\d.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+_LAST_LINE = re.compile(r"#### ?-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)%?\.?")
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
@@ -51,6 +57,36 @@ def math_verify(prompt: str, response: str, answer: str) -> float:
     if any(num_digits(expression) > MOST_DIGITS for expression in parsed):
         return float(response_text == gold_text)
     return float(verifier.verify(gold, parsed, timeout_seconds=timeout))
+
+
+def number_match(response: str, answer: str) -> float:
+    """Return 1.0 if the number that the response ends with is that of the reference, else 0.0; never raises.
+
+    It stands in the last \\boxed{...} or after the last "####"; in a response without either it is the last number of
+    the text. Signs of currency, separators of thousands and units do not count: "#### $1,200.00" is 1200. The reference
+    may be a whole solution of GSM8K. Far cheaper than `math_verify`, and for plain numbers alone.
+    """
+    reference = _number(answer)
+    return float(reference is not None and _number(response) == reference)
+
+
+def has_final_answer(response: str) -> float:
+    """Return 1.0 if the response names its final answer in the form that is asked for, once; else 0.0.
+
+    Either one closed \\boxed{...} with something in it, or a last line "#### " and a number, as in GSM8K.
+    """
+    if response.count("####") + response.count("\\boxed") != 1:
+        return 0.0
+    if "\\boxed" in response:
+        return float(bool(final_answer(response)))
+    return float(_LAST_LINE.fullmatch(response.rstrip().rpartition("\n")[2]) is not None)
+
+
+def _number(text: str) -> Decimal | None:
+    """Return the final answer of a text as a number; None without one."""
+    final = final_answer(text)
+    numbers = _NUMBER.findall(text if final is None else final)
+    return Decimal(numbers[0 if final is not None else -1].replace(",", "")) if numbers else None
 
 
 def final_answer(text: str) -> str | None:
@@ -110,12 +146,21 @@ def _boxed(answer: str) -> str:
     return f"\\boxed{{{answer}}}"
 
 
-BUILTINS: dict[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
+BUILTINS: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "code_tests": code_tests,
+    "code_format": code_format,
+    "number_match": number_match,
+    "has_final_answer": has_final_answer,
+}
+CHEAP = frozenset({"exact_match", "number_match", "has_final_answer"})  # a process has nothing to guard there
 
 
 def resolve(spec: str, given: RewardFunction | None = None, *, key: str = "reward.function") -> RewardFunction:
     """Return the reward function that the setting `key` names: a built-in name, or `path/to/file.py:function`.
 
+    spec: `code_tests` may have its settings behind it (`mega_rl.workers.code.reward.specification`).
     given: the function itself, of a Python program; its name is then in `spec`.
 
     Raises UserError for an unknown name, a missing file, a file that fails to import, a missing or uncallable function,
@@ -126,6 +171,8 @@ def resolve(spec: str, given: RewardFunction | None = None, *, key: str = "rewar
         return given
     if spec in BUILTINS:
         return BUILTINS[spec]
+    if spec.startswith(f"{CODE_TESTS} "):
+        return with_settings(spec.removeprefix(f"{CODE_TESTS} "))
     if ":" not in spec:
         raise UserError(_unknown(spec, key))
     function: RewardFunction = load_from_file(spec, key=key, kind="function")
@@ -144,7 +191,7 @@ def _unknown(spec: str, key: str) -> str:
     return f"{key}={spec!r}: is not among the built-in functions {', '.join(sorted(BUILTINS))}; {hint}"
 
 
-def _check_signature(function: Any, spec: str, key: str) -> None:
+def _check_signature(function: object, spec: str, key: str) -> None:
     if not callable(function):
         raise UserError(f"{key}={spec!r}: is of type {type(function).__name__}, not a function")
     try:

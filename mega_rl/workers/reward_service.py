@@ -18,55 +18,53 @@ class RewardService:
     key: str = field(default="", repr=False)  # bearer token; empty sends none
 
     @classmethod
-    def find(cls, url: str, key_file: str) -> RewardService:
-        """The service of reward.http.url and reward.http.key_file ("" for none).
+    def find(cls, url: str, key_file: str, section: str = "reward.http") -> RewardService:
+        """The service of the settings url and key_file ("" for none) of a section.
 
         Raises UserError for an address that is none or holds a password, a key that others can read, and one that
         would travel in the clear.
         """
-        host = _host(url)
+        host = _host(url, section)
         if not key_file:
             return cls(url)
         if url.startswith("http://") and not is_loopback(host):
             raise UserError(
-                f"reward.http.url={url!r} with reward.http.key_file: the key would travel unencrypted to {host}; use "
+                f"{section}.url={url!r} with {section}.key_file: the key would travel unencrypted to {host}; use "
                 "https://, or a tunnel that ends on 127.0.0.1"
             )
-        return cls(url, _key(Path(key_file)))
+        return cls(url, _key(Path(key_file), section))
 
 
-def _host(url: str) -> str:
+def _host(url: str, section: str) -> str:
     if not url.isprintable() or " " in url:
-        raise UserError(
-            f"reward.http.url={url!r}: holds white space or other characters that no address has; quote them"
-        )
+        raise UserError(f"{section}.url={url!r}: holds white space or other characters that no address has; quote them")
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise UserError(f"reward.http.url={url!r}: {error}; write it as http://host:port/path") from None
+        raise UserError(f"{section}.url={url!r}: {error}; write it as http://host:port/path") from None
     if parts.scheme not in ("http", "https") or not host:
-        raise UserError(f"reward.http.url={url!r}: legal: http://host:port/path or https://host/path")
+        raise UserError(f"{section}.url={url!r}: legal: http://host:port/path or https://host/path")
     if parts.username is not None or parts.password is not None:
         raise UserError(
-            f"reward.http.url: names a user or password for {host}, and addresses are logged; use reward.http.key_file"
+            f"{section}.url: names a user or password for {host}, and addresses are logged; use {section}.key_file"
         )
     return host
 
 
-def _key(path: Path) -> str:
+def _key(path: Path, section: str) -> str:
     try:
         mode = path.stat().st_mode
         if mode & 0o077:
             raise UserError(
-                f"reward.http.key_file: {path}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 "
+                f"{section}.key_file: {path}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 "
                 f"{path}"
             )
         key = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"reward.http.key_file: {path}: cannot be read: {type(error).__name__}; it holds one line"
+            f"{section}.key_file: {path}: cannot be read: {type(error).__name__}; it holds one line"
         ) from None
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(f"reward.http.key_file: {path}: must hold one key of printable ASCII characters without spaces")
+        raise UserError(f"{section}.key_file: {path}: must hold one key of printable ASCII characters without spaces")
     return key

@@ -62,13 +62,16 @@ class RolloutWorker:
     ) -> Rollout:
         """Return this replica's rows of the step: n samples of each prompt (one when greedy), by prompt and sample.
 
-        Samples of `draws` have random numbers of their own, which training and turns of a response never draw.
+        Samples of `draws` have random numbers of their own, which training and turns of a response never draw, and
+        which do not change when a set of prompts comes in parts.
         """
         mine = self._own(prompts)
         own = [prompts[i] for i in mine]
         if draws is not None:
             seed = (self.seed, step, EVALUATION, draws.stream)
-            rows = self.engine.generate(own, list(mine), n=draws.n, seed=seed, draws=draws)
+            places = [draws.first + i for i in mine]
+            rows = self.engine.generate(own, places, n=draws.n, seed=seed, draws=draws)
+            rows.prompt_index = rows.prompt_index - draws.first
         else:
             n = 1 if greedy else self.n
             rows = self.engine.generate(own, list(mine), n=n, seed=(self.seed, step), greedy=greedy)

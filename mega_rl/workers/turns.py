@@ -84,9 +84,9 @@ class EngineInTurn:
     role: Role
     models: ResidentModels
 
-    def forward(self, batch: Rollout | Experience) -> TokenOutputs:
+    def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         self.models.take_turn(self.role, PARAMETERS)
-        return self.engine.forward(batch)
+        return self.engine.forward(batch, with_entropy=True) if with_entropy else self.engine.forward(batch)
 
     def teach(self, minibatch: Experience) -> Lesson:
         """Return the lesson with a copy of the vocabulary projection, which is on the device in the student's turn."""

@@ -167,9 +167,11 @@ class _Handler(BaseHTTPRequestHandler):
         status, first = 200, 0
         asked = self.headers.get("Range")
         if asked:
-            first = int(asked.removeprefix("bytes=").split("-")[0])
-            status = 206
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+            begin, _, last = asked.removeprefix("bytes=").partition("-")
+            first, status = int(begin), 206
+            size = len(content)
+            content = content[: int(last) + 1] if last else content
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{size}"
         if self.command == "GET" and self.hub.delays.get(file):
             self.hub.stop.wait(self.hub.delays[file])
         cuts = self.hub.cuts.get(file)

@@ -26,7 +26,8 @@ from tests.release.sources import ROOT, copy_sources
 PAGES = ("README.md", "CONTRIBUTING.md", "tests/special_distributed/README.md", "docs/own_data.md", "docs/data.md")
 PAGES += ("docs/checkpoint.md", "docs/converters.md", "docs/package.md", "docs/trackers.md", "docs/verify.md")
 PAGES += ("docs/versions.md", "docs/workers/fsdp_workers.md", "docs/workers/megatron_workers.md")
-PAGES += ("docs/workers/ray_trainer.md", "docs/workers/sglang_worker.md", "docs/report.md")
+PAGES += ("docs/workers/ray_trainer.md", "docs/workers/sglang_worker.md", "docs/report.md", "docs/gsm8k.md")
+PAGES += ("docs/evaluation.md", "docs/replay.md", "docs/sandbox.md")
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"^\| `((?:mega-rl|make) [^`]*|mega-rl|make)` \|", re.MULTILINE)  # first cells of tables
 COMMAND = re.compile(r"(OMP_NUM_THREADS=1 )?(mega-rl|make|python|pip|torchrun|bash|srun|\.venv/bin/python) ")
@@ -60,9 +61,12 @@ APART: dict[str, str] = {
     "make test-newest": "by itself: installs Megatron-Core",
     "make compare-megatron": "by itself: downloads Megatron-Core's releases",
     "make doc-commands": "this list",
+    "make campaign-sandbox": "by itself: hostile programs",
+    "make bubblewrap": "by itself: installs a package of the system",
     "make bench": "by itself: a benchmark of minutes",
     "make campaign-checkpoint": "by itself: a quarter of an hour",
     "make planted-faults": "by itself: a run of tests for each fault",
+    "make report-pictures": "by itself: of runs that one names",
     "make terminal-check": "by itself: wants a machine that does nothing else",
     "make special-distributed": "by itself: `make test` runs all of its programs",
     "make test-versions": "by itself: an environment of its own",
@@ -74,6 +78,9 @@ APART: dict[str, str] = {
 HOW: dict[str, How] = {
     **{command: How(apart=why) for command, why in APART.items()},
     "mega-rl quickstart": How("mega-rl quickstart --run-dir runs/again"),
+    "mega-rl train --config quickstart_gsm8k --nproc-per-node 2 trainer.run_dir=runs/again": How(
+        "mega-rl train --config quickstart_gsm8k --nproc-per-node 2 trainer.run_dir=runs/p trainer.steps=2"
+    ),
     f"mega-rl train {EIGHT} --nproc-per-node 8 optim.lr=2e-6": How(
         f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 optim.lr=2e-6 {SMALL} trainer.run_dir=runs/a"
     ),
@@ -123,6 +130,20 @@ HOW: dict[str, How] = {
     "mega-rl checkpoint list RUN": How("mega-rl checkpoint list runs/quickstart"),
     "mega-rl report RUN": How("mega-rl report runs/quickstart"),
     "mega-rl report RUN OTHER --out page.html": How("mega-rl report runs/quickstart runs/a --out out/page.html"),
+    "mega-rl eval --model HF_DIR --data gsm8k=gsm8k_test.jsonl --data math=math500.jsonl"
+    " --reward math_verify --n 16 --k 1,4,16 --temperature 0.7 --max-new-tokens 2048 --out runs/eval": How(
+        "mega-rl eval --model models/dense --data gsm8k=openai/gsm8k:main:test --data math=org/problems"
+        " --reward math_verify --n 4 --k 1,4 --temperature 0.7 --max-new-tokens 8 --out runs/eval"
+        " data.prompt_key=question model.dtype=fp32"
+    ),
+    "mega-rl train --config RECIPE metrics.records.interval=50 metrics.records.weights=true": How(
+        f"mega-rl train --config {ONE} metrics.records.interval=1 metrics.records.weights=true {SMALL}"
+        " data.train_files=[org/problems:default:train] data.prompt_key=question data.val_files=[]"
+        " trainer.val_interval=0 trainer.run_dir=runs/p"
+    ),
+    "mega-rl replay runs/a/records/step_000051 --layout tp2pp2,fsdp2": How(
+        "mega-rl replay runs/p/records/step_000001 --layout tp2pp2,fsdp2"
+    ),
     "mega-rl view RUN": How(apart="by tests/unit_tests/report/test_server.py: it serves until it is ended"),
     "mega-rl data gsm8k data/gsm8k": How("mega-rl data gsm8k data/gsm8k --force"),
     f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main": How(
@@ -163,6 +184,7 @@ ADDED: dict[str, str] = {
         " trainer.steps=2 trainer.run_dir=runs/o"
     ),
     "mega-rl recipes copy gsm8k_qwen3_0.6b_1gpu": " out/recipe.yaml",
+    "mega-rl recipes copy quickstart_gsm8k": " out/recipe_gsm8k.yaml",
 }
 TEMPLATE = (
     "{% if tools is defined and tools %}tools{% endif %}"

@@ -114,7 +114,10 @@ EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "truncated weights": (truncated_weights, ("m/model.safetensors: truncated, 20000 bytes of the",)),
     "foreign tokenizer": (foreign_tokenizer, ("the tokenizer has token id 50, the model a vocabulary of 50",)),
     "empty file": (empty_file, ("data.train_files: d.jsonl: is empty",)),
-    "unknown reward": (unknown_reward, ("reward.function='exact_mach'", "legal: exact_match, math_verify")),
+    "unknown reward": (
+        unknown_reward,
+        ("reward.function='exact_mach'", "legal: exact_match, has_final_answer, math_verify, number_match"),
+    ),
     "reward without name": (reward_without_name, ("r.py defines no 'scores'; it has score",)),
     "unsupported architecture": (unsupported_architecture, ('m/config.json: model_type="mamba": not supported',)),
     "unknown engine": (given("engine.backend=deepspeed"), ("engine.backend='deepspeed'", "megatron, fsdp")),

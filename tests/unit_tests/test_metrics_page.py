@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.algorithms.distribution import QUANTILES as TOKEN_QUANTILES
 from mega_rl.algorithms.mismatch import LogprobMismatch
 from mega_rl.metrics.steps import TOKEN_PHASES
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.step_metrics.responses import QUANTILES as RESPONSE_QUANTILES
-from mega_rl.trainer.step_metrics.tokens import QUANTILES as TOKEN_QUANTILES
 from mega_rl.workers import colocation
 from mega_rl.workers.colocation import Stage
 from mega_rl.workers.models import SKIPPED
@@ -28,7 +28,14 @@ ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"[a-z]+/[a-z][a-z0-9_]*")
 # Packages in which a string of this form is a metric's name, and strings of it that are none.
 WRITERS = ("algorithms", "checkpoint", "data", "engines", "metrics", "models", "rollout", "trainer", "workers")
-OTHERS = {"application/json", "rollout/logprob_diff", "rollout/stale_logprob_diff", "sft/loss", "val/reward_"}
+OTHERS = {
+    "application/json",
+    "actor/ratio",
+    "rollout/logprob_diff",
+    "rollout/stale_logprob_diff",
+    "sft/loss",
+    "val/reward_",
+}
 DERIVED = "console/"  # the console makes these of others and shows them alone
 OF_PARTS = frozenset({"reward/<name>", "val/reward_<name>"})  # of rewards with named parts
 OF_REWARDS = ("reward/", "val/reward_")
@@ -77,6 +84,7 @@ def composed() -> set[str]:
     names = {f"rollout/{kind}response_tokens_{end}" for kind in kinds for end in ("mean", *RESPONSE_QUANTILES)}
     names |= {f"{area}/{end}" for area in ("advantage", "values") for end in ("std", "min", "max", *TOKEN_QUANTILES)}
     names |= {f"{name}_{half}_half" for name in ("actor/entropy", "kl/ref") for half in ("first", "second")}
+    names |= {f"actor/ratio_{end}" for end in TOKEN_QUANTILES}
     names |= {f"perf/{phase}_tokens_per_s" for phase in TOKEN_PHASES}
     return names | {"rollout/failed_samples", "reward/finished_mean", "reward/truncated_mean"}
 

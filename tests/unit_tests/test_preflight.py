@@ -377,7 +377,7 @@ def test_reward_functions() -> None:
     for name in ("score", "limit", "math", "p"):
         assert preflight(None, [*BASE, f"reward.function=reward.py:{name}"])
     bad = {
-        "exact": "legal: exact_match, math_verify or path/to/file.py:function",
+        "exact": f"legal: {', '.join(REWARD_FUNCTIONS)} or path/to/file.py:function",
         "reward.py": "name the function too, as reward.py:score; reward.py has score",
         "reward.py:": "name the function too, as reward.py:score; reward.py has score",
         "no.py:score": f"no.py: no such file (looked for {Path.cwd()}/no.py)",

@@ -24,6 +24,7 @@ DEVICE = 80 * 10**9
 RECIPES = Path(__file__).parents[2] / "mega_rl" / "recipes"
 REAL_MODELS = [
     ("gsm8k_qwen3_0.6b_1gpu", "0.6b", 1),
+    ("mixture_qwen3_0.6b_1gpu", "0.6b", 1),
     ("gsm8k_qwen3_8b_8gpu", "8b", 8),
     ("gsm8k_qwen3_8b_8gpu_fsdp", "8b", 8),
     ("gsm8k_qwen3_32b_64gpu", "32b", 64),
@@ -35,8 +36,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working directory with the data the recipes name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(host, "free_bytes", lambda path: 10**15)
-    write_prompts(tmp_path / "data/gsm8k/train.jsonl")
-    write_prompts(tmp_path / "data/gsm8k/test.jsonl")
+    for problems in ("gsm8k", "math"):
+        write_prompts(tmp_path / f"data/{problems}/train.jsonl")
+        write_prompts(tmp_path / f"data/{problems}/test.jsonl")
 
 
 @pytest.mark.parametrize(("name", "size", "world_size"), REAL_MODELS)
@@ -117,5 +119,10 @@ def test_one_step_of_any_recipe_is_a_smoke_run(path: Path) -> None:
 
 
 def test_every_recipe_is_known_here_or_has_its_own_test() -> None:
-    known = {name for name, _, _ in REAL_MODELS} | {"quickstart", "quickstart_sglang"}
+    known = {name for name, _, _ in REAL_MODELS} | {
+        "quickstart",
+        "quickstart_sglang",
+        "quickstart_gsm8k",
+        "quickstart_code",
+    }
     assert {path.stem for path in RECIPES.glob("*.yaml")} <= known

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.distribution import histogram_where
 from mega_rl.algorithms.kl import KLEstimator, kl_penalty
 from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
 from mega_rl.protocols import LossOutput
@@ -40,8 +41,8 @@ def policy_loss(
 
     sums, besides the objective's: actor/loss, actor/policy_loss and actor/kl_loss, weighted as the loss; token means of
     actor/entropy, of actor/ratio_mean and actor/ppo_kl (k3 estimate of KL(old || new), nats), and of actor/ref_kl with
-    a reference. maxima: actor/ratio_max; minima: actor/ratio_min. Without `entropy` the metric is the mean of -logprob,
-    whose expectation over tokens that this policy samples is the entropy.
+    a reference. maxima: actor/ratio_max; minima: actor/ratio_min; log_histograms: actor/ratio. Without `entropy`
+    the metric is the mean of -logprob, whose expectation over tokens that this policy samples is the entropy.
     Source: KL in the loss: Shao et al. 2024, arXiv:2402.03300, eq. 3, but for its gradient.
     """
     assert entropy is not None or entropy_coef == 0.0, "an entropy bonus needs the entropy"
@@ -70,4 +71,5 @@ def policy_loss(
     ratio = log_ratio.detach().exp()
     maxima = {"actor/ratio_max": torch.where(active, ratio, 0.0).max()}
     minima = {"actor/ratio_min": torch.where(active, ratio, torch.inf).min()}
-    return LossOutput(loss=loss, sums=sums, maxima=maxima, minima=minima)
+    histograms = {"actor/ratio": histogram_where(log_ratio.detach(), active)}
+    return LossOutput(loss=loss, sums=sums, maxima=maxima, minima=minima, log_histograms=histograms)

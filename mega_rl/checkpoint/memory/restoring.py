@@ -101,7 +101,7 @@ def _of_another_run(manifest: Manifest, run: RunState) -> str:
     words: list[str] = []
     if run.ranks.rank == 0:
         words = differences(manifest.identity, run.identity, stored_config=manifest.config, config=run.config)
-        if set(manifest.numbers) != set(run.engines):
+        if any(run.mismatched(manifest.numbers)):
             words.append(f"models: {', '.join(manifest.numbers)} -> {', '.join(run.engines)}")
     return ", ".join(broadcast_json(words, run.ranks))
 

@@ -29,7 +29,7 @@ class EvaluationOptions:
     ] = None
     top_p: Annotated[float | None, typer.Option("--top-p", help="validation.top_p.")] = None
     max_new_tokens: Annotated[
-        int | None, typer.Option("--max-new-tokens", min=1, help="Longest response: rollout.max_new_tokens.")
+        int | None, typer.Option("--max-new-tokens", min=1, help="Longest response: validation.max_new_tokens.")
     ] = None
 
     def settings(self) -> Iterator[str]:
@@ -41,7 +41,7 @@ class EvaluationOptions:
             "reward.function": self.reward,
             "validation.temperature": self.temperature,
             "validation.top_p": self.top_p,
-            "rollout.max_new_tokens": self.max_new_tokens,
+            "validation.max_new_tokens": self.max_new_tokens,
         }
         yield from (f"{key}={value}" for key, value in given.items() if value is not None)
         unnamed = []

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mega_rl import progress
-from mega_rl.cli.text.replay import print_json, print_replay
+from mega_rl.cli.text.replay import print_json, print_replay, print_rewards
 from mega_rl.cli.verify import EXIT_DIFFERS, refuse_launcher
 from mega_rl.errors import UserError, UserErrors
 
@@ -40,27 +40,33 @@ def replay(
         ),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one layout may take.")] = 1800.0,
+    with_rewards: Annotated[
+        bool, typer.Option("--rewards", help="Also call the run's reward functions again, on the rows of its data.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Compute a recorded step again, under any layout or engine, and name the first tensor and token that differ."""
     progress.show_progress()
     refuse_launcher("replay")
     with progress.importing("PyTorch"):
-        from mega_rl.verify.replay.run import prepare, replay_layouts, working_folder
-    with working_folder() as work:
+        from mega_rl.verify.replay import rewards, run
+    with run.working_folder() as work:
         try:
-            prepared = prepare(record, names, Path(work), weights=weights)
+            prepared = run.prepare(record, names, Path(work), weights=weights)
         except UserErrors as error:
             raise UserErrors([problem.replace("--layouts", "--layout", 1) for problem in error.problems]) from error
         except UserError as error:
             raise UserError(str(error).replace("--layouts", "--layout", 1)) from error
+        scored = rewards.compare_rewards(prepared.record, atol=atol) if with_rewards else []
+        if scored and not as_json:
+            print_rewards(scored, prepared.record)
         log.info("replaying %s", record)
         results = []
-        for result in replay_layouts(prepared, Path(work), timeout_s=timeout_s, atol=atol):
+        for result in run.replay_layouts(prepared, Path(work), timeout_s=timeout_s, atol=atol):
             results.append(result)
             if not as_json:
                 print_replay(result, prepared.record)
     if as_json:
-        print_json(results, prepared.record)
-    if any(result.first is not None for result in results):
+        print_json(results, prepared.record, rewards=scored)
+    if any(result.first is not None for result in results) or not all(one.good for one in scored):
         raise typer.Exit(EXIT_DIFFERS)

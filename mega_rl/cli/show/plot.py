@@ -24,6 +24,12 @@ def plot(
     metrics: Annotated[
         str, typer.Option("--metrics", metavar="NAME,...", help="Metrics to draw, a panel each; else the usual ones.")
     ] = "",
+    smooth: Annotated[
+        float,
+        typer.Option(
+            "--smooth", min=0.0, max=0.999, help="Weight of the past in an exponential moving average; 0 draws raw."
+        ),
+    ] = 0.0,
 ) -> None:
     """Draw the curves of a run, or of several runs in the same panels."""
     files = [_metrics_of(run) for run in runs]
@@ -33,7 +39,7 @@ def plot(
     progress.show_progress()
     with progress.phase("drawing"):
         names = [name.strip() for name in metrics.split(",") if name.strip()]
-        plot_runs({_label(file): file for file in files}, picture, names=names)
+        plot_runs({_label(file): file for file in files}, picture, names=names, smooth=smooth)
     typer.echo(str(picture))
 
 

@@ -19,23 +19,35 @@ if TYPE_CHECKING:
 
 def print_replay(result: Replay, record: Record) -> None:
     """Print every tensor's largest difference, and the first that is beyond its tolerance."""
+    description = record.description
+    origin = f"recorded on {description.world_size} rank(s) of {description.layout}"
+    _print_table(f"step {description.step}, {origin}; replayed: {result.layout.title}", result.differences)
+    if result.first is not None:
+        typer.echo(f"{result.layout.title}: {in_words(result.first)}")
+
+
+def print_rewards(differences: Sequence[Difference], record: Record) -> None:
+    """Print the largest difference of each part of the rewards, and the first sample and part that differ."""
+    _print_table(f"step {record.description.step}, its {len(record.rows)} responses scored again", differences)
+    first = next((difference for difference in differences if not difference.good), None)
+    if first is not None:
+        typer.echo(in_words(first))
+
+
+def _print_table(title: str, differences: Sequence[Difference]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    description = record.description
     console = Console(soft_wrap=True)
-    origin = f"recorded on {description.world_size} rank(s) of {description.layout}"
-    console.print(f"step {description.step}, {origin}; replayed: {result.layout.title}", markup=False, highlight=False)
+    console.print(title, markup=False, highlight=False)
     table = Table("tensor", "largest difference", "at", "allowed", "verdict", box=box.SIMPLE_HEAD)
-    for difference in result.differences:
+    for difference in differences:
         at = "" if difference.worst is None else where(difference.worst)
         word = "equal" if difference.good else f"DIFFERS at {difference.num_beyond:,}"
         largest = f"{difference.largest:.1e}" if difference.largest else "0"
         table.add_row(difference.tensor, largest, at, f"{difference.allowed:g}", word)
     Console(width=None if console.is_terminal else 200, markup=False).print(table)
-    if result.first is not None:
-        typer.echo(f"{result.layout.title}: {in_words(result.first)}")
 
 
 def in_words(difference: Difference) -> str:
@@ -56,8 +68,8 @@ def where(place: TokenPlace) -> str:
     return f"{row}, token {place.token}" + (f" {place.text!r}" if place.text else "")
 
 
-def print_json(results: Sequence[Replay], record: Record) -> None:
-    """Print all results as JSON; a number that is not finite is null."""
+def print_json(results: Sequence[Replay], record: Record, *, rewards: Sequence[Difference] = ()) -> None:
+    """Print all results as JSON; a number that is not finite is null. rewards: scored again, where they were."""
     layouts = [
         {
             "layout": result.layout.name,
@@ -71,7 +83,8 @@ def print_json(results: Sequence[Replay], record: Record) -> None:
     facts = {
         "record": str(record.folder),
         "step": record.description.step,
-        "good": all(result.first is None for result in results),
+        "good": all(result.first is None for result in results) and all(one.good for one in rewards),
         "layouts": layouts,
+        "rewards": [asdict(difference) for difference in rewards],
     }
     typer.echo(json.dumps(plain(facts)))

@@ -16,6 +16,7 @@ from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import reference as reference_rules
 from mega_rl.config.rules import rewards as reward_rules
 from mega_rl.config.rules import rollout as rollout_rules
+from mega_rl.config.rules import stream as stream_rules
 from mega_rl.config.rules import validation as validation_rules
 from mega_rl.config.schema import Config, KlConfig
 
@@ -31,13 +32,15 @@ def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] |
     problems += [*_algorithm(config), *parallel_rules.recompute(config), *parallel_rules.experts(config)]
     problems += [*parallel_rules.data_parallel(config, world_size), *parallel_rules.fsdp_engine(config, world_size)]
     problems += [*rollout_rules.rollouts(config), *_reward(config), *_without_rewards(config)]
-    problems += reward_rules.functions(config)
+    problems += [*reward_rules.functions(config), *reward_rules.sandbox(config)]
     problems += validation_rules.validation(config)
     problems += [*_profile(config, world_size), *mixture_rules.mixture(config.data), *mixture_rules.curriculum(config)]
+    problems += stream_rules.stream(config)
     for key, facts in (models or {}).items():
         if not (key == "model.ref_path" and reference_rules.has_own_layout(config)):
             problems += parallel_rules.fits_model(config.engine.megatron, key, facts)
         problems += [*_fits_model(config, key, facts), *rollout_rules.fits_model(config, key, facts)]
+        problems += validation_rules.fits_model(config, key, facts)
     problems += reference_rules.own_layout(config, world_size, models or {})
     return [*problems, *_without_effect(given)]
 

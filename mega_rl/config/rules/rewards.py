@@ -1,10 +1,11 @@
-"""Rules of several reward functions and of the data sources that they score."""
+"""Rules of several reward functions, of the data sources that they score, and of the sandbox for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from mega_rl.config.schema import Config
+from mega_rl.config.schema.sandbox import runs_code
 
 
 def functions(config: Config) -> Iterator[str]:
@@ -33,3 +34,30 @@ def functions(config: Config) -> Iterator[str]:
                 f"reward.weights.{part} has no effect: no function of that name is in reward.functions; legal: "
                 f"{legal}, or NAME_PART of a function that returns named parts"
             )
+
+
+def sandbox(config: Config) -> Iterator[str]:
+    """Yield what is wrong between reward.sandbox and reward.pool."""
+    own, pool = config.reward.sandbox, config.reward.pool
+    if not runs_code(config.reward):
+        return
+    if own.kind == "remote" and not own.url.startswith(("http://", "https://")):
+        yield (
+            f"reward.sandbox.url={own.url!r}: reward.sandbox.kind=remote needs an address that begins with http:// or "
+            "https://"
+        )
+    if own.total_s < own.timeout_s:
+        yield (
+            f"reward.sandbox.total_s={own.total_s:g}, of all cases of a response, is below "
+            f"reward.sandbox.timeout_s={own.timeout_s:g}, of one; make it at least as long"
+        )
+    if pool.workers and own.total_s >= pool.timeout_s:
+        yield (
+            f"reward.sandbox.total_s={own.total_s:g} must be below reward.pool.timeout_s={pool.timeout_s:g}, or a "
+            "slow program costs its worker; make the latter longer"
+        )
+    if 0 < pool.memory_mib < own.memory_mib and own.kind == "local":
+        yield (
+            f"reward.sandbox.memory_mib={own.memory_mib} is above reward.pool.memory_mib={pool.memory_mib}, which "
+            "bounds what a worker starts, too; legal: at most that"
+        )

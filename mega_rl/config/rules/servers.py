@@ -80,6 +80,7 @@ def server_arguments(config: Config) -> Iterator[str]:
             shown = "null" if value is None else "false"
             yield f"{KEY}.{name}={shown}: an argument is on SGLang's command line or is not; leave it out"
     yield from _sizes(config)
+    yield from _lengths(config)
     if config.rollout.sglang.server.nodes > 1:
         yield from _nodes(config)
 
@@ -108,6 +109,19 @@ def _nodes(config: Config) -> Iterator[str]:
             f"{KEY}.enable_dp_attention with {given}: SGLang's processes would take pickles from anyone on the network "
             "who reaches their ports; set nodes=1, or leave it out"
         )
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    """Yield what keeps a server from holding one longest sequence, of a validation too."""
+    own, rollout, val = config.rollout.sglang.server, config.rollout.max_new_tokens, config.validation.max_new_tokens
+    key = "validation.max_new_tokens" if val > rollout else "rollout.max_new_tokens"
+    longest = config.data.max_prompt_tokens + max(rollout, val)
+    needs = f"one sequence of data.max_prompt_tokens+{key}={longest}; make it at least {longest}"
+    if 0 < own.max_total_tokens < longest:
+        yield f"rollout.sglang.server.max_total_tokens={own.max_total_tokens} cannot hold {needs}"
+    context = own.args.get("context_length")
+    if isinstance(context, int) and context < longest:
+        yield f"{KEY}.context_length={context} cannot hold {needs}"
 
 
 def is_loopback(host: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mega_rl.config.facts import ModelFacts
 from mega_rl.config.schema import Config
 
 SET_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -33,7 +34,33 @@ def validation(config: Config) -> Iterator[str]:
             yield f"validation.sets: {name!r} is no name of a set; legal: small letters, digits and _"
         if not files_of(files):
             yield f"validation.sets.{name}={files!r}: must be a file, or a list of files"
+    yield from _room(config)
     yield from _best(config)
+
+
+def fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
+    """List conflicts between the length of validations and a checkpoint that reads their responses."""
+    longest = config.data.max_prompt_tokens + config.validation.max_new_tokens
+    reads = key == "model.path" or (key == "reward.model.path" and config.reward.source == "model")
+    if config.validation.max_new_tokens and reads and longest > facts.max_position_embeddings:
+        yield (
+            f"data.max_prompt_tokens+validation.max_new_tokens={longest} is above the "
+            f"{facts.max_position_embeddings} positions of {key}; make them shorter"
+        )
+
+
+def _room(config: Config) -> Iterator[str]:
+    """Yield a problem if a reward model's micro-batch cannot hold the longest validated row and one token more."""
+    val, trainer, cp = config.validation, config.trainer, config.engine.megatron.cp
+    multiple = 2 * cp if cp > 1 else 1
+    needed = -(-(config.data.max_prompt_tokens + val.max_new_tokens + 1) // multiple) * multiple
+    micro = trainer.microbatch
+    if val.max_new_tokens and config.reward.source == "model" and micro.packing and micro.max_tokens < needed:
+        yield (
+            f"trainer.microbatch.max_tokens={micro.max_tokens} cannot hold one sequence of "
+            f"data.max_prompt_tokens+validation.max_new_tokens and one more token for the reward model; make it at "
+            f"least {needed}"
+        )
 
 
 def files_of(files: object) -> list[str]:

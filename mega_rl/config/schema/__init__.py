@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, SourceConfig
+from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, SourceConfig, StreamConfig, SuccessConfig
 from mega_rl.config.schema.engine import (
     DdpConfig,
     EngineConfig,
@@ -38,6 +38,7 @@ from mega_rl.config.schema.rollout import (
     SglangServerConfig,
     SglangSyncConfig,
 )
+from mega_rl.config.schema.sandbox import RewardSandboxConfig
 from mega_rl.config.schema.setting import ATTENTION
 from mega_rl.config.schema.training import (
     AlgorithmConfig,
@@ -82,11 +83,14 @@ __all__ = [
     "RewardHttpConfig",
     "RewardModelConfig",
     "RewardPoolConfig",
+    "RewardSandboxConfig",
     "RolloutConfig",
     "SglangConfig",
     "SglangServerConfig",
     "SglangSyncConfig",
     "SourceConfig",
+    "StreamConfig",
+    "SuccessConfig",
     "TrainerConfig",
     "ValidationConfig",
 ]

@@ -10,7 +10,8 @@ from typing import Any, get_type_hints
 from mega_rl.config.schema.setting import setting
 from mega_rl.config.values import BadValue, coerce, shown
 
-RESERVED = frozenset({"prompts", "epochs"})  # data/prompts and data/epochs are metrics of all sources
+# data/prompts, data/epochs and so on are metrics of all sources
+RESERVED = frozenset({"prompts", "epochs", "success_mean", "unseen_fraction", "solved_fraction", "unsolved_fraction"})
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,43 @@ class MixtureConfig:
 
 
 @dataclass(frozen=True)
+class StreamConfig:
+    """Training prompts that are read while the run goes on, for data that do not fit into memory or on the disk."""
+
+    rows: int = setting(
+        0,
+        "Rows that are in memory at a time and shuffled with one another; two more blocks are read ahead. 0: all "
+        "training prompts are read at the start.",
+        unit="rows",
+        min=0,
+    )
+    timeout_s: float = setting(
+        300.0, "The run ends when the next rows have not come within this time.", unit="seconds", above=0.0
+    )
+
+
+@dataclass(frozen=True)
+class SuccessConfig:
+    """Prompts preferred by the success rate that the run measures in their own samples."""
+
+    prefer: str = setting(
+        "none",
+        "Prompts that are drawn more often: learnable ones, by p(1 - p) of their success rate p, or unsolved ones, by "
+        "1 - p; none: nothing is measured.",
+        choices=("none", "learnable", "unsolved"),
+    )
+    explore: float = setting(
+        0.25, "Share of the draws that go through epochs of all prompts, so that each is measured.", above=0.0, max=0.9
+    )
+    memory: float = setting(
+        0.5, "Weight of a prompt's earlier samples beside those of its next visit; 0: the last visit alone.",
+        min=0.0, max=1.0,
+    )  # fmt: skip
+    right_above: float = setting(0.5, "A sample with a reward, or a part of it, above this is right.")
+    right_part: str = setting("", "Named part of the reward that says whether a sample is right; empty: the reward.")
+
+
+@dataclass(frozen=True)
 class CurriculumConfig:
     """Easy prompts first: a run draws from more and more of its prompts, by a column that says how hard each is."""
 
@@ -66,6 +104,7 @@ class CurriculumConfig:
     steps: int = setting(
         100, "Steps after which a run draws from all; until then the share grows evenly.", unit="steps", min=1
     )
+    success: SuccessConfig = dataclasses.field(default_factory=SuccessConfig)
 
 
 def completed_sources(key: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:

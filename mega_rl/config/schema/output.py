@@ -76,6 +76,11 @@ class RecordsConfig:
         unit="MiB",
         min=1,
     )
+    entropy: bool = setting(
+        False,
+        "Also record the entropy of the distribution that predicts each token, by one forward of the policy more; "
+        "where old log-probs are the sampler's recording makes that forward anyway, and has it.",
+    )
     weights: bool = setting(
         False,
         "Also keep the weights that the step began with in each record, so that it needs no checkpoint to be replayed.",

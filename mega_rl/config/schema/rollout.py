@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig
+from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, StreamConfig
+from mega_rl.config.schema.sandbox import RewardSandboxConfig
 from mega_rl.config.schema.setting import ATTENTION, setting
 
 
@@ -60,6 +61,7 @@ class DataConfig:
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
+    stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
 
     @property
     def reads_train_files(self) -> bool:
@@ -282,14 +284,21 @@ class RewardPoolConfig:
     workers: int = setting(
         -1,
         "Worker processes of each rank. 0 calls the function in the rank itself, one response after the other, without "
-        "deadlines; -1 does so for exact_match and functions of a Python program, and else takes all but one of the "
-        "rank's share of the host's cores, at most 8.",
+        "deadlines; -1 does so for built-in functions but math_verify and for functions of a Python program, and else "
+        "takes all but one of the rank's share of the host's cores, at most 8.",
         unit="processes",
         min=-1,
     )
-    timeout_s: float = setting(30.0, "Deadline of one response.", unit="seconds", above=0.0)
+    timeout_s: float = setting(30.0, "Deadline of one response, or of one call for several.", unit="seconds", above=0.0)
     concurrency: int = setting(
         64, "Calls of an asynchronous function at a time in each worker, or in the rank without workers.", min=1
+    )
+    batch_size: int = setting(
+        64,
+        "Responses of one call, at most, of a function that takes several at a time; idle workers share what waits.",
+        unit="responses",
+        min=1,
+        max=4096,
     )
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(
@@ -335,7 +344,11 @@ class RewardConfig:
         "none, where a run learns from a teacher alone.",
         choices=("function", "model", "http", "none"),
     )
-    function: str = setting("exact_match", "Built-in name (exact_match, math_verify) or path/to/file.py:function.")
+    function: str = setting(
+        "exact_match",
+        "Built-in name (code_format, code_tests, exact_match, has_final_answer, math_verify, number_match) or "
+        "path/to/file.py:function.",
+    )
     functions: dict[str, str] = setting(
         {},
         "Several functions in the place of reward.function, as {correct: math_verify, format: rewards.py:has_boxes}; "
@@ -358,4 +371,5 @@ class RewardConfig:
     pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     http: RewardHttpConfig = dataclasses.field(default_factory=RewardHttpConfig)
+    sandbox: RewardSandboxConfig = dataclasses.field(default_factory=RewardSandboxConfig)
     overlong: OverlongConfig = dataclasses.field(default_factory=OverlongConfig)

@@ -15,12 +15,22 @@ class ValidationConfig:
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0 is greedy.", min=0.0)
     top_p: float = setting(1.0, "Probability mass that is sampled from; 1 keeps all tokens.", above=0.0, max=1.0)
     top_k: int = setting(0, "Most likely tokens that are sampled from; 0 keeps all.", unit="tokens", min=0)
+    max_new_tokens: int = setting(
+        0, "Longest response of evaluations; 0 takes rollout.max_new_tokens.", unit="tokens", min=0
+    )
+    chunk: int = setting(
+        8192,
+        "Samples that are drawn and scored together, whole prompts: it bounds memory and requests in flight, and "
+        "changes no number.",
+        unit="samples",
+        min=1,
+    )
     k: list[int] = setting(
         [], "Numbers of samples that pass@k and maj@k are of; empty takes 1 and n where n is above 1, else none."
     )
     sets: dict[str, object] = setting(
         {},
-        "Further sets of held-out prompts by name, each a JSONL or Parquet file or a list of them: {gsm8k: a.jsonl, "
+        "Further sets of held-out prompts by name, each one of data.val_files or a list of such: {gsm8k: a.jsonl, "
         "math: [b.jsonl, c.jsonl]}. Their metrics are val/gsm8k/... and val/math/...",
     )
     right_above: float = setting(0.5, "A sample with a reward, or a part of it, above this is right.")

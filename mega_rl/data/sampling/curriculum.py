@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mega_rl.data.ordering import CURRICULUM, permutation
 from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
+from mega_rl.data.sampling.success import Preference, SuccessRates, SuccessSampler
 from mega_rl.types import Prompt
 
 
@@ -60,11 +61,26 @@ class CurriculumSampler(StepOrder):
         return math.ceil(self._growth.share(drawn) * self.num_prompts)
 
 
-def ordered(
-    prompts: Sequence[Prompt], growth: Growth | None, batch_size: int, *, shuffle: bool, seed: int,
-    key: Sequence[int] = (),
-) -> StepOrder:  # fmt: skip
-    """Return the order of one list of prompts: epochs, or the easiest first with `growth`."""
-    if growth is None:
-        return PromptSampler(prompts, batch_size=batch_size, shuffle=shuffle, seed=seed, key=key)
-    return CurriculumSampler(prompts, growth, batch_size=batch_size, seed=seed, key=key)
+@dataclass(frozen=True)
+class OrderPlan:
+    """Order of one list of prompts: epochs, the easiest first, or by measured success."""
+
+    shuffle: bool
+    seed: int
+    growth: Growth | None = None
+    preference: Preference | None = None
+
+    def order(
+        self, prompts: Sequence[Prompt], rates: SuccessRates | None, *, batch_size: int, key: Sequence[int] = ()
+    ) -> StepOrder:
+        """Return the order of a list of prompts; rates: measured, where there is a preference."""
+        if self.preference is not None and rates is not None:
+            return SuccessSampler(prompts, rates, self.preference, batch_size=batch_size, seed=self.seed, key=key)
+        if self.growth is not None:
+            return CurriculumSampler(prompts, self.growth, batch_size=batch_size, seed=self.seed, key=key)
+        return PromptSampler(prompts, batch_size=batch_size, shuffle=self.shuffle, seed=self.seed, key=key)
+
+    def for_share(self, share: float) -> OrderPlan:
+        """Return the plan of a source with a share of the draws."""
+        growth = self.growth
+        return self if growth is None else replace(self, growth=replace(growth, draws=math.ceil(share * growth.draws)))

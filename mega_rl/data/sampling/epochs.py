@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mega_rl.data.ordering import EPOCH, permutation
 from mega_rl.types import Metrics, Prompt
@@ -30,9 +30,27 @@ class StepOrder(ABC):
     def take(self, first: int, count: int) -> list[Prompt]:
         """Return `count` prompts from number `first` of the endless order on, counted from 0."""
 
+    def numbers(self) -> dict[str, int]:
+        """Return the numbers that a checkpoint keeps of the order, equal on all ranks; none of a pure function."""
+        return {}
+
+    def restore(self, numbers: Mapping[str, int]) -> None:  # noqa: B027
+        """Go on from the `numbers` of a checkpoint; called before the first `take`, with none of one that has none."""
+
+    def waits(self) -> Metrics:
+        """Return the seconds that draws have waited for a stream since the last call; nothing of prompts in memory."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """End what the order does in the background."""
+
+    def epochs(self, drawn: int) -> float:
+        """Return how many epochs the first draws are."""
+        return drawn / self.num_prompts
+
     def metrics(self, drawn: int) -> Metrics:
         """Return the number of prompts drawn, and how many epochs that is."""
-        return {"data/prompts": float(drawn), "data/epochs": drawn / self.num_prompts}
+        return {"data/prompts": float(drawn), "data/epochs": self.epochs(drawn)}
 
 
 class PromptSampler(StepOrder):
@@ -54,9 +72,10 @@ class PromptSampler(StepOrder):
         self._order: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
 
     def take(self, first: int, count: int) -> list[Prompt]:
-        return [self._prompts[self._position(number)] for number in range(first, first + count)]
+        return [self._prompts[self.position(number)] for number in range(first, first + count)]
 
-    def _position(self, number: int) -> int:
+    def position(self, number: int) -> int:
+        """Return the place in the list of the prompts of a draw, counted from 0."""
         epoch, offset = divmod(number, len(self._prompts))
         if not self._shuffle:
             return offset

@@ -1,8 +1,9 @@
 """Prompts of each step from several sources by weight, epoch after epoch of each.
 
 The sources' draws are spread as evenly as can be: after any number of draws each source has had its share of them, less
-or more than one prompt. Which source a draw is from depends on its number alone, so a run goes on from any step without
-a state, and no random number is spent on it; what a source gives is random, by its own epochs.
+or more than one prompt. Which source a draw is from depends on its number alone, and no random number is spent on it;
+what a source gives is random, by its own epochs. A run that goes on with other shares begins their order where it is,
+and each source goes on in its epoch; that point is all there is to keep.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import hashlib
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 
-from mega_rl.data.sampling.curriculum import Growth, ordered
+from mega_rl.data.sampling.curriculum import OrderPlan
 from mega_rl.data.sampling.epochs import StepOrder
+from mega_rl.data.sampling.success import SuccessRates, SuccessSampler
 from mega_rl.types import Metrics, Prompt
 
 MAX_CYCLE = 1_000_000  # draws after which the order of sources begins again; finer shares are rounded to it
 _LEAST = 1e-12  # weight of a source beside the largest, which a temperature near 0 would round to nothing
 _SCALE = 1 << 64
+_BEGIN, _SHARE, _BEFORE = "begin", "share", "before"  # numbers of a checkpoint
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
@@ -116,39 +118,102 @@ class MixtureSampler(StepOrder):
     """The prompts of each step from several sources, a pure function of the arguments and the step.
 
     Each source runs through epochs of its own, in an order of its own where `shuffle` says so: one that has ended an
-    epoch begins the next while others go on. With `growth` each begins with its easiest prompts, over its share of the
-    draws.
+    epoch begins the next while others go on. A curriculum holds within each, one of growth over its share of the draws.
     """
 
     def __init__(
-        self, prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], *, batch_size: int, shuffle: bool,
-        seed: int, growth: Growth | None = None,
+        self, samplers: Mapping[str, StepOrder], shares: Mapping[str, int], *, batch_size: int,
+        rates: SuccessRates | None = None,
     ) -> None:  # fmt: skip
-        assert prompts.keys() == weights.keys()
-        self.shares = shares_of(weights)
-        super().__init__(batch_size=batch_size, num_prompts=sum(map(len, prompts.values())))
-        self._names = sorted(prompts)
-        self._samplers: list[StepOrder] = []
-        for name in self._names:
-            share = self.shares[name] / sum(self.shares.values())
-            own = None if growth is None else replace(growth, draws=math.ceil(share * growth.draws))
-            size = max(1, round(share * batch_size))
-            self._samplers.append(ordered(prompts[name], own, size, shuffle=shuffle, seed=seed, key=_key(name)))
-        self._order = DrawOrder([self.shares[name] for name in self._names])
+        """shares: of `shares_of`. rates: of all sources, where their orders follow them."""
+        assert samplers.keys() == shares.keys()
+        super().__init__(batch_size=batch_size, num_prompts=sum(own.num_prompts for own in samplers.values()))
+        self._names = sorted(samplers)
+        self._samplers = [samplers[name] for name in self._names]
+        self.shares = {name: shares[name] for name in self._names}
+        self._order = DrawOrder(list(self.shares.values()))
+        self._begin, self._before = 0, [0] * len(self._names)  # draw that the order begins at, and each source's before
+        self._other: DrawOrder | None = None  # order up to here, of a run that goes on with other shares
+        self._rates = rates
 
     def take(self, first: int, count: int) -> list[Prompt]:
-        draws = [self._order.draw(number) for number in range(first, first + count)]
-        return [prompt for source, number in draws for prompt in self._samplers[source].take(number, 1)]
+        draws = [self._draw(number) for number in range(first, first + count)]
+        numbers: dict[int, list[int]] = {}  # source -> its draws, which follow one another
+        for source, number in draws:
+            numbers.setdefault(source, []).append(number)
+        taken = {source: iter(self._samplers[source].take(own[0], len(own))) for source, own in numbers.items()}
+        return [next(taken[source]) for source, _ in draws]
+
+    def numbers(self) -> dict[str, int]:
+        numbers = {_BEGIN: self._begin}
+        for source, name in enumerate(self._names):
+            numbers |= {f"{name}/{_SHARE}": self.shares[name], f"{name}/{_BEFORE}": self._before[source]}
+            numbers |= {f"{name}/{key}": value for key, value in self._samplers[source].numbers().items()}
+        return numbers
+
+    def restore(self, numbers: Mapping[str, int]) -> None:
+        for name, sampler in zip(self._names, self._samplers, strict=True):
+            prefix = f"{name}/"
+            sampler.restore({key.removeprefix(prefix): n for key, n in numbers.items() if key.startswith(prefix)})
+        if _BEGIN not in numbers:
+            return
+        shares = [numbers[f"{name}/{_SHARE}"] for name in self._names]
+        self._begin = numbers[_BEGIN]
+        self._before = [numbers[f"{name}/{_BEFORE}"] for name in self._names]
+        if shares != list(self.shares.values()):
+            self._other = DrawOrder(shares)
+
+    def waits(self) -> Metrics:
+        own = [sampler.waits() for sampler in self._samplers]
+        return {name: sum(waits[name] for waits in own) for name in own[0]}
+
+    def close(self) -> None:
+        for sampler in self._samplers:
+            sampler.close()
+
+    def _draw(self, number: int) -> tuple[int, int]:
+        """Return (source, number within the source) of a draw."""
+        if self._other is not None:  # the first one of a run that goes on with other shares
+            self._before = self._counts(number, self._other)
+            self._begin, self._other = number, None
+        source, own = self._order.draw(number - self._begin)
+        return source, self._before[source] + own
+
+    def _counts(self, drawn: int, order: DrawOrder) -> list[int]:
+        """Return how many draws each source has had in all, by an order that holds since `_begin`."""
+        counts = order.counts(drawn - self._begin)
+        return [before + count for before, count in zip(self._before, counts, strict=True)]
 
     def metrics(self, drawn: int) -> Metrics:
-        metrics = super().metrics(drawn)
-        for name, sampler, count in zip(self._names, self._samplers, self._order.counts(drawn), strict=True):
+        metrics = super().metrics(drawn) if self.num_prompts else {"data/prompts": float(drawn)}  # not of streams
+        if self._rates is not None:
+            metrics |= self._rates.metrics()
+        for name, sampler, count in zip(
+            self._names, self._samplers, self._counts(drawn, self._other or self._order), strict=True
+        ):
             metrics[f"data/{name}/prompts"] = float(count)
-            metrics[f"data/{name}/epochs"] = count / sampler.num_prompts
+            metrics[f"data/{name}/epochs"] = sampler.epochs(count)
+            if isinstance(sampler, SuccessSampler):
+                rates = sampler.of_rates()
+                metrics |= {f"data/{name}/{key.removeprefix('data/')}": value for key, value in rates.items()}
         return metrics
 
 
-def _key(name: str) -> list[int]:
+def mixture_of(
+    prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], plan: OrderPlan, *,
+    batch_size: int, rates: SuccessRates | None = None,
+) -> MixtureSampler:  # fmt: skip
+    """Return a mixture of lists of prompts, each in the order of a plan; rates: measured, where it goes by them."""
+    shares = shares_of(weights)
+    samplers: dict[str, StepOrder] = {}
+    for name, own in prompts.items():
+        share = shares[name] / sum(shares.values())
+        size = max(1, round(share * batch_size))
+        samplers[name] = plan.for_share(share).order(own, rates, batch_size=size, key=key_of(name))
+    return MixtureSampler(samplers, shares, batch_size=batch_size, rates=rates)
+
+
+def key_of(name: str) -> list[int]:
     """Return non-negative integers that stand for a source's name, whatever its place among the others."""
     digest = hashlib.sha256(name.encode()).digest()
     return [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 16, 4)]

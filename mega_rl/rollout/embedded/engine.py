@@ -98,8 +98,9 @@ class HFRolloutEngine:
             raise ValueError(
                 f"{len(prompts)} prompts, {len(prompt_index)} indices, n={n}: one index per prompt, n >= 1"
             )
-        limits = [self._max_new_tokens] * len(prompts) if limits is None else limits
-        self._check_lengths(prompts, limits)
+        most = self._max_new_tokens if draws is None else draws.max_new_tokens or self._max_new_tokens
+        limits = [most] * len(prompts) if limits is None else limits
+        self._check_lengths(prompts, limits, most)
         rows = [
             _Row(number=p * n + s, prompt=p, sample=s, limit=limit) for p, limit in enumerate(limits) for s in range(n)
         ]
@@ -108,7 +109,8 @@ class HFRolloutEngine:
         batches = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
         decoded = []
         sampler = self._sampler
-        if draws is not None:
+        greedy = greedy or (draws is not None and not draws.temperature)
+        if draws is not None and not greedy:
             sampler = Sampler(temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
         for number, batch in enumerate(batches):
             progress.report(number * self._batch_size, len(rows), unit="rows")
@@ -123,18 +125,16 @@ class HFRolloutEngine:
         """Return nothing: the trainer's own phases time this engine."""
         return {}
 
-    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
-        if len(limits) != len(prompts) or not all(1 <= limit <= self._max_new_tokens for limit in limits):
-            raise ValueError(
-                f"limits={limits}: one for each prompt, 1 to rollout.max_new_tokens={self._max_new_tokens}"
-            )
+    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int], most: int) -> None:
+        if len(limits) != len(prompts) or not all(1 <= limit <= most for limit in limits):
+            raise ValueError(f"limits={limits}: one for each prompt, 1 to the longest response, {most} tokens")
         lengths = ((len(prompt.token_ids), limit) for prompt, limit in zip(prompts, limits, strict=True))
         longest, limit = max(lengths, key=sum, default=(0, 0))
         if longest + limit > self._max_positions:
             raise UserError(
-                f"the longest prompt has {longest} tokens and rollout.max_new_tokens={limit}: together "
+                f"the longest prompt has {longest} tokens and its response up to {limit}: together "
                 f"more than the model's max_position_embeddings={self._max_positions}; lower data.max_prompt_tokens or "
-                "rollout.max_new_tokens"
+                "the length of responses, rollout.max_new_tokens or validation.max_new_tokens"
             )
         empty = [prompt.index for prompt in prompts if not prompt.token_ids]
         if empty:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.distribution import SUMMARY, combine, histogram, summary
+from mega_rl.algorithms.distribution import QUANTILES, SUMMARY, combine, histogram, summary
 from mega_rl.algorithms.kl import k3
 from mega_rl.algorithms.losses.value import explained_variance
 from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Metrics
-
-QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 
 
 def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: bool, has_critic: bool) -> Metrics:

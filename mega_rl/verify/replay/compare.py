@@ -57,11 +57,12 @@ def compare(recorded: Record, replayed: Record, *, atol: float | None = None) ->
         if name in INPUTS or name not in recorded.tensors:
             continue
         allowed = (usual if name in MODEL_OUTPUTS else ATOL) if atol is None else atol
-        differences.append(_compare(name, recorded, replayed.tensors, allowed))
+        differences.append(compare_tensor(name, recorded, replayed.tensors, allowed))
     return differences
 
 
-def _compare(name: str, recorded: Record, replayed: Mapping[str, Array], allowed: float) -> Difference:
+def compare_tensor(name: str, recorded: Record, replayed: Mapping[str, Array], allowed: float) -> Difference:
+    """Return the distance of one tensor of a record from the replayed one; infinite where there is none."""
     left = recorded.tensors[name].astype(np.float64)
     right = _as_wide(replayed[name], left).astype(np.float64) if name in replayed else np.full_like(left, np.nan)
     gap = np.where((left == right) | (np.isnan(left) & np.isnan(right)), 0.0, np.abs(left - right))

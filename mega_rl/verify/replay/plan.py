@@ -15,6 +15,7 @@ from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import REPLAY
 from mega_rl.verify.rl.inputs import with_layout
 
+ROUTING, SYNC = "rollout.sglang.return_routing", "rollout.sglang.sync.timeout_s"
 KEPT_OF_ENGINE = "engine.megatron.transformer_impl"
 
 
@@ -48,15 +49,17 @@ def recorded_config(description: RecordDescription) -> Config:
 def replay_config(recorded: Config, plan: ReplayPlan) -> Config:
     """Return the recorded config with the plan's layout and models. Raises UserErrors for what does not go together.
 
-    Settings of the run's own layout and engine take their defaults, and so does what has no effect in a replay.
+    Settings of the run's own layout, engine and servers take their defaults, and so does what has no effect in a
+    replay.
     """
     models = plan.models
     same_engine = recorded.engine.backend == plan.layout.engine == "megatron"
     defaults = Config()
     reset = [key for key in keys_below("engine") if not (same_engine and key == KEPT_OF_ENGINE)]
+    servers = [key for key in keys_below("rollout.sglang") if key != ROUTING]
     kept = {key: value_of(recorded, key) for key in keys_below("engine.megatron.moe") if same_engine}
     changed: dict[str, object] = {
-        **{key: value_of(defaults, key) for key in reset},
+        **{key: value_of(defaults, key) for key in (*reset, *servers)},
         **kept,
         "engine.backend": plan.layout.engine,
         "model.path": models["actor"],
@@ -65,6 +68,7 @@ def replay_config(recorded: Config, plan: ReplayPlan) -> Config:
         "algorithm.kl.reference_interval": 0,
         "metrics.records.interval": 0,
         "trainer.timeout_s": plan.timeout_s,
+        SYNC: min(defaults.rollout.sglang.sync.timeout_s, plan.timeout_s / 2),
         "trainer.device": "auto",
     }
     config = with_settings(recorded, changed)

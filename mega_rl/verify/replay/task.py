@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from mega_rl.config.attention import Role
 from mega_rl.engines.base import ModelRequest
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import Inspect, Ranks, TokenModel
+from mega_rl.protocols import Inspect, ModelPasses, Ranks, TokenModel
 from mega_rl.records.format import MODEL_OUTPUTS
 from mega_rl.records.reader import Record, read_record
 from mega_rl.records.writer import RecordWriter
@@ -63,11 +63,13 @@ def _trainer(record: Record, run: RunPlan, roles: Roles, groups: Groups, target:
     ranks = roles.actor_engine.data_parallel
     rows = _OwnRows(record, ranks)
     columns = step_columns(config, roles)
-    policy, old = _Computed(roles.actor, rows, "policy_logprobs"), _Computed(roles.actor, rows, "old_logprobs")
-    reference, critic = _Computed(roles.reference, rows, "ref_logprobs"), _Computed(roles.critic, rows, "values")
-    models = {"ref_logprobs": reference, "values": critic}
-    models |= {"old_logprobs": old} if columns.policy is None else {"policy_logprobs": policy}
-    columns = replace(columns, policy=None if columns.policy is None else policy)
+    computed: dict[str, Tensor] = {}
+    old = _Computed(roles.actor, rows, "old_logprobs", computed)
+    reference = _Computed(roles.reference, rows, "ref_logprobs", computed)
+    critic = _Computed(roles.critic, rows, "values", computed)
+    has_policy = {"policy_logprobs", "entropy"} & record.tensors.keys()
+    policy = _ComputedPolicy(roles.models.in_turn("actor"), rows, computed) if has_policy else None
+    columns = replace(columns, policy=policy)
     writer = record_writer(target, roles, everyone=ranks_of(groups.host_world), limit=NO_LIMIT)
     estimator = build_estimator(config)
     if "greedy_rewards" in record.tensors:
@@ -85,12 +87,12 @@ def _trainer(record: Record, run: RunPlan, roles: Roles, groups: Groups, target:
         estimator=estimator,
         reward_kl=build_reward_kl(config, roles.kl),
         minibatches=minibatch_plan(config),
-        recorder=_ReplayRecorder(columns, models, rows, writer),
+        recorder=_ReplayRecorder(columns, computed, rows, writer),
         overlong=build_overlong(config),
         kl=roles.kl,
         update_reference=lambda done: {},
         staleness=lambda rollout: {},
-        old_logprobs=_OldLogprobs(old if columns.policy is None else None),
+        old_logprobs=_OldLogprobs(None if columns.from_sampler else old),
         sync=idle,
         ranks=ranks,
         timer=idle,
@@ -110,17 +112,38 @@ class _Computed:
     model: TokenModel
     rows: _OwnRows
     name: str  # of the recorded tensor
-    computed: Tensor | None = field(default=None, init=False)
+    computed: dict[str, Tensor]  # by that name
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         outputs = self.model.evaluate(batch)
         is_critic = self.name == "values"
-        self.computed = outputs.values if is_critic else outputs.logprobs
+        values = outputs.values if is_critic else outputs.logprobs
+        assert values is not None
+        self.computed[self.name] = values
         recorded = self.rows.column(self.name)
         return TokenOutputs(values=recorded) if is_critic else TokenOutputs(logprobs=recorded)
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         return {}
+
+
+@dataclass(frozen=True)
+class _ComputedPolicy:
+    """Policy whose log-probs and entropies are computed on the recorded rows and kept; it returns the recorded ones."""
+
+    model: ModelPasses
+    rows: _OwnRows
+    computed: dict[str, Tensor]
+
+    def __call__(self, rollout: Rollout) -> TokenOutputs:
+        outputs = self.model.forward(rollout, with_entropy=True)
+        assert outputs.logprobs is not None
+        assert outputs.entropy is not None
+        own = {"policy_logprobs": outputs.logprobs, "entropy": outputs.entropy}
+        self.computed.update(own)
+        recorded = {name: self.rows.column(name) for name in own if name in self.rows.record.tensors}
+        given = own | recorded
+        return TokenOutputs(logprobs=given["policy_logprobs"], entropy=given["entropy"])
 
 
 @dataclass(frozen=True)
@@ -189,7 +212,7 @@ class _ReplayRecorder:
     """Recorder of the replayed step, with what the models computed in place of what they returned."""
 
     columns: StepColumns
-    models: Mapping[str, _Computed]
+    computed: Mapping[str, Tensor]  # outputs of models by the names of their tensors
     rows: _OwnRows
     writer: RecordWriter
 
@@ -198,10 +221,8 @@ class _ReplayRecorder:
 
     def __call__(self, step: RecordedStep) -> None:
         columns = self.columns(step)
-        for name in MODEL_OUTPUTS:
-            computed = self.models[name].computed if name in self.models and name in columns else None
-            if computed is not None:
-                columns[name] = computed.detach().to("cpu")
+        outputs = {name: self.computed[name] for name in MODEL_OUTPUTS if name in columns and name in self.computed}
+        columns |= {name: values.detach().to("cpu") for name, values in outputs.items()}
         self.writer(self.rows.record.description, columns, [])
 
 

@@ -30,7 +30,7 @@ class Search:
 
     def __call__(self) -> dict[str, str]:
         """Return the Hugging Face folder of each role. Raises UserError naming what is missing."""
-        models = {role: self._origin(role) for role in self._roles()}
+        models = {role: str(origin_of(self.config, role)) for role in self._roles()}
         changing = [role for role in models if role != "reference" or self.config.algorithm.kl.reference_interval]
         if self.given is not None:
             return {**models, **self._of_user(self.given, changing)}
@@ -52,12 +52,6 @@ class Search:
 
     def _roles(self) -> list[str]:
         return [str(role) for role in roles_of(self.config) if role != "reward"]
-
-    def _origin(self, role: str) -> str:
-        """Return the folder of the checkpoint that a role of the run began with."""
-        model = self.config.model
-        path = {"actor": model.path, "critic": model.critic_path, "reference": model.ref_path}[role] or model.path
-        return str(checkpoint_folder(Path(path), label=f"the record's {role}"))
 
     def _of_user(self, given: Path, changing: list[str]) -> dict[str, str]:
         if (given / COMMIT_FILE).is_file():
@@ -83,7 +77,7 @@ class Search:
         return {role: self._convert(checkpoint, role) for role in changing if role in HEADS}
 
     def _convert(self, checkpoint: Path, role: str) -> str:
-        target, source = self.work / role, Path(self._origin(role))
+        target, source = self.work / role, origin_of(self.config, role)
         export_checkpoint(
             checkpoint,
             target,
@@ -93,3 +87,10 @@ class Search:
             opened=lambda: open_weights(checkpoint, role=role, reference=source),
         )
         return str(target)
+
+
+def origin_of(config: Config, role: str) -> Path:
+    """Return the folder of the checkpoint that a role of a run began with."""
+    model = config.model
+    path = {"actor": model.path, "critic": model.critic_path, "reference": model.ref_path}[role] or model.path
+    return checkpoint_folder(Path(path), label=f"the record's {role}")

@@ -9,8 +9,7 @@ from typing import Literal
 
 from mega_rl.workers.reward_calls import NoScore, NotAScoreError, Score, as_score
 from mega_rl.workers.reward_pool.process import WorkerEndedError, WorkerOrder, WorkerProcess
-
-GRACE_S = 2.0  # for asynchronous calls that are cancelled at their deadline to end
+from mega_rl.workers.scoring.concurrent import timed_out
 
 
 @dataclass(frozen=True)
@@ -30,29 +29,52 @@ class WorkerCalls:
             raise
         return worker
 
-    async def score(self, worker: WorkerProcess, message: bytes, within_s: float) -> Score | NoScore:
-        """Return the outcome of a response; after a timeout or a crash the worker is lost."""
-        answer = await self._asked(worker, message, within_s)
+    async def score(self, worker: WorkerProcess, within_s: float) -> Score | NoScore:
+        """Return the outcome of the oldest response that was sent; after a timeout or a crash the worker is lost."""
+        answer = await self._answer(worker, within_s)
         return answer if isinstance(answer, NoScore) else outcome_of(answer)
 
     async def score_together(self, worker: WorkerProcess, messages: Sequence[bytes]) -> list[Score | NoScore] | NoScore:
-        """Return the outcome of each response, or why the worker that scored them is lost."""
-        answer = await self._asked(worker, b"[" + b",".join(messages) + b"]", self.timeout_s + GRACE_S)
+        """Return the outcome of each response, or of all of them together: an error, or why the worker is lost."""
+        worker.send(b"[" + b",".join(messages) + b"]")
+        answer = await self._answer(worker, self.order.group_timeout_s(self.timeout_s))
         if isinstance(answer, NoScore):
             return answer
+        if "error" in answer:
+            return NoScore("error", str(answer["error"]))
         answers = answer.get("answers")
         if not isinstance(answers, list) or len(answers) != len(messages):
             return NoScore("crash", "the reward worker sent another number of scores than responses")
         return [outcome_of(one) for one in answers]
 
-    async def _asked(self, worker: WorkerProcess, message: bytes, within_s: float) -> dict[str, object] | NoScore:
+    async def _answer(self, worker: WorkerProcess, within_s: float) -> dict[str, object] | NoScore:
+        """Return the next answer within a deadline, or why there is none."""
         try:
+            if not isinstance(self.order.function, str) and self.order.batch_size:
+                return await self._answer_of_set(worker, within_s)
             async with asyncio.timeout(within_s):
-                return await worker.ask(message)
+                return await worker.receive()
         except TimeoutError:
-            return NoScore("timeout", f"the reward function took longer than reward.pool.timeout_s={self.timeout_s:g}")
+            return timed_out(worker.subject(), self.timeout_s)
         except WorkerEndedError as error:
-            return NoScore("crash", f"the reward function crashed its process, which {error}")
+            return NoScore("crash", f"{worker.subject()} crashed its process, which {error}")
+
+    async def _answer_of_set(self, worker: WorkerProcess, within_s: float) -> dict[str, object]:
+        """Return the answer of functions that score a batch together. Raises TimeoutError.
+
+        Each call has the deadline, since some of the functions are called once for each response.
+        """
+        answer = asyncio.ensure_future(worker.receive())
+        try:
+            while True:
+                num_calls = worker.num_calls()
+                done, _ = await asyncio.wait({answer}, timeout=within_s)
+                if done:
+                    return answer.result()
+                if worker.num_calls() == num_calls:
+                    raise TimeoutError
+        finally:
+            answer.cancel()
 
 
 def outcome_of(answer: object) -> Score | NoScore:

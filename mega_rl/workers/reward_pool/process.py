@@ -20,11 +20,14 @@ import mega_rl
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import name_of_signal
 from mega_rl.workers.reward_calls import SHOWN_CHARACTERS
+from mega_rl.workers.reward_pool.called import CalledFunction
 from mega_rl.workers.reward_pool.program import END_S, LENGTH, OUT_OF_MEMORY, SIGNAL_CODES
+from mega_rl.workers.scoring.sets import subject_of
 
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-P", "-m", "mega_rl.workers.reward_pool.program")
+GRACE_S = 2.0  # for asynchronous calls that are cancelled at their deadline to end
 START_S = 300.0  # for imports of the function's file, from a busy file server
 ANSWER_BYTES = 1 << 20  # of one answer, of which a message is the largest part
 SHOWN_BYTES = 64 << 10  # of a worker's output in a minute; the rest is dropped
@@ -46,6 +49,26 @@ class WorkerOrder:
     function: str | Mapping[str, str]  # as in reward.function, or reward.functions
     memory_bytes: int  # of address space; 0 is no limit
     concurrency: int = 0  # calls of an asynchronous function at a time; 0: the function is none
+    batch_size: int = 0  # responses of one call, of a function that takes several; 0: it takes one
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the functions of a set; () of a single one."""
+        return () if isinstance(self.function, str) else tuple(self.function)
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of responses that a worker may be asked for at the same time; 0: one after the other."""
+        return self.concurrency * max(self.batch_size, 1) or self.batch_size
+
+    def group_timeout_s(self, timeout_s: float) -> float:
+        """Return the deadline of such responses; timeout_s: that of one call.
+
+        A worker cancels asynchronous calls itself, and may repeat those of several responses one by one.
+        """
+        if not self.concurrency:
+            return timeout_s
+        return GRACE_S + timeout_s * (2 if self.batch_size else 1)
 
 
 class WorkerProcess:
@@ -58,15 +81,17 @@ class WorkerProcess:
         self._channel, there = socket.socketpair()
         output, write_end = os.pipe()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        running = CalledFunction.create()
+        self._running = CalledFunction(running, order.names)
         try:
             with there:
                 self._process = subprocess.Popen(
-                    [*COMMAND, str(there.fileno())],
+                    [*COMMAND, str(there.fileno()), str(running)],
                     stdin=subprocess.PIPE,  # never written to: its end is the rank's
                     stdout=write_end,
                     stderr=write_end,
                     env=_environment(),
-                    pass_fds=(there.fileno(),),
+                    pass_fds=(there.fileno(), running),
                     start_new_session=True,  # Ctrl-C is the trainer's
                 )
         except OSError as error:
@@ -75,7 +100,16 @@ class WorkerProcess:
             raise UnusableFunctionError(f"a reward worker cannot be started: {error.strerror}") from error
         finally:
             os.close(write_end)
+            os.close(running)
         self._output = _Output(output, number)
+
+    def subject(self) -> str:
+        """Return how errors name the function that the worker is in, or was in when it ended."""
+        return subject_of(self._order.function, self._running.get())
+
+    def num_calls(self) -> int:
+        """Return a number that grows with each function of a set that the worker calls."""
+        return self._running.count()
 
     @property
     def pid(self) -> int:
@@ -90,6 +124,7 @@ class WorkerProcess:
         order = {
             "function": function,
             "timeout_s": timeout_s,
+            "batch_size": self._order.batch_size,
             "memory_bytes": self._order.memory_bytes,
             "path": sys.path,
         }
@@ -106,11 +141,19 @@ class WorkerProcess:
 
     async def ask(self, message: bytes) -> dict[str, object]:
         """Return the answer to a message. Raises WorkerEndedError; one that is cancelled leaves the worker unusable."""
+        self.send(message)
+        return await self.receive()
+
+    def send(self, message: bytes) -> None:
+        """Send a message, which the worker answers after those that were sent before; keeps it until it is taken."""
         assert self._streams is not None, "asked before it is ready"
-        reader, writer = self._streams
+        self._streams[1].write(LENGTH.pack(len(message)) + message)
+
+    async def receive(self) -> dict[str, object]:
+        """Return the next answer. Raises as `ask` does."""
+        assert self._streams is not None, "asked before it is ready"
+        reader = self._streams[0]
         try:
-            writer.write(LENGTH.pack(len(message)) + message)
-            await writer.drain()
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             if length > ANSWER_BYTES:
                 raise WorkerEndedError(f"sent an answer of {length} bytes")
@@ -136,6 +179,7 @@ class WorkerProcess:
         else:
             self._streams[1].close()
         self._output.close()
+        self._running.close()
 
     async def _has_ended(self) -> bool:
         """Wait for the keeper, which needs `END_S` at most; return whether it has ended."""

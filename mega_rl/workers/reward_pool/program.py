@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import io
 import json
@@ -22,14 +23,15 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NoReturn
 
 import psutil
 
 from mega_rl.errors import UserError
-from mega_rl.workers.reward_calls import NoScore, NoScoreError, RewardCall
-from mega_rl.workers.scoring.concurrent import failed, outcomes_of
+from mega_rl.workers.reward_calls import Batch, NoScore, NoScoreError, RewardCall
+from mega_rl.workers.reward_pool.called import CalledFunction
+from mega_rl.workers.scoring.concurrent import Calls, failed, message_of, outcomes_of_batch
 from mega_rl.workers.scoring.sets import FunctionSet, load_call
 
 LENGTH = struct.Struct("<I")  # before each message
@@ -40,8 +42,11 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(channel: int) -> NoReturn:
-    """Run the keeper, and the worker as its child. channel: descriptor of the socket to the rank."""
+def main(channel: int, running: int) -> NoReturn:
+    """Run the keeper, and the worker as its child.
+
+    channel: descriptor of the socket to the rank. running: that of the memory which names the function that is called.
+    """
     _control(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the worker become this process's children
     events = _catch_signals()
     _control(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -54,7 +59,7 @@ def main(channel: int) -> NoReturn:
         _control(PR_SET_PDEATHSIG, signal.SIGKILL)
         _control(PR_SET_CHILD_SUBREAPER, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
-        _work(socket.socket(fileno=channel))
+        _work(socket.socket(fileno=channel), running)
         os._exit(0)
     os.close(channel)
     os._exit(_keep(worker, events))
@@ -110,7 +115,7 @@ def _reaped(worker: int) -> int | None:
             return code if code >= 0 else SIGNAL_CODES - code
 
 
-def _work(channel: socket.socket) -> None:
+def _work(channel: socket.socket, running: int) -> None:
     """Load the function and answer the rank's messages until it closes the channel."""
     channel.set_inheritable(False)
     faulthandler.enable()
@@ -130,13 +135,22 @@ def _work(channel: socket.socket) -> None:
         send_message(channel, {"unusable": str(error)})
         return
     send_message(channel, {"ready": True})
+    note = CalledFunction(running, order["function"] if isinstance(call, FunctionSet) else ()).set
+    os.close(running)
+    if isinstance(call, FunctionSet):
+        call = dataclasses.replace(call, note=note)
     own, kept, runner = os.getpid(), _children(), asyncio.Runner()
     while (text := read_message(channel)) is not None:
         asked = json.loads(text)
         if call.is_async:
-            answer: dict[str, object] = {"answers": _answers(call, asked, runner, order["timeout_s"])}
+            calls = Calls(call, len(asked), order["batch_size"], order["timeout_s"], _without_score)
+            outcomes = runner.run(calls.outcomes_of(asked))
+            answer: dict[str, object] = {"answers": [message_of(outcome) for outcome in outcomes]}
+        elif call.batched:
+            answer = _answers(call, asked)
         else:
             answer = _answer(call, asked)
+        note("")
         if os.getpid() != own:  # a fork that the function has made and not ended
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)  # no alarm of one response in the next
@@ -144,16 +158,12 @@ def _work(channel: socket.socket) -> None:
         send_message(channel, answer)
 
 
-def _answers(
-    call: RewardCall | FunctionSet, batch: Sequence[Mapping[str, object]], runner: asyncio.Runner, timeout_s: float
-) -> list[dict[str, object]]:
-    """Return the messages for responses that are scored at the same time."""
-    outcomes = runner.run(
-        outcomes_of(call, batch, concurrency=len(batch), timeout_s=timeout_s, on_error=_without_score)
-    )
-    return [
-        {outcome.kind: outcome.what} if isinstance(outcome, NoScore) else {"score": outcome} for outcome in outcomes
-    ]
+def _answers(call: RewardCall | FunctionSet, batch: Batch) -> dict[str, object]:
+    """Return the message for responses that the function takes together; without memory end the process."""
+    try:
+        return {"answers": [message_of(outcome) for outcome in outcomes_of_batch(call, batch, _without_score)]}
+    except NoScoreError as error:
+        return {"error": _without_score(error).what}
 
 
 def _answer(call: RewardCall | FunctionSet, arguments: Mapping[str, object]) -> dict[str, object]:
@@ -223,4 +233,4 @@ def _control(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

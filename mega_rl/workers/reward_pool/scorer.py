@@ -12,7 +12,7 @@ from mega_rl.types import Prompt
 from mega_rl.workers.reward import Outcomes, Report, ignore
 from mega_rl.workers.reward_calls import NoScore, Response, RewardCall, Score
 from mega_rl.workers.reward_pool.begun import Begun
-from mega_rl.workers.reward_pool.pool import RewardPool
+from mega_rl.workers.reward_pool.pool import RewardPool, message_of
 from mega_rl.workers.scoring.failures import RewardError, no_score
 from mega_rl.workers.scoring.sets import FunctionSet
 
@@ -37,20 +37,24 @@ class PooledRewards:
 
     def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> Outcomes:
         """Return the outcomes. Raises RewardError when no worker can score."""
-        futures = [
-            self._begun.take((prompt.index, response)) or self._submit(prompt, response) for prompt, response in items
-        ]
+        begun = [self._begun.take((prompt.index, response)) for prompt, response in items]
+        fresh = [item for item, future in zip(items, begun, strict=True) if future is None]
+        submitted = iter(self._submit(fresh))
+        futures = [next(submitted) if future is None else future for future in begun]
         self._begun.end_batch()
         self._wait(items, futures, report)
         return [future.result() for future in futures]
 
     def begin(self, prompt: Prompt, response: Response) -> None:
         with contextlib.suppress(RewardError):  # which it will be when its score is asked for
-            self._begun.add((prompt.index, response), self._submit(prompt, response))
+            self._begun.add((prompt.index, response), self._submit([(prompt, response)])[0])
 
-    def _submit(self, prompt: Prompt, response: Response) -> Future[Score | NoScore]:
+    def _submit(self, items: Sequence[tuple[Prompt, Response]]) -> list[Future[Score | NoScore]]:
+        return self._pool.submit_messages([self._message(*item) for item in items])
+
+    def _message(self, prompt: Prompt, response: Response) -> bytes:
         try:
-            return self._pool.submit(self.call.arguments(prompt, response))
+            return message_of(self.call.arguments(prompt, response))
         except (TypeError, ValueError) as error:
             what = f"the row cannot be sent to a reward worker: {error}; set reward.pool.workers=0, or drop the column"
             raise no_score(what, prompt, response) from None

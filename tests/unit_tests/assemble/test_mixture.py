@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.assemble.data import Tokens, load_data, prompt_sampler, read_tokens, source_lines
+from mega_rl.assemble.data import Tokens, load_data, read_tokens
+from mega_rl.assemble.prompts.order import prompt_sampler, source_lines
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
 from mega_rl.data.columns import RewardColumns

@@ -108,6 +108,19 @@ def test_a_function_of_a_python_program_has_no_workers(monkeypatch: pytest.Monke
             rewards._function_rewards(RewardConfig(pool=RewardPoolConfig(workers=2)), short, resources)
 
 
+def test_a_batch_size_needs_a_function_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which then has it, with workers and without."""
+    monkeypatch.setattr(rewards, "own_cores", lambda: 1)
+    config = RewardConfig(pool=RewardPoolConfig(batch_size=8))
+    with ExitStack() as resources:
+        with pytest.raises(UserError, match=r"reward.pool.batch_size=8 has no effect: no function takes several"):
+            rewards._function_rewards(config, lambda response: 0.0, resources)
+        scorer = rewards._function_rewards(config, lambda responses: [0.0] * len(responses), resources)
+    assert isinstance(scorer, FunctionRewards)
+    assert scorer.call.batched
+    assert scorer._batch_size == 8
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pool")

@@ -20,6 +20,7 @@ RUNS = {
     "other data": ["data.train_files=[other.jsonl]"],
     "never": ["checkpoint.resume=never", "trainer.steps=1", "checkpoint.save_interval=1"],
     "no saves": ["checkpoint.save_final=false", "trainer.run_dir=lost", "rollout.top_k=3"],
+    "epochs": ["trainer.steps=100", "trainer.epochs=0.1"],
     "another's": ["checkpoint.resume=run/previous/001", "trainer.steps=3", "checkpoint.save_interval=1"],
 }
 
@@ -84,6 +85,7 @@ def test_a_finished_run_says_so_and_exports(folder: Path, logs: dict[str, list[s
     end = "is done: nothing is left to train; raise trainer.steps to train on"
     assert f"INFO step 2 of 2 {end}" in logs["again"]
     assert f"INFO step 2 of 1 {end}" in logs["shorter"]
+    assert f"INFO step 1 of 1 {end.replace('steps', 'epochs')}" in logs["epochs"]
     assert not any(end in line for line in logs["first"] + logs["another's"])
     exported = folder / "run" / "previous" / "001" / "hf" / "step_000002"
     assert (exported / "model.safetensors").exists()

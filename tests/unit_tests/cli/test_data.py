@@ -70,7 +70,7 @@ def test_gsm8k_by_name(hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch
 def test_recipes_name_the_files_that_it_writes() -> None:
     for name in packaged.names():
         data = load(packaged.file_of(name), []).data
-        if "gsm8k" in name:
+        if "gsm8k_" in name:
             assert (data.train_files, data.val_files) == (["data/gsm8k/train.jsonl"], ["data/gsm8k/test.jsonl"])
             assert data.chat.template
 

@@ -44,11 +44,19 @@ def run(inputs: Path, out: str, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_samples_and_numbers_are_the_same_on_any_layout(inputs: Path) -> None:
-    """One rank, and two of tensor parallelism: every byte of the samples; numbers are those of the written samples."""
+    """One rank, two of tensor parallelism, two replicas that take the prompts in parts: every byte of the samples.
+
+    Numbers are those of the written samples.
+    """
     one, two = run(inputs, "one"), run(inputs, "two", "--nproc-per-node", "2", "engine.megatron.tp=2")
-    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
+    parts = run(inputs, "parts", "--nproc-per-node", "2", "validation.chunk=8", "rollout.max_new_tokens=3")
+    assert (one.returncode, two.returncode, parts.returncode) == (0, 0, 0), one.stderr + two.stderr + parts.stderr
     written = (inputs / "one" / "samples.jsonl").read_text()
-    assert (inputs / "two" / "samples.jsonl").read_text() == written
+    for other in ("two", "parts"):
+        assert (inputs / other / "samples.jsonl").read_text() == written
+        sets = [json.loads((inputs / name / "results.json").read_text())["sets"] for name in ("one", other)]
+        assert sets[0] == sets[1]
+    assert not (inputs / "parts" / "samples.jsonl.part").exists()
     rows = [json.loads(line) for line in written.splitlines()]
     assert [(row["prompt_index"], row["sample_index"]) for row in rows] == [(p, s) for p in range(6) for s in range(4)]
     assert all(row["right"] == (len(row["response"]) % 2 == 1) for row in rows)

@@ -14,6 +14,7 @@ from mega_rl.errors import UserErrors
 KEY = "data.mixture.sources"
 TWO = (f"{KEY}.math={{files: m.jsonl}}", f"{KEY}.code={{files: [c.jsonl]}}")
 WEIGHTED = (f"{KEY}.math={{files: m.jsonl, weight: 3}}", f"{KEY}.code={{files: [c.jsonl], weight: 0.5}}")
+SUCCESS = "data.curriculum.success.prefer=unsolved"
 
 
 def broken(*overrides: str) -> list[str]:
@@ -81,6 +82,18 @@ def test_mistakes(overrides: tuple[str, ...], problem: str) -> None:
         ),
         (("data.curriculum.key=d", "data.curriculum.steps=9"), ""),
         (("data.curriculum.key=d", "data.curriculum.steps=900", "trainer.epochs=2"), ""),
+        ((SUCCESS,), ""),
+        (
+            ("data.curriculum.success.explore=0.5",),
+            "data.curriculum.success.explore=0.5 has no effect: it needs data.c",
+        ),
+        ((SUCCESS, "data.shuffle=false"), f"{SUCCESS} with data.shuffle=false: prompts come in one of two orders"),
+        (
+            (SUCCESS, "data.curriculum.key=d", "data.curriculum.steps=9"),
+            f"{SUCCESS} with data.curriculum.key=d: prompts",
+        ),
+        ((SUCCESS, "reward.source=none"), f"{SUCCESS} has no effect: reward.source=none says of no sample"),
+        ((SUCCESS, "trainer.async_steps=1"), f"{SUCCESS} with trainer.async_steps=1: the prompts of the next step"),
     ],
 )
 def test_curricula(overrides: tuple[str, ...], problem: str) -> None:
@@ -110,3 +123,29 @@ def test_a_name_stands_for_one_source() -> None:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+STREAM = "data.stream.rows=8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ((STREAM,), ""),
+        (("data.stream.timeout_s=5",), "data.stream.timeout_s=5 has no effect: it needs data.stream.rows above 0"),
+        ((STREAM, "trainer.epochs=2"), f"{STREAM} with trainer.epochs=2: a stream's number of prompts is not known"),
+        ((STREAM, "data.val_size=3", "trainer.val_interval=5"), f"{STREAM} with data.val_size=3: rows cannot be split"),
+        (
+            (STREAM, "data.curriculum.key=d", "data.curriculum.steps=9"),
+            f"{STREAM} with data.curriculum.key=d: a stream cannot be sorted",
+        ),
+        ((STREAM, SUCCESS), f"{STREAM} with {SUCCESS}: prompts of a stream come once an epoch"),
+        ((STREAM, f"{KEY}.a={{files: [a.jsonl]}}"), f"{STREAM} with {KEY} without weights: the number of a stream's"),
+        ((STREAM, f"{KEY}.a={{files: [a.jsonl], weight: 2}}"), ""),
+    ],
+    ids=lambda case: case[-1] if isinstance(case, tuple) else "",
+)
+def test_streams(overrides: tuple[str, ...], problem: str) -> None:
+    lines = [line for line in check(load(None, overrides), world_size=1) if "stream" in line]
+    assert len(lines) == bool(problem), lines
+    assert all(line.startswith(problem) for line in lines)

@@ -25,6 +25,24 @@ def problems(*args: str, tp: int = 8) -> list[str]:
 
 
 @pytest.mark.parametrize(
+    "setting", ["rollout.sglang.server.max_total_tokens", "rollout.sglang.server.args.context_length"]
+)
+def test_a_server_holds_the_longest_sequence_of_training_and_of_validation(setting: str) -> None:
+    lengths = ("data.max_prompt_tokens=100", "rollout.max_new_tokens=50")
+    validates = ("trainer.val_interval=1", "data.val_files=[a.jsonl]", "validation.max_new_tokens=80")
+
+    def lines(number: int, *more: str) -> list[str]:
+        return check(load(None, [SGLANG, f"{setting}={number}", *lengths, *more]), world_size=1)
+
+    assert lines(150) == []
+    (line,) = lines(149)
+    assert line.startswith(setting)
+    assert line.endswith("data.max_prompt_tokens+rollout.max_new_tokens=150; make it at least 150")
+    assert lines(180, *validates) == []
+    assert lines(179, *validates)[0].endswith("+validation.max_new_tokens=180; make it at least 180")
+
+
+@pytest.mark.parametrize(
     "args",
     [
         ("ep_size=8",),

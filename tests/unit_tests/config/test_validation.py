@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from mega_rl.config.facts import ModelFacts
 from mega_rl.config.loader import load
-from mega_rl.config.rules.validation import validation
+from mega_rl.config.rules.validation import fits_model, validation
 
 SAMPLED = ("trainer.val_interval=1", "data.val_files=a.jsonl", "validation.n=4", "validation.temperature=1")
 SETS = (*SAMPLED, "validation.sets.math=b.jsonl", "validation.sets.more=[c.jsonl, d.jsonl]")
@@ -31,6 +34,24 @@ def problems(*settings: str) -> str:
 )
 def test_what_cannot_work_is_named(settings: tuple[str, ...], line: str) -> None:
     assert line in problems(*settings)
+
+
+def test_its_length_fits_the_models_that_read_its_responses() -> None:
+    facts = ModelFacts(
+        num_layers=1, num_heads=1, num_kv_heads=1, ffn_hidden_size=8, vocab_size=8, max_position_embeddings=200
+    )
+    config = load(None, [*SAMPLED, "data.max_prompt_tokens=100", "validation.max_new_tokens=101"])
+    (line,) = fits_model(config, "model.path", facts)
+    assert line == (
+        "data.max_prompt_tokens+validation.max_new_tokens=201 is above the 200 positions of model.path; make them "
+        "shorter"
+    )
+    assert not [*fits_model(config, "model.critic_path", facts)]  # reads what trains
+    assert not [*fits_model(config, "model.path", replace(facts, max_position_embeddings=201))]
+    scored = [*SAMPLED, "data.max_prompt_tokens=100", "validation.max_new_tokens=101", "reward.source=model"]
+    assert [*fits_model(load(None, scored), "reward.model.path", facts)]
+    assert "make it at least 202" in problems(*scored, "trainer.microbatch.max_tokens=201")
+    assert problems(*scored, "trainer.microbatch.max_tokens=202") == ""
 
 
 @pytest.mark.parametrize(

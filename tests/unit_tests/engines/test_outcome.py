@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from mega_rl.algorithms.distribution import QUANTILES, histogram_where
 from mega_rl.engines.outcome import Finished, check_norm, reduce_losses, was_clipped
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.parallel.comm import SingleRank
@@ -45,3 +48,24 @@ def test_extremes_of_micro_batches_are_those_of_the_update() -> None:
 
 def test_the_minimum_of_no_token_is_no_number() -> None:
     assert reduce_losses([microbatch(0.0, 0.0, float("inf"))], SingleRank()) == {"sum": 0.0, "max": 0.0}
+
+
+def test_quantiles_are_of_all_micro_batches() -> None:
+    """A hundred and one ratios in two micro-batches, those that do not count beside them."""
+    ratios = torch.linspace(0.5, 1.5, 101, dtype=torch.float64)
+    results = []
+    for part in (ratios[:30], ratios[30:]):
+        one = microbatch(0.0, 0.0, 0.0)
+        assert one.loss is not None
+        x = torch.cat([part.log(), torch.full((50,), 9.0)])
+        one.loss.log_histograms["actor/ratio"] = histogram_where(x, x < 9.0)
+        results.append(one)
+    metrics = reduce_losses(results, SingleRank())
+    for name, share in QUANTILES.items():
+        exact = float(ratios.log().quantile(share, interpolation="higher"))
+        assert abs(math.log(metrics[f"actor/ratio_{name}"]) - exact) <= abs(exact) / 128 + 2**-24
+    assert metrics["actor/ratio_p50"] == 1.0
+    none = microbatch(0.0, 0.0, 0.0)
+    assert none.loss is not None
+    none.loss.log_histograms["actor/ratio"] = histogram_where(torch.zeros(3), torch.zeros(3, dtype=torch.bool))
+    assert "actor/ratio_p50" not in reduce_losses([none], SingleRank())

@@ -12,6 +12,7 @@ from huggingface_hub import constants
 
 from mega_rl.config.origins import pinned_overrides, recorded
 from mega_rl.config.render import resolved_yaml
+from mega_rl.config.rules.validation import files_of
 from mega_rl.errors import UserError
 from mega_rl.hub import rows, rows_program
 from mega_rl.hub.names import DatasetName
@@ -95,6 +96,28 @@ def test_sources_of_a_mixture_are_names_as_files_are(in_process: Hub) -> None:
     Path("runs/default/config.yaml").write_text(resolved_yaml(config))
     in_process.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["train"]), "moved": b""})
     assert preflight(None, settings).data == config.data
+
+
+def test_sets_of_a_validation_are_names_as_files_are(in_process: Hub) -> None:
+    """A name without a split is that for validation; pinned in the record and for a run that goes on."""
+    sets = {"main": "openai/gsm8k:main", "two": ["d.jsonl", "openai/gsm8k:socratic"]}
+    settings = {
+        "model.path": "org/model", "data.train_files": ["d.jsonl"], "trainer.val_interval": 1, "validation.sets": sets
+    }  # fmt: skip
+    config = preflight(None, settings)
+    commit = in_process.repos["datasets", "openai/gsm8k"].revisions["main"]
+    (main,), two = (files_of(config.validation.sets[name]) for name in ("main", "two"))
+    assert first_prompt(main) == "main/test 0"
+    assert (two[0], first_prompt(two[1])) == ("d.jsonl", "socratic/train 0")
+    record = recorded(config).validation.sets
+    assert record["main"] == [f"openai/gsm8k:main:test@{commit}"]
+    assert record["two"] == ["d.jsonl", f"openai/gsm8k:socratic:train@{commit}"]
+    given = [MODEL, "data.train_files=[d.jsonl]", "trainer.val_interval=1", *pinned_overrides(config)]
+    assert preflight(None, given).validation == config.validation
+    Path("runs/default/checkpoints/step_000001").mkdir(parents=True)
+    Path("runs/default/config.yaml").write_text(resolved_yaml(config))
+    in_process.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["test"]), "moved": b""})
+    assert preflight(None, settings).validation == config.validation
 
 
 @pytest.mark.parametrize(

@@ -139,3 +139,13 @@ def test_nothing_is_reported_of_a_step_without_models() -> None:
     meter = meter_of(clock)
     meter.reset()
     assert not {"perf/model_tflops", "perf/mfu"} & meter.metrics().keys()
+
+
+def test_scoring_is_a_share_of_the_step() -> None:
+    clock = Clock()
+    meter = meter_of(clock)
+    meter.reset()
+    for phase, seconds in {"generate": 6.0, "reward": 2.0}.items():
+        with meter.phase(phase):
+            clock.now += seconds
+    assert meter.metrics()["time/reward_fraction"] == 0.25

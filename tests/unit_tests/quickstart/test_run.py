@@ -12,6 +12,7 @@ from mega_rl.cli import app as cli
 from mega_rl.config.loader import load
 from mega_rl.config.packaged import file_of
 from mega_rl.errors import UserError
+from mega_rl.hub.names import folder_name
 from mega_rl.launcher.launch import Launch
 from mega_rl.quickstart import run
 
@@ -32,6 +33,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr("mega_rl.quickstart.task.write_checkpoint", lambda folder, seed: folder.mkdir())
     monkeypatch.setattr("mega_rl.quickstart.report.summarize", lambda run_dir, **_: (None, run_dir))
     monkeypatch.setattr("mega_rl.quickstart.report.print_table", lambda summary, plot: None)
+    monkeypatch.setattr("mega_rl.cli.quickstart.report", lambda runs: commands.append(["report", *map(str, runs)]))
     return commands
 
 
@@ -40,9 +42,10 @@ def test_both_trainings_are_commands_of_the_program_with_the_packaged_recipe(
     engine: str, started: list[list[str]]
 ) -> None:
     assert cli.main(["quickstart", "--engine", engine, "--seed", "3", "--run-dir", "a, b"]) == 0
-    assert [command[0] for command in started] == ["mega_rl.cli", "mega_rl.cli"]
-    warm_start, train = (command[1:] for command in started)
-    assert warm_start == ["quickstart-warm-start", "--run-dir", "a, b", "--seed", "3"]
+    assert [command[0] for command in started] == ["mega_rl.cli", "mega_rl.cli", "report"]
+    warm_start, train, reported = (command[1:] for command in started)
+    assert warm_start == ["quickstart-warm-start", "--run-dir", "a, b", "--seed", "3", "--task", "sums"]
+    assert reported == ["a, b"]
     assert train[:3] == ["train", "--config", "quickstart"]
     config = load(Path("quickstart"), train[3:])
     assert (config.engine.backend, config.engine.megatron.tp) == (engine, 2 if engine == "megatron" else 1)
@@ -58,6 +61,32 @@ def test_the_folders_of_the_recipe_are_those_that_the_quickstart_writes(started:
     """So that `mega-rl train --config quickstart` works after it, in the same directory."""
     assert cli.main(["quickstart"]) == 0
     assert load(file_of("quickstart"), ["checkpoint.resume=never"]) == load(Path("quickstart"), started[1][4:])
+
+
+def test_word_problems_are_read_from_a_folder_as_the_hub_has_it(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two parts of a reward, with pass@k; the recipe names the folders that the quickstart writes."""
+    monkeypatch.setattr("mega_rl.quickstart.gsm8k_model.write_checkpoint", lambda folder, seed: folder.mkdir())
+    assert cli.main(["quickstart", "--task", "gsm8k"]) == 0
+    warm_start, train, reported = started
+    assert warm_start[-2:] == ["--task", "gsm8k"]
+    assert reported == ["report", "runs/quickstart_gsm8k"]
+    config = load(Path("quickstart_gsm8k"), train[4:])
+    assert config == load(file_of("quickstart_gsm8k"), ["checkpoint.resume=never"])
+    assert config.reward.functions == {"correct": "number_match", "format": "has_final_answer"}
+    assert config.validation.counted == (1, 4)
+    for (text,), split in ((config.data.train_files, "train"), (config.data.val_files, "test")):
+        name = folder_name(text)
+        assert name is not None
+        assert (name.config, name.split) == ("main", split)
+        assert list(Path(name.folder, "main").glob(f"{split}-*.parquet"))
+
+
+def test_an_unknown_task_is_an_error(started: list[list[str]], capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["quickstart", "--task", "math"]) == 2
+    assert capfd.readouterr().err == "error: --task=math: must be one of sums, gsm8k, code\n"
+    assert not started
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "quickstart_sglang"])
@@ -80,7 +109,7 @@ def test_an_earlier_quickstart_gives_up_its_inputs_and_keeps_its_runs(started: l
     assert cli.main(["quickstart", "--run-dir", "q"]) == 0
     assert checkpoint.is_file()
     assert not weights.exists()
-    assert load(Path("quickstart"), started[-1][4:]).checkpoint.resume == "never", "training moves it aside"
+    assert load(Path("quickstart"), started[-2][4:]).checkpoint.resume == "never", "training moves it aside"
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "data/mine.jsonl"])

@@ -70,7 +70,7 @@ def dump(folder: Path, name: str = "step_000020.jsonl", *, response: str = HOSTI
     (folder / "rollouts" / name).write_text("".join(f"{json.dumps({**row, **numbers})}\n" for _ in range(count)))
 
 
-def record(folder: Path, step: int = 20, *, rows: int = 2, length: int = 12) -> Path:
+def record(folder: Path, step: int = 20, *, rows: int = 2, length: int = 12, with_entropy: bool = False) -> Path:
     """Write a record of a step whose tokens have advantages, log-probs and values; returns its folder."""
     place = folder / "records" / f"step_{step:06d}"
     place.mkdir(parents=True)
@@ -85,6 +85,8 @@ def record(folder: Path, step: int = 20, *, rows: int = 2, length: int = 12) -> 
         "ref_logprobs": np.where(mask, old - 0.1, 0).astype(np.float32),
         "advantages": np.where(mask, rng.normal(0, 1, mask.shape), 0).astype(np.float32),
     }  # fmt: skip
+    if with_entropy:
+        columns["entropy"] = np.where(mask, 0.75, 0).astype(np.float32)
     save_file(columns, place / "replica_00000.safetensors")
     texts = ["<|user|>", "1", "+1", "=", HOSTILE, "\n", " so", " the", " answer", " is", " 2", "<|end|>"]
     line = {"step": step, "prompt": "1+1=", "response": "2", "reward": 1.0, "token_texts": (texts * length)[:length]}

@@ -41,6 +41,13 @@ def test_tokens_of_a_record_have_values_on_the_loss_mask_alone(tmp_path: Path) -
     assert values["log-prob over reference"][4] == pytest.approx(0.1, rel=1e-3)
 
 
+def test_entropies_of_a_record_take_the_place_of_their_estimate(tmp_path: Path) -> None:
+    record(plant(tmp_path / "a"), with_entropy=True)
+    values = read_samples(tmp_path / "a").rows[0]["values"]
+    assert list(values) == ["advantage", "log-prob difference", "entropy", "log-prob over reference"]
+    assert values["entropy"][4] == pytest.approx(0.75)
+
+
 @pytest.mark.parametrize("damage", ["record.json", "replica_00000.safetensors", "replica_00000.jsonl"])
 def test_a_damaged_record_is_named_and_left_out(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     place = record(plant(tmp_path / "a"))

@@ -19,7 +19,7 @@ from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.kv_cache import GrowingLayer
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
-from mega_rl.types import Prompt, Rollout
+from mega_rl.types import Draws, Prompt, Rollout
 from tests.helpers.determinism import OnlyDeterministic
 from tests.unit_tests.rollout.tiny_qwen3 import (
     EOS_ID,
@@ -353,6 +353,22 @@ def test_finished_rows_leave_the_batch(checkpoint: Checkpoint) -> None:
     assert all(ran <= width <= max(ran / 0.75, 1) for ran, width in zip(running, widths[1:], strict=True))
 
 
+def test_an_evaluation_has_a_length_of_its_own(checkpoint: Checkpoint) -> None:
+    """Longer responses than those of training begin as they do; at temperature 0 they are greedy."""
+    engine, prompts = make_engine(checkpoint, stop_token_ids=[VOCAB_SIZE - 1]), make_prompts([3, 5])
+    usual = engine.generate(prompts, [0, 1], n=2, seed=SEED, draws=Draws(2, 1.0))
+    longer = engine.generate(prompts, [0, 1], n=2, seed=SEED, draws=Draws(2, 1.0, max_new_tokens=40))
+    assert int((longer.lengths - longer.prompt_lengths).max()) > 12
+    for row in range(4):
+        same = int(usual.lengths[row])
+        assert longer.tokens[row, :same].tolist() == usual.tokens[row, :same].tolist()
+    greedy = engine.generate(prompts, [0, 1], n=1, seed=SEED, greedy=True)
+    drawn = engine.generate(prompts, [0, 1], n=1, seed=(9,), draws=Draws(1, 0.0, max_new_tokens=12))
+    assert drawn.tokens.tolist() == greedy.tokens.tolist()
+    with pytest.raises(UserError, match=r"5 tokens and its response up to 60.*validation.max_new_tokens"):
+        engine.generate(prompts, [0, 1], n=1, seed=SEED, draws=Draws(1, 1.0, max_new_tokens=60))
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -363,7 +379,7 @@ def test_generate_needs_weights_first(checkpoint: Checkpoint) -> None:
 
 def test_prompts_that_do_not_fit_are_refused(checkpoint: Checkpoint) -> None:
     engine = make_engine(checkpoint)
-    with pytest.raises(UserError, match=r"53 tokens.*max_new_tokens=12.*max_position_embeddings=64"):
+    with pytest.raises(UserError, match=r"53 tokens.*up to 12.*max_position_embeddings=64"):
         engine.generate(make_prompts([53]), [0], n=1, seed=SEED)
     with pytest.raises(UserError, match=r"rows \[8\]"):
         engine.generate([Prompt(index=8, token_ids=(), text="", answer="")], [0], n=1, seed=SEED)

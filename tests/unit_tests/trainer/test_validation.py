@@ -11,9 +11,16 @@ import torch
 
 from mega_rl.errors import UserError
 from mega_rl.trainer import RunSettings
-from mega_rl.trainer.validation import Evaluation, EvaluationPlan, estimates_of, right_samples
+from mega_rl.trainer.validation import (
+    Evaluation,
+    EvaluationPlan,
+    ScoredSamples,
+    estimates_of,
+    parts_of,
+    right_samples,
+)
 from mega_rl.types import Draws, Prompt, PromptSet, RewardParts, Rewards, Rollout
-from tests.helpers.fakes import FakePrompts, FakeReward
+from tests.helpers.fakes import FakePolicy, FakePrompts, FakeReward
 from tests.unit_tests.trainer.test_loop import make_trainer
 
 PLAN = EvaluationPlan(Draws(4, 1.0), counted=(1, 4), right_above=0.2)
@@ -89,12 +96,88 @@ def test_estimates_are_means_over_prompts_with_enough_samples() -> None:
     assert estimates["avg_at_2"].prompts == 3
 
 
+def rows_of(count: int) -> Rollout:
+    lengths = torch.full((count,), 3)
+    return Rollout.from_rows(torch.ones(count, 3, dtype=torch.int64), prompt_lengths=lengths - 1, lengths=lengths)
+
+
+def test_a_sample_that_nothing_judges_is_neither_right_nor_wrong() -> None:
+    """Row 0 is right, row 1 lacks the part, row 2 has no reward."""
+    values = torch.tensor([[1.0], [math.nan], [1.0]])
+    rewards = Rewards(torch.tensor([1.0, 2.0, math.nan]), RewardParts(("correct",), (1.0,), values))
+    assert right_samples(rows_of(3), rewards, above=0.5, part="correct") == [True, None, None]
+    assert right_samples(rows_of(3), rewards, above=0.5, part="") == [True, True, None]
+
+
+class SeededPolicy(FakePolicy):
+    """Samples are a function of the place in the set and of the number of the sample, as engines' are."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        assert draws is not None
+        rows = super().generate(prompts, step=step, draws=draws)
+        self.events[-1] = f"{len(prompts)} prompts"
+        seeds = (draws.first + rows.prompt_index) * 31 + rows.sample_index
+        rows.tokens[:, 2:] = (seeds[:, None] * torch.arange(3, 7) + draws.stream) % 8
+        rows.lengths = rows.lengths - seeds % 3
+        rows.loss_mask = rows.loss_mask & (torch.arange(rows.tokens.size(1)) < rows.lengths[:, None])
+        return rows
+
+
+class PartsReward(FakeReward):
+    """One part everywhere, a second one in prompts of even tokens alone; some samples are left out."""
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        answers = rollout.tokens[:, 2].double()
+        texts = torch.tensor([prompts[index].token_ids[0] for index in rollout.prompt_index.tolist()])
+        values = torch.stack([answers / 7, answers.where(texts % 2 == 0, math.nan)], dim=1).float()
+        totals = values.nan_to_num().sum(dim=1).masked_fill(answers == 5, math.nan)
+        values = values.masked_fill(totals.isnan()[:, None], math.nan)
+        return Rewards(totals, RewardParts(("near", "size"), (1.0, 1.0), values))
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 20, 27])
+def test_parts_of_a_set_change_no_number(chunk: int) -> None:
+    """Seven prompts of four samples in parts of two and more: numbers to the last bit, samples in their order."""
+    prompts = [Prompt(index=10 + i, token_ids=(i % 5, 1), text=str(i), answer=None) for i in range(7)]
+    results = {}
+    for most in (1000, chunk):
+        trainer = make_trainer()
+        policy, reward = SeededPolicy([]), PartsReward([])
+        plan = EvaluationPlan(Draws(4, 1.0), counted=(1, 3), right_above=0.4, right_part="near", chunk=most)
+        seen: list[tuple[int, int, str]] = []
+
+        def note(samples: ScoredSamples, seen: list[tuple[int, int, str]] = seen) -> None:
+            places = zip(samples.rollout.prompt_index.tolist(), samples.rollout.sample_index.tolist(), strict=True)
+            seen += [(samples.first + prompt, number, samples.prompts[prompt].text) for prompt, number in places]
+
+        (outcome,) = Evaluation([PromptSet("one", prompts)], plan).run(
+            3, rollout=policy, reward=reward, ranks=trainer.ranks, decode=trainer.decode, each=note
+        )
+        assert seen == [(prompt, number, str(prompt)) for prompt in range(7) for number in range(4)]
+        results[most] = outcome.metrics
+        if most == chunk:
+            assert len(policy.events) > 1
+            assert all(int(event.split()[0]) <= max(chunk // 4, 2) for event in policy.events)
+    assert results[chunk] == results[1000]
+    numbers = {"val/reward_near", "val/reward_size", "val/reward_masked_fraction", "val/pass_at_3"}
+    assert numbers <= results[chunk].keys()
+
+
+def test_parts_are_even_and_in_order() -> None:
+    assert parts_of(7, most=3) == [range(2), range(2, 4), range(4, 7)]
+    assert parts_of(4, most=2) == [range(2), range(2, 4)]
+    assert parts_of(1, most=9) == [range(1)]
+
+
 def test_a_part_may_say_what_is_right() -> None:
     values = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
     rewards = Rewards(values.sum(dim=1), RewardParts(("correct", "style"), (1.0, 1.0), values))
-    assert right_samples(rewards, above=0.5, part="correct") == [True, False]
-    assert right_samples(rewards, above=0.5, part="") == [True, True]
+    rows = rows_of(2)
+    assert right_samples(rows, rewards, above=0.5, part="correct") == [True, False]
+    assert right_samples(rows, rewards, above=0.5, part="") == [True, True]
     with pytest.raises(UserError, match=r"validation.right_part=other has no effect: the reward has the parts correct"):
-        right_samples(rewards, above=0.5, part="other")
+        right_samples(rows, rewards, above=0.5, part="other")
     with pytest.raises(UserError, match="the reward is a number"):
-        right_samples(Rewards(torch.ones(1)), above=0.5, part="correct")
+        right_samples(rows_of(1), Rewards(torch.ones(1)), above=0.5, part="correct")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +10,20 @@ from typing import Any
 from unittest.mock import patch
 
 
-def record_runs(rank: int, runs: Sequence[dict[str, Any]]) -> None:
-    """Train runs of these settings one after the other, with log-probs of another engine, as a lockstep has them."""
+def some_left_out(reward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the reward without one for some responses."""
+
+    def masked(prompt: str, response: str, answer: str) -> Any:
+        return None if len(response) % 3 == 1 else reward(prompt, response, answer)
+
+    return masked
+
+
+def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
+    """Train runs one after the other, with log-probs of another engine, as a lockstep has them.
+
+    runs: settings of each, and whether its reward leaves some responses out.
+    """
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
@@ -22,9 +34,11 @@ def record_runs(rank: int, runs: Sequence[dict[str, Any]]) -> None:
     from mega_rl.verify.rl.inputs import reward_of
     from mega_rl.verify.rl.record import Recorder, ShiftedRollouts
 
-    for settings in runs:
+    for settings, masks in runs:
         config = with_settings(Config(), settings)
-        with running(config, accelerator, reward=reward_of(config)) as (trainer, _):
+        reward = reward_of(config)
+        assert reward is not None or not masks
+        with running(config, accelerator, reward=some_left_out(reward) if masks and reward else reward) as (trainer, _):
             shifting = Recorder(Path("unused"), trainer.ranks, is_writer=False)
             if isinstance(trainer.rollout, DynamicSampling):
                 trainer.rollout.source = ShiftedRollouts(trainer.rollout.source, shifting)

@@ -10,7 +10,7 @@ import pytest
 
 from mega_rl.data.columns import RewardColumns
 from mega_rl.types import Prompt
-from mega_rl.workers.reward_calls import Response, plan_call
+from mega_rl.workers.reward_calls import NoScoreError, Response, plan_call
 
 ROW = {"question": "3+4=", "label": "7", "difficulty": 2}
 PROMPT = Prompt(index=5, token_ids=(1,), text="3+4=", answer="7", messages=(("user", "3+4="),), row=ROW)
@@ -111,3 +111,62 @@ def test_an_answer_is_handed_over_as_it_is_and_a_row_is_a_copy() -> None:
 def test_functions_that_cannot_be_called(function: Callable[..., object]) -> None:
     with pytest.raises(TypeError, match=r"has the signature .*, but is called as \(prompt, response, answer\)"):
         plan_call(function)
+
+
+def several(responses, answers, rows=None, num_tokens=(), limit=2):  # type: ignore[no-untyped-def]
+    return [(response, answers, rows, num_tokens, limit) for response in responses]
+
+
+def test_a_function_of_several_gets_lists() -> None:
+    call = plan_call(several)
+    assert call.batched
+    others = Prompt(index=6, token_ids=(1,), text="a", answer=None, row={"b": 1})
+    batch = [
+        call.arguments(prompt, Response(text, num_tokens=3, finish="stop"))
+        for prompt, text in ((PROMPT, "8"), (others, "9"))
+    ]
+    assert batch[0] == {"response": "8", "answer": "7", "row": ROW, "num_tokens": 3}
+    rest = (["7", None], [ROW, {"b": 1}], [3, 3], 2)
+    assert call.together(batch) == [("8", *rest), ("9", *rest)]
+    assert call.columns == RewardColumns(answer=True, structured=True, every=True)
+    strings = plan_call(lambda responses, turns, transcripts: responses)
+    assert strings.columns == RewardColumns(answer=False, structured=True)
+
+
+def of_strings(responses: list[str], answers: list[str] = []) -> list[float]:  # noqa: B006
+    return [0.0] * len(responses) * len(answers)
+
+
+def test_columns_that_a_function_of_several_reads() -> None:
+    assert plan_call(of_strings).columns == RewardColumns(answer=False, structured=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda responses, answer: [], r"several responses at a time by responses, and answer of one; name it answers"),
+        (lambda prompt, responses, answers: [], r"and prompt of one; name it prompts"),
+        (lambda responses, level: [], r"but level has no meaning; legal: prompts, responses, "),
+        (lambda prompts, answers: [], r"by prompts, answers, but none of them is the responses; name a parameter resp"),
+        (lambda prompts, completions, **columns: [], r"but completions is a parameter of TRL, .*Several responses"),
+        (lambda completions, **columns: [], r"completions is a parameter of TRL"),
+    ],
+)  # fmt: skip
+def test_functions_of_several_that_cannot_be_called(function: Callable[..., object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        plan_call(function)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1.0, r"the reward function returned 1.0, which is not a list with a score for each response"),
+        ({"a": 1}, r"which is not a list with"),
+        ([1.0, 2.0], r"the reward function returned 2 scores for 1 response$"),
+    ],
+)
+def test_results_that_are_not_one_for_each(value: object, message: str) -> None:
+    call = plan_call(lambda responses: value)
+    with pytest.raises(NoScoreError, match=message):
+        call.evaluate({"response": "8"})
+    assert plan_call(lambda responses: iter([0.5])).evaluate({"response": "8"}) == 0.5

@@ -10,13 +10,68 @@ from pathlib import Path
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.workers.reward_functions import exact_match, final_answer, math_verify, resolve
+from mega_rl.workers.reward_functions import (
+    exact_match,
+    final_answer,
+    has_final_answer,
+    math_verify,
+    number_match,
+    resolve,
+)
 
 
 def test_exact_match() -> None:
     assert exact_match("", " 42\n", "42") == 1.0
     assert exact_match("", "42.", "42") == 0.0
     assert exact_match("", "4 2", "42") == 0.0
+
+
+GSM8K = "She sells 16 - 3 = <<16-3=13>>13 eggs.\nShe earns 13 * 100 = $<<13*100=1300>>1300.\n#### 1,300"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("16-3=13, 13*100=1300\n#### 1300", GSM8K, 1.0),
+        ("#### $1,300.00", GSM8K, 1.0),
+        (r"so she earns \boxed{\$1{,}300}", GSM8K, 0.0),  # no number that a person writes
+        (r"so she earns \boxed{1300\text{ dollars}}", GSM8K, 1.0),
+        ("She earns 1,300 dollars.", GSM8K, 1.0),
+        ("She earns 1300 for 13 eggs.", GSM8K, 0.0),  # the last number counts
+        ("#### 13", GSM8K, 0.0),
+        ("", GSM8K, 0.0),
+        ("####", GSM8K, 0.0),
+        ("the answer is 5-3", "3", 1.0),
+        ("#### -3", "3", 0.0),
+        ("#### .50", "0.5", 1.0),
+        ("7" * 100_000, "7", 0.0),
+        ("7", "none", 0.0),
+    ],
+)
+def test_number_match(response: str, answer: str, expected: float) -> None:
+    assert number_match(response, answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (GSM8K, 1.0),
+        ("2+2\n#### 4\n", 1.0),
+        ("#### $4.50", 1.0),
+        (r"so \boxed{\frac{1}{2}}.", 1.0),
+        ("2+2 #### 4", 0.0),  # not on a line of its own
+        ("#### 4\n#### 5", 0.0),
+        ("#### 4 or 5", 0.0),
+        ("#### 4\nso it is", 0.0),
+        (r"\boxed{4} \boxed{5}", 0.0),
+        (r"\boxed{4", 0.0),
+        (r"\boxed{}", 0.0),
+        ("#### " + r"\boxed{4}", 0.0),
+        ("The answer is 4.", 0.0),
+    ],
+)
+def test_has_final_answer(response: str, expected: float) -> None:
+    assert has_final_answer(response) == expected
 
 
 @pytest.mark.parametrize(
@@ -165,7 +220,10 @@ def test_user_functions(user_file: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("exact_mach", r"exact_mach.*built-in functions exact_match, math_verify; did you mean exact_match\?"),
+        (
+            "exact_mach",
+            r"exact_mach.*exact_match, has_final_answer, math_verify, number_match; did you mean exact_match\?",
+        ),
         ("zzz", r"or give path/to/file\.py:function"),
         ("", r"reward\.function=''"),
         ("FILE", r"add the function: .*my_reward\.py:name"),

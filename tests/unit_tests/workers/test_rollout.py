@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,3 +188,21 @@ def test_evaluations_have_seeds_that_training_never_has() -> None:
     for stream in (0, 9):
         worker.generate(PROMPTS, step=3, draws=Draws(5, 1.0, stream=stream))
     assert engine.calls == [((7, 3), False, 2), ((7, 3, EVALUATION, 0), False, 5), ((7, 3, EVALUATION, 9), False, 5)]
+
+
+def test_a_part_of_a_set_has_the_random_numbers_of_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine draws by places in the set; rows point into the part."""
+    engine = CountingEngine()
+    places: list[list[int]] = []
+    generate = engine.generate
+
+    def noting(prompts: Sequence[Prompt], prompt_index: Sequence[int], **more: Any) -> Rollout:
+        places.append(list(prompt_index))
+        return generate(prompts, prompt_index, **more)
+
+    monkeypatch.setattr(engine, "generate", noting)
+    rows = RolloutWorker(engine, SingleRank(), SingleRank(), n=2, seed=7).generate(
+        PROMPTS, step=3, draws=Draws(2, 1.0, first=40)
+    )
+    assert places == [list(range(40, 40 + len(PROMPTS)))]
+    assert rows.prompt_index.tolist() == [index for index in range(len(PROMPTS)) for _ in range(2)]

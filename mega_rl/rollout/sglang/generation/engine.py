@@ -154,7 +154,8 @@ class SglangRolloutEngine:
 
         Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response.
         """
-        limits = [self._settings.sampling.max_new_tokens] * len(prompts) if limits is None else limits
+        most = self._settings.sampling.max_new_tokens if draws is None else draws.max_new_tokens
+        limits = [most or self._settings.sampling.max_new_tokens] * len(prompts) if limits is None else limits
         self._check_lengths(prompts, limits)
         requests = [
             SampleRequest(
@@ -165,8 +166,9 @@ class SglangRolloutEngine:
         ]
         trains = not greedy and draws is None
         return_routing = self._settings.routed is not None and trains
+        greedy = greedy or (draws is not None and not draws.temperature)
         sampling = replace(self._settings.sampling, greedy=greedy, return_routing=return_routing)
-        if draws is not None:
+        if draws is not None and not greedy:
             sampling = replace(sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
         sampled = Sampled(prompts, requests, sampling, trains)
         sampled.unserved = {request.key: Sample() for request in requests}
@@ -270,9 +272,9 @@ class SglangRolloutEngine:
         longest, new = max(zip(lengths, limits, strict=True), key=sum, default=(0, 0))
         if longest + new > most:
             raise UserError(
-                f"the longest prompt has {longest} tokens and rollout.max_new_tokens={new}: "
+                f"the longest prompt has {longest} tokens and its response up to {new}: "
                 f"together more than the model's max_position_embeddings={most}; lower "
-                "data.max_prompt_tokens or rollout.max_new_tokens"
+                "data.max_prompt_tokens or the length of responses, rollout.max_new_tokens or validation.max_new_tokens"
             )
 
     def _lost_servers(self) -> list[int]:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from mega_rl.data.sampling.curriculum import CurriculumSampler, Growth
+from mega_rl.data.sampling.curriculum import CurriculumSampler, Growth, OrderPlan
 from mega_rl.data.sampling.epochs import PromptSampler
-from mega_rl.data.sampling.mixture import MixtureSampler
+from mega_rl.data.sampling.mixture import mixture_of
 from mega_rl.types import Prompt
 
 SIZE, BATCH = 40, 5
@@ -65,7 +65,7 @@ def test_a_batch_above_the_first_share_repeats_no_more_than_it_must() -> None:
 
 def test_each_source_of_a_mixture_begins_with_its_easiest() -> None:
     sources = {"a": prompts(40, "a"), "b": prompts(20, "b")}
-    order = MixtureSampler(sources, {"a": 3, "b": 1}, batch_size=8, shuffle=True, seed=0, growth=Growth(0.25, 160))
+    order = mixture_of(sources, {"a": 3, "b": 1}, OrderPlan(True, 0, Growth(0.25, 160)), batch_size=8)
     first = order.batch(0)
     assert all(prompt.difficulty < (5 if prompt.source == "a" else 3) for prompt in first)
     after = order.take(160, 160)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from mega_rl.data.sampling.mixture import MAX_CYCLE, DrawOrder, MixtureSampler, shares_of, weights_by_size
+from mega_rl.data.sampling.curriculum import OrderPlan
+from mega_rl.data.sampling.mixture import MAX_CYCLE, DrawOrder, MixtureSampler, mixture_of, shares_of, weights_by_size
 from mega_rl.types import Prompt
 
 WEIGHTS = {"math": 3.0, "code": 1.0, "chat": 0.5}
@@ -23,7 +24,7 @@ def prompts(sizes: Mapping[str, int] = SIZES) -> dict[str, list[Prompt]]:
 
 
 def sampler(*, shuffle: bool = True, seed: int = 0, batch_size: int = 4) -> MixtureSampler:
-    return MixtureSampler(prompts(), WEIGHTS, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    return mixture_of(prompts(), WEIGHTS, OrderPlan(shuffle, seed), batch_size=batch_size)
 
 
 @pytest.mark.parametrize("trial", range(40))
@@ -98,7 +99,7 @@ def test_a_step_depends_on_its_number_alone() -> None:
 def test_the_order_of_a_source_does_not_depend_on_the_others_names() -> None:
     """A name seeds its source, not its place: an earlier name beside it changes nothing."""
     sizes = {"math": 7, "a_new_one": 4}
-    other = MixtureSampler(prompts(sizes), {"math": 1.0, "a_new_one": 1.0}, batch_size=1, shuffle=True, seed=0)
+    other = mixture_of(prompts(sizes), {"math": 1.0, "a_new_one": 1.0}, OrderPlan(True, 0), batch_size=1)
     first, second = (
         [prompt.index for prompt in order.take(0, 60) if prompt.source == "math"][:14] for order in (sampler(), other)
     )
@@ -106,8 +107,47 @@ def test_the_order_of_a_source_does_not_depend_on_the_others_names() -> None:
 
 
 def test_sources_of_one_size_have_different_orders() -> None:
-    alike = MixtureSampler(prompts({"a": 9, "b": 9}), {"a": 1, "b": 1}, batch_size=1, shuffle=True, seed=0)
+    alike = mixture_of(prompts({"a": 9, "b": 9}), {"a": 1, "b": 1}, OrderPlan(True, 0), batch_size=1)
     drawn = alike.take(0, 18)
     first, second = ([prompt.index for prompt in drawn if prompt.source == name] for name in ("a", "b"))
     assert sorted(first) == sorted(second)
     assert first != second
+
+
+def changed(weights: Mapping[str, float], *, before: MixtureSampler) -> MixtureSampler:
+    """The mixture with other weights, going on from a checkpoint of `before`."""
+    sampler = mixture_of(prompts(), weights, OrderPlan(True, 0), batch_size=4)
+    sampler.restore(before.numbers())
+    return sampler
+
+
+def test_other_weights_on_resume_take_each_source_on_in_its_epoch() -> None:
+    old = sampler(batch_size=4)
+    drawn = Counter(prompt.text for prompt in old.take(0, 40))
+    new = changed({"math": 1.0, "code": 1.0, "chat": 6.0}, before=old)
+    own = Counter(prompt.text for prompt in new.take(40, 80))
+    for name, share in {"math": 10, "code": 10, "chat": 60}.items():
+        counts = [drawn[f"{name} {index}"] + own[f"{name} {index}"] for index in range(SIZES[name])]
+        assert sum(own[f"{name} {index}"] for index in range(SIZES[name])) == pytest.approx(share, abs=1)
+        assert max(counts) - min(counts) <= 1  # no prompt is left out of an epoch, and none comes twice in one
+
+
+def test_the_point_of_a_change_is_kept_by_later_checkpoints() -> None:
+    """Counts are of both orders, and a third run goes on as the second does."""
+    weights = {"math": 1.0, "code": 1.0, "chat": 6.0}
+    second = changed(weights, before=sampler(batch_size=4))
+    whole = second.take(40, 24)
+    third = changed(weights, before=second)
+    assert third.take(48, 16) == whole[8:]
+    assert third.metrics(64) == second.metrics(64)
+    assert sum(second.metrics(64)[f"data/{name}/prompts"] for name in SIZES) == 64
+    assert second.metrics(40)["data/math/prompts"] == sampler(batch_size=4).metrics(40)["data/math/prompts"]
+
+
+def test_equal_weights_on_resume_change_nothing() -> None:
+    old = sampler(batch_size=4)
+    same = changed(WEIGHTS, before=old)
+    assert same.take(12, 20) == old.take(12, 20)
+    blank = sampler(batch_size=4)
+    blank.restore({})  # of a checkpoint of a version that kept no numbers
+    assert blank.take(12, 20) == old.take(12, 20)

@@ -25,7 +25,7 @@ from mega_rl.rollout.sglang.generation.engine import (
 from mega_rl.rollout.sglang.generation.jobs import is_whole
 from mega_rl.rollout.sglang.generation.results import FleetResult, State
 from mega_rl.rollout.sglang.generation.samples import Failure, Key, RoutedLayers, Sample, SampleRequest, Sampling
-from mega_rl.types import Prompt
+from mega_rl.types import Draws, Prompt
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(index=10 + i, token_ids=(3, 4 + i), text="", answer="") for i in range(3)]
@@ -114,6 +114,28 @@ def test_requests_carry_their_limits() -> None:
     engine.generate(longer, [0], n=1, seed=(0,), limits=[3])
     with pytest.raises(UserError, match="max_position_embeddings=6"):
         engine.generate(longer, [0], n=1, seed=(0,), limits=[4])
+
+
+def test_an_evaluation_has_a_length_of_its_own() -> None:
+    """Other than that of training, and greedy at temperature 0."""
+    fleet = ScriptedFleet(lambda requests, _: served(requests))
+    started: list[tuple[list[SampleRequest], Sampling]] = []
+    start = fleet.start
+
+    def noting(requests: list[SampleRequest], sampling: Sampling, **more: Any) -> Any:
+        started.append((requests, sampling))
+        return start(requests, sampling, **more)
+
+    fleet.start = noting  # type: ignore[method-assign]
+    engine, _ = engine_over(fleet, max_positions=32)
+    generate(engine, draws=Draws(2, 0.0, max_new_tokens=30))
+    generate(engine, draws=Draws(2, 0.5))
+    (longer, greedy), (usual, drawn) = started
+    assert [request.most(SAMPLING) for request in longer] == [30] * 6
+    assert [request.most(SAMPLING) for request in usual] == [4] * 6
+    assert (greedy.greedy, drawn.greedy, drawn.temperature) == (True, False, 0.5)
+    with pytest.raises(UserError, match=r"validation\.max_new_tokens"):
+        generate(engine, draws=Draws(2, 0.0, max_new_tokens=31))
 
 
 def test_rows_come_by_prompt_then_sample_and_each_has_its_own_seed() -> None:
@@ -293,7 +315,7 @@ def test_but_not_more_of_them_than_the_user_allows() -> None:
 
 def test_prompts_leave_room_for_a_response() -> None:
     engine, _ = engine_over(ScriptedFleet(lambda requests, _: served(requests)), max_positions=5)
-    with pytest.raises(UserError, match=r"the longest prompt has 2 tokens and rollout.max_new_tokens=4"):
+    with pytest.raises(UserError, match=r"the longest prompt has 2 tokens and its response up to 4"):
         generate(engine)
 
 

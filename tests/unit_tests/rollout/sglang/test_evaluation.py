@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tests.helpers.sglang import needs_sglang
 from tests.unit_tests.rollout.sglang.test_training import REWARD
 
 pytestmark = [
-    pytest.mark.skipif(not FULL, reason="make test-full: four commands with a real server, a minute each"),
+    pytest.mark.skipif(not FULL, reason="make test-full: six commands with a real server, a minute each"),
     needs_sglang,
     pytest.mark.timeout(1200),
 ]
@@ -42,17 +43,23 @@ def mega_rl(*arguments: str) -> None:
 
 
 def test_the_same_command_gives_the_same_samples(inputs: Path) -> None:
-    for out in ("one", "two"):
+    """In two parts on two replicas, too, and with a length of its own."""
+    parts = ("--nproc-per-node", "2", "validation.chunk=8", "rollout.max_new_tokens=2")
+    for out, more in (("one", ()), ("two", ()), ("parts", parts)):
         mega_rl(
             "eval", "--model", f"{inputs}/model", "--data", f"sums={inputs}/held_out.jsonl", "--out", f"{inputs}/{out}",
             "--reward", f"{inputs}/reward.py:score", "--n", "4", "--k", "1,4", "--max-new-tokens", "4",
             "model.dtype=fp32", "trainer.device=cpu", "data.max_prompt_tokens=16", "rollout.backend=sglang",
-            "rollout.sglang.server.max_total_tokens=20000",
+            "rollout.sglang.server.max_total_tokens=20000", *more,
         )  # fmt: skip
     one = (inputs / "one" / "samples.jsonl").read_text()
     assert len(one.splitlines()) == 24
     assert len(set(one.splitlines())) == 24
     assert (inputs / "two" / "samples.jsonl").read_text() == one
+    assert (inputs / "parts" / "samples.jsonl").read_text() == one
+    assert max(json.loads(line)["response_tokens"] for line in one.splitlines()) == 4
+    sets = [json.loads((inputs / out / "results.json").read_text())["sets"] for out in ("one", "parts")]
+    assert sets[0] == sets[1]
 
 
 def test_training_is_the_same_with_sampled_validations(inputs: Path) -> None:
@@ -75,3 +82,24 @@ def test_training_is_the_same_with_sampled_validations(inputs: Path) -> None:
     for of_with, of_without in zip(metrics["with"], metrics["without"], strict=True):
         for metric in COMPARED:
             assert of_with[metric] == of_without[metric], metric
+
+
+def test_servers_that_share_the_devices_of_several_ranks_validate_in_parts(inputs: Path) -> None:
+    """Colocated, TP2: sampled, longer than training, two sets in parts of four prompts, records that replay."""
+    mega_rl(
+        "train", "--nproc-per-node", "2", "--config", "quickstart_sglang", f"model.path={inputs}/model",
+        f"data.train_files=[{inputs}/train.jsonl]", f"data.val_files=[{inputs}/held_out.jsonl]",
+        f"validation.sets.more={inputs}/held_out.jsonl", f"reward.function={inputs}/reward.py:score",
+        f"trainer.run_dir={inputs}/colocated", "trainer.steps=2", "trainer.prompts_per_step=8",
+        "trainer.minibatch_size=8", "trainer.val_interval=1", "validation.n=3", "validation.temperature=0.7",
+        "validation.chunk=12", "validation.max_new_tokens=6", "rollout.sglang.placement=colocated",
+        "metrics.rollout_interval=1", "metrics.records.interval=1", "metrics.records.weights=true",
+    )  # fmt: skip
+    records = list(read_metrics(inputs / "colocated" / "metrics.jsonl"))
+    assert [record.step for record in records] == [0, 1, 2]
+    for record in records:
+        for area in ("val/", "val/more/"):
+            assert record.metrics[f"{area}pass_at_1"] <= record.metrics[f"{area}pass_at_3"]
+        assert record.metrics["val/response_tokens_mean"] > 4
+    assert records[2].metrics["rollout/response_tokens_max"] <= 4
+    mega_rl("replay", f"{inputs}/colocated/records/step_000002", "--layout", "1")

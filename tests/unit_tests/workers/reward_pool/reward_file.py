@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import mmap
 import os
 import random
 import signal
@@ -130,6 +131,33 @@ class Naughty:
         os._exit(0)
 
     @staticmethod
+    def embers(rest: str) -> None:
+        """Leaves sixteen processes that move on to children all the time and light those again that have gone out.
+
+        They end by themselves after ten seconds.
+        """
+        memory = memoryview(mmap.mmap(-1, 16 * 16))
+        lit, owner = memory[:128].cast("d"), memory[128:].cast("q")  # time and process of each
+        begin = time.monotonic()
+        own = 0
+        if os.fork():
+            Naughty.hang(rest)
+        file = os.open(rest, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        while time.monotonic() < begin + 10.0:
+            owner[own], lit[own] = os.getpid(), time.monotonic()
+            os.write(file, b".")
+            for other in range(16):
+                if lit[own] - lit[other] > 0.01:
+                    lit[other] = lit[own]
+                    if os.fork() == 0:
+                        own = other
+                        owner[own] = os.getpid()
+                        break
+            if owner[own] != os.getpid() or os.fork():  # another has lit it as well
+                os._exit(0)
+        os._exit(0)
+
+    @staticmethod
     def twice(rest: str) -> float:
         """Comes back in two processes, in the first when the other has ended."""
         if child := os.fork():
@@ -188,6 +216,33 @@ class Naughty:
     def helper(rest: str) -> float:
         """Scores 1 while the file's own helper lives."""
         return float(STARTED.poll() is None)
+
+
+def several(responses: list[str], prompt_indices: list[int]) -> list[float | None]:
+    """What `short` gives each of several, whose number is logged to the file that RESPONSES names."""
+    log_size(responses)
+    for response in responses:
+        if response == "hang":
+            Naughty.hang("")
+        if response == "die":
+            os._exit(3)
+    if "fewer" in responses:
+        return [1.0]
+    return [float("nan") if response == "nan" else short(response) for response in responses]
+
+
+def log_size(responses: list[str]) -> None:
+    if "RESPONSES" in os.environ:
+        with open(os.environ["RESPONSES"], "a", encoding="utf-8") as file:
+            file.write(f"{len(responses)}\n")
+
+
+async def several_later(responses: list[str], prompt_indices: list[int]) -> list[float | None]:
+    """The same, where a coroutine can be cancelled, too."""
+    await asyncio.sleep(0.001)
+    if "wait" in responses:
+        await asyncio.sleep(60)
+    return several(responses, prompt_indices)
 
 
 async def awaited(response: str, prompt_index: int) -> float | None:

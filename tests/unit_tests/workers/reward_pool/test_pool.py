@@ -17,7 +17,7 @@ import pytest
 
 from mega_rl.workers.reward_calls import NoScore, Score
 from mega_rl.workers.reward_pool.pool import RewardPool
-from mega_rl.workers.reward_pool.process import UnusableFunctionError, WorkerOrder
+from mega_rl.workers.reward_pool.process import UnusableFunctionError, WorkerOrder, WorkerProcess
 from tests.helpers.selection import without
 
 FILE = Path(__file__).with_name("reward_file.py")
@@ -85,6 +85,28 @@ def test_a_response_that_hangs_costs_its_deadline() -> None:
         assert time.monotonic() - begin < WAIT_S
     assert (first, last) == (1.0, 2.0)
     assert hung == NoScore("timeout", "the reward function took longer than reward.pool.timeout_s=0.5")
+
+
+@pytest.mark.parametrize(("trouble", "kind"), [("hang", "timeout"), ("leave", "crash")])
+def test_responses_that_were_sent_ahead_of_one_that_fails_are_scored_once(
+    trouble: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quick ones are sent several at a time; a lost worker takes those with it that it has not begun."""
+    sent: list[int] = []
+    send = WorkerProcess.send
+
+    def counted(worker: WorkerProcess, message: bytes) -> None:
+        sent.append(worker.pid)
+        send(worker, message)
+
+    monkeypatch.setattr(WorkerProcess, "send", counted)
+    monkeypatch.setattr("mega_rl.workers.reward_pool.pool.QUICK_S", 60.0)
+    logged = [f"log {tmp_path / 'calls'} {number}" for number in range(1, 7)]
+    with running(timeout_s=0.5) as pool:
+        scores = outcomes(pool, *logged[:3], trouble, *logged[3:])
+    assert [one.kind if isinstance(one, NoScore) else one for one in scores] == [1.0, 2.0, 3.0, kind, 4.0, 5.0, 6.0]
+    assert (tmp_path / "calls").read_text().split() == list("123456")
+    assert sent.count(sent[0]) == 1 + 7, "the order, and all responses: the fourth fails with three behind it"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +188,19 @@ def test_a_fork_bomb_ends_at_the_deadline(tmp_path: Path, what: str, least: int,
     ids = [int(pid) for pid in pids.read_text().split()]
     assert len(ids) >= least
     assert not [pid for pid in ids if psutil.pid_exists(pid)]
+
+
+def test_processes_that_never_stay_are_killed_as_a_group(tmp_path: Path) -> None:
+    """One by one they are not: the others light them again. A signal to the group is outrun by no fork."""
+    steps = tmp_path / "steps"
+    with running(timeout_s=2.0) as pool:
+        outcome, after = outcomes(pool, f"embers {steps}", "score 2")
+        size = steps.stat().st_size
+        assert isinstance(outcome, NoScore)
+        assert (outcome.kind, after) == ("timeout", 2.0)
+        assert size > 20
+        time.sleep(0.2)
+        assert steps.stat().st_size == size
 
 
 HOSTILE = {

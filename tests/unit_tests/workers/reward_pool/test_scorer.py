@@ -211,7 +211,7 @@ def test_no_more_calls_at_a_time_than_allowed() -> None:
 @pytest.mark.parametrize(("trouble", "kind"), [("wait", "timeout"), ("block", "timeout"), ("die", "crash")])
 def test_one_of_several_at_a_time_costs_itself_alone(trouble: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coroutine that waits is cancelled; one that blocks the loop or ends the process costs one more worker."""
-    monkeypatch.setattr("mega_rl.workers.reward_pool.calls.GRACE_S", 0.2)
+    monkeypatch.setattr("mega_rl.workers.reward_pool.process.GRACE_S", 0.2)
     with pooled("awaited", timeout_s=0.4, concurrency=8) as rewards:
         assert outcome_kinds(rewards.score_texts(some("1", "2", trouble, "3"))) == [1.0, 2.0, kind, 3.0]
         assert rewards.score_texts(some("4")) == [4.0]

@@ -7,18 +7,20 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from mega_rl.data.columns import RewardColumns
+from mega_rl.errors import UserError
 from mega_rl.types import Prompt, Rewards
 from mega_rl.workers.reward import FunctionRewards, RewardWorker
 from mega_rl.workers.reward_calls import NoScore, NoScoreError, Response, plan_call
 from mega_rl.workers.scoring.failures import FailureRule
 from mega_rl.workers.scoring.parts import PartRule
-from mega_rl.workers.scoring.sets import FunctionSet, source_problems
+from mega_rl.workers.scoring.sets import FunctionSet, load_call, source_problems
 from tests.helpers.threads import ThreadGroup
 from tests.unit_tests.workers.test_reward import PROMPTS, decode, rollout_of
 
@@ -189,3 +191,11 @@ def test_some_functions_of_a_set_are_asynchronous() -> None:
     (outcome,) = FunctionRewards(functions(broken=broken)).score_texts(items[:1])
     assert isinstance(outcome, NoScore)
     assert outcome.what.startswith("the reward function 'broken' raised ValueError: 2")
+
+
+def test_functions_of_several_responses_and_asynchronous_ones_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def many(responses):\n    return []\n\nasync def later(response):\n    return 1.0\n")
+    with pytest.raises(UserError, match=r"'a' takes several responses at a time and 'b' is asynchronous; of functions"):
+        load_call({"a": f"{file}:many", "b": f"{file}:later"})
+    assert load_call({"a": f"{file}:many", "c": "exact_match"}).batched

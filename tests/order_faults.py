@@ -1,0 +1,84 @@
+"""Faults of the order of prompts: measured success, streams, changed shares (see tests/fault_table.py)."""
+
+from __future__ import annotations
+
+from tests.fault import fault
+
+SUCCESS = "data/sampling/test_success.py"
+MEASURING = "trainer/order/test_measuring.py"
+MIXTURE = "data/sampling/test_mixture.py"
+STREAM = "data/stream/test_stream.py"
+RESUMED = "trainer/order/test_resumed_orders.py"
+
+ORDER = (
+    fault(
+        "order",
+        "success rates left out of checkpoints",
+        "if prompts.rates is not None or prompts.steps.numbers():",
+        "if prompts.rates is None and prompts.steps.numbers():",
+        RESUMED,
+    ),
+    fault(
+        "order",
+        "success of this replica's samples alone",
+        "counts = self.ranks.sum(self._counts(rollout, rewards, len(prompts)))",
+        "counts = self._counts(rollout, rewards, len(prompts))",
+        RESUMED,
+    ),
+    fault(
+        "order",
+        "a visit counts no more than those before it",
+        "self.samples[own] = self._memory * self.samples[own] + new[1]",
+        "self.samples[own] = self.samples[own] + new[1]",
+        SUCCESS,
+    ),
+    fault(
+        "order",
+        "solved prompts count as learnable",
+        '"learnable": (lambda rate: rate * (1.0 - rate), 1.0 / 6.0),',
+        '"learnable": (lambda rate: rate, 1.0 / 6.0),',
+        SUCCESS,
+    ),
+    fault(
+        "order",
+        "a prompt that epochs give is drawn by weight, too",
+        "left[list(taken)], free[list(taken)] = 0, False",
+        "pass",
+        SUCCESS,
+    ),
+    fault(
+        "order",
+        "failed samples count as wrong",
+        "known = scored_rows(rollout, rewards) & ~values.isnan()",
+        "known = ~values.isnan()",
+        MEASURING,
+    ),
+    fault(
+        "order",
+        "greedy responses are measured",
+        "if not greedy and draws is None:\n            self._training = rollout",
+        "if True:\n            self._training = rollout",
+        MEASURING,
+    ),
+    fault(
+        "order",
+        "other weights begin their order at the first draw",
+        "self._before = self._counts(number, self._other)\n            self._begin, self._other = number, None",
+        "self._begin, self._other = 0, None",
+        MIXTURE,
+    ),
+    fault(
+        "order",
+        "a stream goes on at the block after its position",
+        "skip = at.row if place == at.shard else 0",
+        "skip = at.row + 1 if place == at.shard and at.row else 0",
+        STREAM,
+    ),
+    fault(
+        "order",
+        "every block of a stream in the same order",
+        "key=(self.plan.seed, STREAM, 1, at.block, *self.plan.key)",
+        "key=(self.plan.seed, STREAM, 1, 0, *self.plan.key)",
+        STREAM,
+    ),
+)

@@ -1,0 +1,82 @@
+"""`mega-rl data show`: sets, shares, epochs and first prompts of a recipe, in memory and streamed; mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mega_rl.cli.app import main
+from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+
+RECIPE = """
+model: {path: m}
+algorithm: {advantage: grpo}
+data:
+  max_prompt_tokens: 8
+  mixture:
+    sources:
+      sums: {files: [sums.jsonl], weight: 3}
+      words: {files: [words.jsonl, more.jsonl], weight: 1, prompt_key: question}
+validation: {sets: {held: sums.jsonl}}
+rollout: {n: 2}
+reward: {function: math_verify}
+trainer: {steps: 8, prompts_per_step: 4, minibatch_size: 4, val_interval: 4}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tiny_checkpoint(Path("m"), num_hidden_layers=1)
+    write_digit_tokenizer(Path("m"), vocab_size=50)
+    for name, key in {"sums": "prompt", "words": "question", "more": "question"}.items():
+        rows = [{key: f"{n}+{len(name)}", "answer": str(n)} for n in range(6)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("mix.yaml").write_text(RECIPE)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["data", "show", "mix.yaml", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_mixture_is_shown_with_what_the_run_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, "--prompts", "1")
+    assert [line.split() for line in lines[:6]] == [
+        ["set", "prompts", "mean", "tokens", "longest", "weight", "share", "draws", "epochs"],
+        ["sums", "6", "3", "3", "3", "75.0%", "24", "4"],
+        ["words", "12", "3", "3", "1", "25.0%", "8", "0.667"],
+        ["all", "18", "3", "3", "100.0%", "32", "1.78"],
+        ["held", "6", "3", "3"],
+        ["8", "steps", "of", "4", "prompts", "are", "32", "draws"],
+    ]
+    assert lines[7:10] == ["sums:", "  1. 0+4", "     answer: 0"]
+    assert "held (validation):" in lines
+
+
+def test_epochs_and_a_temperature_decide_as_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    sources = "data.mixture.sources={sums: {files: [sums.jsonl]}, more: {files: [more.jsonl], prompt_key: question}}"
+    lines = shown(capsys, sources, "data.mixture.temperature=2", "trainer.epochs=3", "trainer.steps=100")
+    assert ["sums", "6", "3", "3", "50.0%", "18", "3"] in [line.split() for line in lines]
+    assert "9 steps of 4 prompts are 36 draws" in lines
+
+
+def test_streams_are_known_by_their_first_block(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, "data.stream.rows=4", "--prompts", "0")
+    assert lines[2].split() == ["words", "2", "shards", "3", "3", "1", "25.0%", "8"]
+
+
+def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads("\n".join(shown(capsys, "--json")))
+    assert [one["epochs"] for one in record["sets"]] == [4.0, 8 / 12, 32 / 18, None]
+    assert record["first"]["words"][0] == {"prompt": "0+5", "answer": "0"}
+
+
+def test_mistakes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("sums.jsonl").unlink()
+    assert main(["data", "show", "mix.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "data.mixture.sources.sums: sums.jsonl: no such file" in error
+    assert "validation.sets.held: sums.jsonl: no such file" in error
