@@ -22,6 +22,7 @@ from mega_rl.workers.scoring.failures import FailureRule, Failures, RewardError,
 from mega_rl.workers.scoring.parts import PartRule
 from mega_rl.workers.scoring.responses import SampledResponse, answered, responses, texts
 from mega_rl.workers.scoring.sets import FunctionSet
+from mega_rl.workers.scoring.slowest import SlowestCall
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,11 @@ Outcomes = list[Score | NoScore]
 
 class TextScorer(Protocol):
     """Scorer of responses as texts."""
+
+    @property
+    def slowest(self) -> SlowestCall:
+        """Longest call: of one response, of several by a function that takes them, or of a request."""
+        ...
 
     def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report) -> Outcomes:
         """Return the score of each (prompt, response), as `as_score` gives it, or why there is none.
@@ -170,14 +176,15 @@ class RewardWorker:
             self._metrics[name] = self._metrics.get(name, 0.0) + count
 
     def _measure_latency(self, num_rows: int) -> None:
-        """Add the mean time of a response over all ranks to the metrics; collective.
+        """Add the mean time of a response and that of the longest call over all ranks to the metrics; collective.
 
         num_rows: responses that this rank has just scored.
         """
+        longest = self._everyone.max(torch.tensor(self._scorer.slowest.take(), dtype=torch.float64))
         own = torch.tensor([float(num_rows), self._seconds if num_rows else 0.0], dtype=torch.float64)
         scored, seconds = self._everyone.sum(own).tolist()
         if scored:
-            self._metrics["time/reward_latency_s"] = seconds / scored
+            self._metrics |= {"time/reward_latency_s": seconds / scored, "time/reward_call_max_s": float(longest)}
 
 
 class AbsentScorer:
@@ -227,6 +234,7 @@ class FunctionRewards:
         batch_size: responses of one call, of a function that takes several.
         """
         self._concurrency, self._batch_size = concurrency, batch_size
+        self.slowest = SlowestCall()
         self.call = function if isinstance(function, FunctionSet) else plan_call(function)
 
     @property
@@ -246,13 +254,14 @@ class FunctionRewards:
         """Return the outcomes of responses by one call, or, where it fails for several, by a call of each."""
         if len(items) > 1:
             report(f"{len(items)} responses from prompt {items[0][0].index} on, which the reward function is scoring")
-            with contextlib.suppress(NoScoreError):
+            with contextlib.suppress(NoScoreError), self.slowest.timed():
                 return outcomes_of_batch(self.call, [self.call.arguments(*item) for item in items])
         outcomes: Outcomes = []
         for prompt, response in items:
             report(f"prompt {prompt.index}, whose response the reward function is scoring")
             try:
-                outcomes.append(self.call.evaluate(self.call.arguments(prompt, response)))
+                with self.slowest.timed():
+                    outcomes.append(self.call.evaluate(self.call.arguments(prompt, response)))
             except NoScoreError as error:
                 outcomes.append(NoScore("error", str(error)))
             except KeyboardInterrupt:  # a second Ctrl-C, or the function's own
@@ -264,7 +273,8 @@ class FunctionRewards:
         """Return the outcomes of an asynchronous function, on an event loop of this batch."""
         report(f"one of {len(items)} responses, which the asynchronous reward function is scoring")
         batch = [self.call.arguments(prompt, response) for prompt, response in items]
-        return asyncio.run(Calls(self.call, self._concurrency, self._batch_size).outcomes_of(batch))
+        calls = Calls(self.call, self._concurrency, self._batch_size, slowest=self.slowest)
+        return asyncio.run(calls.outcomes_of(batch))
 
     def begin(self, prompt: Prompt, response: Response) -> None:
         """Do nothing: the function is called in the main thread, when the scores are asked for."""

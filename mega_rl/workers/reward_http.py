@@ -14,6 +14,7 @@ from mega_rl.workers.reward_calls import NotAScoreError, Response, as_score
 from mega_rl.workers.reward_service import RewardService
 from mega_rl.workers.scoring.failures import RewardError, no_score
 from mega_rl.workers.scoring.posting import Poster, PostError
+from mega_rl.workers.scoring.slowest import SlowestCall
 
 ANSWER_BYTES = 1 << 20  # of a whole answer, and for each of its scores:
 SCORE_BYTES = 64
@@ -42,6 +43,7 @@ class HttpRewards:
         """`timeout_s` bounds a request with all its tries and pauses; `pause_s` is the first pause, then it doubles."""
         self._poster = Poster(service, section="reward.http", timeout_s=timeout_s, retries=retries, pause_s=pause_s)
         self._batch_size = batch_size
+        self.slowest = SlowestCall()
         self._concurrency = concurrency
 
     def score_texts(self, items: Sequence[Item], report: Report = ignore) -> Outcomes:
@@ -68,7 +70,10 @@ class HttpRewards:
         async with slots:
             report(f"{self._where()}, which scores prompt {batch[0][0].index} and others")
             try:
-                content = await self._poster.post(client, _body(batch), limit=ANSWER_BYTES + SCORE_BYTES * len(batch))
+                with self.slowest.timed():
+                    content = await self._poster.post(
+                        client, _body(batch), limit=ANSWER_BYTES + SCORE_BYTES * len(batch)
+                    )
             except PostError as error:
                 raise self._failure(str(error), batch) from None
         return self._scores(content, batch)

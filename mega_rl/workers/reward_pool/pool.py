@@ -29,6 +29,7 @@ from mega_rl.workers.reward_pool.process import (
     WorkerProcess,
 )
 from mega_rl.workers.reward_pool.program import END_S
+from mega_rl.workers.scoring.slowest import SlowestCall
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class RewardPool:
         self._order = order
         self._calls = WorkerCalls(order, timeout_s)
         self._timeout_s = timeout_s
+        self.slowest = SlowestCall()
         self._broken = ""  # why no worker can score
         self._waiting = _Waiting(order)
         self._open: set[_Item] = set()
@@ -196,6 +198,7 @@ class RewardPool:
                 outcome = await self._calls.score(worker, item.left_s)
                 seconds = time.monotonic() - begin
                 item.left_s -= seconds
+                self.slowest.add(seconds)
                 num_sent, ahead = len(own) - 1, AHEAD if seconds < QUICK_S else 1
                 kind = outcome.kind if isinstance(outcome, NoScore) else "score"
                 if kind in ("timeout", "crash"):
@@ -217,7 +220,8 @@ class RewardPool:
         function of several raise. They are tried one by one, so that it costs that one alone.
         """
         items = [again.popleft()] if again else await self._waiting.next_group()
-        outcomes = await self._calls.score_together(worker, [item.message for item in items])
+        with self.slowest.timed():
+            outcomes = await self._calls.score_together(worker, [item.message for item in items])
         if not isinstance(outcomes, NoScore):
             for item, outcome in zip(items, outcomes, strict=True):
                 self._finish(item, outcome)

@@ -15,6 +15,7 @@ from mega_rl.workers.reward_pool.begun import Begun
 from mega_rl.workers.reward_pool.pool import RewardPool, message_of
 from mega_rl.workers.scoring.failures import RewardError, no_score
 from mega_rl.workers.scoring.sets import FunctionSet
+from mega_rl.workers.scoring.slowest import SlowestCall
 
 _BEAT_S = 5.0
 
@@ -34,6 +35,11 @@ class PooledRewards:
     def columns(self) -> RewardColumns:
         """Columns of the data that the function reads."""
         return self.call.columns
+
+    @property
+    def slowest(self) -> SlowestCall:
+        """Longest call in a worker, of one response or of those that it was asked for together."""
+        return self._pool.slowest
 
     def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> Outcomes:
         """Return the outcomes. Raises RewardError when no worker can score."""

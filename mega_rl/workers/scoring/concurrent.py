@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from mega_rl.workers.reward_calls import SUBJECT, Batch, NoScore, NoScoreError, RewardCall, Score
 from mega_rl.workers.scoring.sets import RUNNING, FunctionSet, subject_of
+from mega_rl.workers.scoring.slowest import SlowestCall
+
+T = TypeVar("T")
 
 
 def failed(error: NoScoreError) -> NoScore:
@@ -29,6 +33,7 @@ class Calls:
     batch_size: int = 1  # responses of one call, of a function that takes several
     timeout_s: float | None = None  # deadline of each call, after which it is cancelled; None: none
     on_error: Callable[[NoScoreError], NoScore] = failed
+    slowest: SlowestCall = field(default_factory=SlowestCall)
 
     async def outcomes_of(self, batch: Batch) -> list[Score | NoScore]:
         """Return the outcome of each response, given what the function gets, in order."""
@@ -50,8 +55,7 @@ class Calls:
     async def _together(self, part: Batch) -> list[Score | NoScore] | None:
         assert isinstance(self.call, RewardCall), "functions of a set are called for one response after the other"
         try:
-            async with asyncio.timeout(self.timeout_s):
-                results = await self.call.evaluate_batch_later(part)
+            results = await self._in_time(self.call.evaluate_batch_later(part))
         except (NoScoreError, TimeoutError):
             return None
         return [self.on_error(one) if isinstance(one, NoScoreError) else one for one in results]
@@ -59,13 +63,17 @@ class Calls:
     async def _alone(self, arguments: Mapping[str, object], free: asyncio.Semaphore) -> Score | NoScore:
         async with free:
             try:
-                async with asyncio.timeout(self.timeout_s):
-                    return await self.call.evaluate_later(arguments)
+                return await self._in_time(self.call.evaluate_later(arguments))
             except NoScoreError as error:
                 return self.on_error(error)
             except TimeoutError:
                 running = RUNNING.get()
                 return timed_out(subject_of({}, running) if running else SUBJECT, self.timeout_s)
+
+    async def _in_time(self, call: Awaitable[T]) -> T:
+        with self.slowest.timed():
+            async with asyncio.timeout(self.timeout_s):
+                return await call
 
 
 def outcomes_of_batch(

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.types import Prompt
+from mega_rl.protocols import Ranks
+from mega_rl.types import Metrics, Prompt
 from mega_rl.workers.reward import FunctionRewards, RewardWorker
 from mega_rl.workers.reward_calls import NoScore, Response
 from mega_rl.workers.reward_functions import resolve
@@ -157,12 +158,36 @@ def test_too_many_failed_responses_end_the_run_on_all_ranks(max_share: float) ->
         if max_share == 0.5:
             scores, metrics, after = result
             assert torch.equal(scores, torch.tensor([2.0, -1.0, 0.0]))
+            assert metrics.pop("time/reward_call_max_s") > 0.0
             assert metrics.pop("time/reward_latency_s") > 0.0
             assert (metrics, after) == ({"reward/timeouts": 0.0, "reward/crashes": 1.0, "reward/errors": 0.0}, {})
         else:
             assert isinstance(result, RewardError)
             assert "1 of 3 responses have no score: more than reward.pool.max_failed_share=0.1" in str(result)
             assert "prompt 17: '1+1=', response: 'leave'" in str(result)
+
+
+@pytest.mark.parametrize("function", ["naps", "naps_later"])
+@pytest.mark.parametrize("workers", [True, False], ids=["in a worker", "in the rank"])
+def test_the_longest_call_of_any_rank_is_a_metric(function: str, workers: bool) -> None:
+    """Of six responses on two ranks one takes 0.3 s."""
+
+    def decode(token_ids: list[int]) -> str:
+        return "long" if 52 in token_ids else "short"
+
+    def play(ranks: Ranks) -> Metrics:
+        concurrency = 4 if function == "naps_later" else 0
+        with pooled(function, concurrency=concurrency) as rewards:
+            scorer = rewards if workers else FunctionRewards(resolve(f"{FILE}:{function}"))
+            worker = RewardWorker(scorer, decode=decode, replica=ranks, everyone=ranks, timeout_s=60)  # type: ignore[arg-type]
+            for _ in range(2):  # the mean of the first has the start of the workers
+                worker.score(rollout_of(), PROMPTS)
+                metrics = worker.metrics()
+            return metrics
+
+    for metrics in ThreadGroup(2).run(play):
+        assert 0.3 <= metrics["time/reward_call_max_s"] < 3.0
+        assert metrics["time/reward_latency_s"] < metrics["time/reward_call_max_s"]
 
 
 def outcome_kinds(outcomes: Sequence[object]) -> list[object]:
