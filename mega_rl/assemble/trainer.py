@@ -237,6 +237,7 @@ def _step_meter(parts: _LoadedRun, accelerator: Accelerator) -> StepMeter:
         peak_memory=lambda: {**accelerator.take_peak_memory(), "host": resident_bytes()},
         traces=traces,
         step=parts.restored.steps,
+        scores=parts.plan.config.reward.source != "none",
     )
 
 

@@ -99,7 +99,8 @@ def reduce_losses(results: Sequence[Finished], ranks: Ranks) -> Metrics:
         for name in losses[0].log_histograms
     }
     # One copy to the host for all that is added: it is what waits for the device.
-    added = ranks.sum(torch.cat([torch.stack(list(sums.values())).double(), *histograms.values()])).tolist()
+    parts = [*([torch.stack(list(sums.values())).double()] if sums else []), *histograms.values()]
+    added = ranks.sum(torch.cat(parts)).tolist() if parts else []
     reduced: Metrics = dict(zip(sums, added, strict=False))
     for name, start in zip(histograms, range(len(sums), len(added), BINS), strict=True):
         counts = torch.tensor(added[start : start + BINS], dtype=torch.float64)

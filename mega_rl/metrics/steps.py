@@ -87,6 +87,7 @@ class StepMeter:
     peak_memory: Callable[[], Mapping[str, int]]  # bytes by name since the last call; none on a CPU
     traces: StepTraces | None = None
     step: int = 0  # steps done
+    scores: bool = True  # the run has rewards
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -113,7 +114,7 @@ class StepMeter:
         peaks = dict(self.peak_memory())
         largest = self.ranks.max(torch.tensor(list(peaks.values()), dtype=torch.float64)).tolist() if peaks else []
         record |= {PEAKS[name]: value for name, value in zip(peaks, largest, strict=True)}
-        if "time/reward_s" in record and record["time/step_s"] > 0.0:
+        if self.scores and "time/reward_s" in record and record["time/step_s"] > 0.0:
             record["time/reward_fraction"] = record["time/reward_s"] / record["time/step_s"]
         seconds = sum(record.get(f"time/{name}_s", 0.0) for name in MODEL_PHASES)
         work = torch.tensor([self.work.take(), *self.work.take_tokens()], dtype=torch.float64)

@@ -138,6 +138,7 @@ class _Peak(threading.Thread):
 def run_program(sandbox: Sandbox, program: Hostile, own: Canaries) -> Report:
     """Run one hostile program and look at the canaries."""
     text, begin, peak = own.fill(program.text), time.monotonic(), _Peak()
+    before = set(psutil.Process().children())
     peak.start()
     escapes: list[str] = []
     try:
@@ -157,7 +158,7 @@ def run_program(sandbox: Sandbox, program: Hostile, own: Canaries) -> Report:
             escapes.append("the secret was read")
     if seconds > LATEST_S:
         escapes.append(f"took {seconds:.1f} s")
-    escapes += [f"process {child.pid} is left" for child in psutil.Process().children()]
+    escapes += [f"process {child.pid} is left" for child in psutil.Process().children() if child not in before]
     escapes += own.reached()
     return Report(program, _ended(ran), tuple(escapes), peak_bytes, seconds)
 

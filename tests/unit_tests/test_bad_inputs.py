@@ -116,7 +116,7 @@ EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "empty file": (empty_file, ("data.train_files: d.jsonl: is empty",)),
     "unknown reward": (
         unknown_reward,
-        ("reward.function='exact_mach'", "legal: exact_match, has_final_answer, math_verify, number_match"),
+        ("reward.function='exact_mach'", "legal: code_format, code_tests, exact_match, has_final_answer, "),
     ),
     "reward without name": (reward_without_name, ("r.py defines no 'scores'; it has score",)),
     "unsupported architecture": (unsupported_architecture, ('m/config.json: model_type="mamba": not supported',)),

@@ -128,8 +128,8 @@ BAD_CONFIGS: list[tuple[str, str]] = [
     ("data.train_files=[x.jsonl]", "data.train_files: x.jsonl: no such file (looked for FOLDER/x.jsonl)"),
     (
         "reward.function=exactmatch",
-        "reward.function='exactmatch': legal: exact_match, has_final_answer, math_verify, number_match or "
-        "path/to/file.py:function",
+        "reward.function='exactmatch': legal: code_format, code_tests, exact_match, has_final_answer, math_verify, "
+        "number_match or path/to/file.py:function",
     ),
     (
         "checkpoint.resume=gone",

@@ -89,14 +89,15 @@ def processes_with(text: str) -> list[int]:
 def test_everything_ends_with_the_process_that_started_it() -> None:
     local_sandbox()
     marker = f"orphan-{os.getpid()}"
-    inside = f"import os\n{SLEEP.format(marker=marker)}"
-    run = f"LocalSandbox(Tool.find(), SMALL).run({inside!r}, b'', timeout_s=60)"
+    inside = "import os\n" + SLEEP.format(marker=marker).replace(repr(marker), f"{marker!r} + '-inside'")
+    run = f"LocalSandbox(Tool.find(), replace(SMALL, timeout_s=60.0)).run({inside!r}, b'', timeout_s=60)"
     outside = f"from tests.helpers.sandboxes import *\n{run}"
     starter = subprocess.Popen([sys.executable, "-c", outside])
-    assert eventually(lambda: len(processes_with(marker)) > 1)
+    inner = f"{marker}-inside"  # in no command outside
+    assert eventually(lambda: processes_with(inner))
     starter.kill()
     starter.wait()
-    assert eventually(lambda: processes_with(marker) == [])
+    assert eventually(lambda: not processes_with(inner))
 
 
 def eventually(holds: object) -> bool:
