@@ -13,11 +13,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from mega_rl.quickstart.code_problems import KINDS, PROGRAM, CodeProblem, make_problems, write_folder
-from mega_rl.quickstart.task import EOS, PAD, UNK, save_fresh_model
+from mega_rl.quickstart.task import EOS, PAD, UNK, config_of, save_fresh_model, tokenizer_of
 
 TOKEN = r"```python\n|```|[0-9]| ?[A-Za-z]+|[\s\S]"  # a word has the space before it
 BLOCK = "```python\n{}```"
@@ -58,40 +57,12 @@ def vocabulary() -> list[str]:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of words, digits and signs that adds no special tokens and gives every text back as it was."""
-    token_ids = {token: index for index, token in enumerate(vocabulary())}
-    tokenizer = Tokenizer(models.WordLevel(vocab=token_ids, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="right",
-        model_max_length=MAX_POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
+    return tokenizer_of(vocabulary(), TOKEN, max_positions=MAX_POSITIONS)
 
 
 def model_config() -> Qwen3Config:
     """Return a Qwen3 of two layers of width 128, divisible by tp=2 and by pp=2."""
-    tokens = vocabulary()
-    return Qwen3Config(
-        vocab_size=len(tokens),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        initializer_range=0.05,  # as that of the quickstart with sums
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=None,
-        eos_token_id=tokens.index(EOS),
-        pad_token_id=tokens.index(PAD),
-    )
+    return config_of(vocabulary(), max_positions=MAX_POSITIONS)
 
 
 def write_checkpoint(directory: Path, *, seed: int) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ NUM_DIGITS = 2  # of each operand
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 # "-" does not occur in the task; it rounds the vocabulary up to 16, which small tensor-parallel sizes divide.
 VOCABULARY = (PAD, EOS, UNK, *"0123456789=+-")
+MAX_POSITIONS = 64
 
 DEFAULT_NUM_HELD_OUT = 256
 DEFAULT_NUM_DEMONSTRATIONS = 32_768
@@ -143,9 +144,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
     A character outside the vocabulary becomes `<unk>`.
     """
-    token_ids = {token: index for index, token in enumerate(VOCABULARY)}
+    return tokenizer_of(VOCABULARY, r"[\s\S]", max_positions=MAX_POSITIONS)
+
+
+def tokenizer_of(tokens: Sequence[str], pattern: str, *, max_positions: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of whole tokens, which a pattern cuts a text into; it adds no special tokens."""
+    token_ids = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocab=token_ids, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -153,29 +159,34 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=EOS,
         unk_token=UNK,
         padding_side="right",
-        model_max_length=64,
+        model_max_length=max_positions,
         clean_up_tokenization_spaces=False,
     )
 
 
 def model_config() -> Qwen3Config:
     """The quickstart's Qwen3: two layers of width 128, about 300 thousand weights, divisible by tp=2 and by pp=2."""
+    return config_of(VOCABULARY, max_positions=MAX_POSITIONS)
+
+
+def config_of(tokens: Sequence[str], *, max_positions: int) -> Qwen3Config:
+    """Return a Qwen3 of two layers of width 128 for a vocabulary."""
     return Qwen3Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(tokens),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=max_positions,
         tie_word_embeddings=False,
         # The usual 0.02 suits widths of thousands; at width 128 it makes the first hundred steps learn nothing.
         initializer_range=0.05,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         bos_token_id=None,
-        eos_token_id=VOCABULARY.index(EOS),
-        pad_token_id=VOCABULARY.index(PAD),
+        eos_token_id=tokens.index(EOS),
+        pad_token_id=tokens.index(PAD),
     )
 
 
