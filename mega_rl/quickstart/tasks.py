@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from mega_rl.errors import UserError
 
@@ -59,13 +60,6 @@ def _settings_of_word_problems(run_dir: Path) -> list[str]:
     ]
 
 
-def _write_word_problems(run_dir: Path, seed: int) -> None:
-    from mega_rl.quickstart import gsm8k_model  # brings torch and transformers in
-
-    gsm8k_model.write_data(run_dir / "data", seed=seed)
-    gsm8k_model.write_checkpoint(run_dir / "fresh_model", seed=seed)
-
-
 def _settings_of_programs(run_dir: Path) -> list[str]:
     folder = run_dir / "data" / "programs"
     return [
@@ -74,10 +68,12 @@ def _settings_of_programs(run_dir: Path) -> list[str]:
     ]
 
 
-def _write_programs(run_dir: Path, seed: int) -> None:
-    code_model = import_module("mega_rl.quickstart.code_model")  # brings torch and transformers in
-    code_model.write_data(run_dir / "data", seed=seed)
-    code_model.write_checkpoint(run_dir / "fresh_model", seed=seed)
+def _write_problems(task: Literal["gsm8k", "code"], run_dir: Path, seed: int) -> None:
+    from mega_rl.quickstart import code_model, gsm8k_model  # bring torch and transformers in
+
+    model = gsm8k_model if task == "gsm8k" else code_model
+    model.write_data(run_dir / "data", seed=seed)
+    model.write_checkpoint(run_dir / "fresh_model", seed=seed)
 
 
 TASKS: Mapping[str, QuickstartTask] = {
@@ -89,14 +85,14 @@ TASKS: Mapping[str, QuickstartTask] = {
         Path("runs/quickstart_gsm8k"),
         Sizes(250, 128, 3e-3),
         _settings_of_word_problems,
-        _write_word_problems,
+        partial(_write_problems, "gsm8k"),
     ),
     "code": QuickstartTask(
         Path("quickstart_code"),
         Path("runs/quickstart_code"),
         Sizes(250, 64, 3e-3),
         _settings_of_programs,
-        _write_programs,
+        partial(_write_problems, "code"),
     ),
 }
 
