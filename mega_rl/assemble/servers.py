@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -10,12 +11,14 @@ from math import prod
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 import torch
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.sglang import name_of
 from mega_rl.config.facts import divisors, listed
+from mega_rl.config.rules.servers import is_loopback
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import build_plan
@@ -31,6 +34,7 @@ from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, Starte
 from mega_rl.rollout.sglang.server.process import ServerProcess
 from mega_rl.rollout.sglang.server.settings import ServerSettings, address_of
 from mega_rl.rollout.sglang.weights.transport import RanksLost
+from mega_rl.rollout.sglang.weights.transports.server_group import address_towards
 from mega_rl.workers.colocation import TAGS
 
 log = logging.getLogger(__name__)
@@ -82,7 +86,9 @@ def start_servers(
     if world.rank == 0:
         where = "every host" if nodes == 1 else f"every {nodes} hosts"
         log.info("%d SGLang server(s) of %d rank(s) each on %s of the trainer", count, sglang.server.tp, where)
-    settings = _settings(plan, accelerator, mem_fraction=_mem_fraction(plan, accelerator, world, colocated=colocated))
+    host = listening_address(sglang.server.host, world, hosts=world.size // per_host)
+    fraction = _mem_fraction(plan, accelerator, world, colocated=colocated)
+    settings = _settings(plan, accelerator, host=host, mem_fraction=fraction)
     first_gpu = 0 if colocated else per_host  # servers of their own devices have those after the trainer's
     pool = StartedServers(
         world,
@@ -123,6 +129,32 @@ def check_hosts(config: Config, *, hosts: int) -> None:
         )
 
 
+def listening_address(setting: str, world: Ranks, *, hosts: int) -> str:
+    """Return the address of this host on which servers listen, for `rollout.sglang.server.host=setting`; collective.
+
+    On several hosts the address towards MASTER_ADDR takes the place of loopback: every rank asks servers of every host.
+
+    Raises UserError on all ranks where hosts meet and the address of one is loopback.
+    """
+    own = address_of(setting)
+    if hosts == 1 or not is_loopback(own):
+        return own
+    master = os.environ.get("MASTER_ADDR", "")
+    own = address_towards(f"http://{f'[{master}]' if ':' in master else master}:{os.environ.get('MASTER_PORT', 1)}")
+    here = [f"{name} ({address_of(name)})" for name in psutil.net_if_addrs() if not is_loopback(address_of(name))]
+    addresses, interfaces = zip(*world.gather_json([own, here]), strict=True)
+    local = [rank for rank, address in enumerate(addresses) if is_loopback(address)]
+    if local and len(local) < world.size:  # where all are loopback, every rank is on this machine
+        raise UserError(
+            f"rollout.sglang.server.host={setting}: the run has {hosts} hosts, whose servers must reach each other's "
+            f"ranks, and MASTER_ADDR={master} is loopback on the host of rank {local[0]}; name the interface between "
+            f"hosts: {', '.join(interfaces[local[0]]) or 'that host has none'}"
+        )
+    if world.rank == 0:
+        log.info("SGLang servers listen on each host's address towards MASTER_ADDR=%s, with keys of their own", master)
+    return own
+
+
 def servers_per_host(config: Config, accelerator: Accelerator, *, ranks_per_host: int, colocated: bool) -> int:
     """Return how many servers each host has a part of: the setting, or for 0 as many as its devices hold, one on a CPU.
 
@@ -153,14 +185,16 @@ def servers_per_host(config: Config, accelerator: Accelerator, *, ranks_per_host
     return count
 
 
-def _settings(plan: RunPlan, accelerator: Accelerator, *, mem_fraction: float) -> Callable[[int], ServerSettings]:
+def _settings(
+    plan: RunPlan, accelerator: Accelerator, *, host: str, mem_fraction: float
+) -> Callable[[int], ServerSettings]:
     """Return the settings of a server by the number of its first device."""
     config, sglang = plan.config, plan.config.rollout.sglang
 
     def settings(base_gpu: int) -> ServerSettings:
         return ServerSettings(
             model_path=Path(config.model.path),
-            host=address_of(sglang.server.host),
+            host=host,
             tp=sglang.server.tp,
             nodes=sglang.server.nodes,
             dtype=name_of(plan.rollout_dtype),

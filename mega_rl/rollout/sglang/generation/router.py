@@ -7,7 +7,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TypeVar
 
 from mega_rl.errors import RunError, UserError
@@ -87,6 +87,7 @@ class ServerRouter:
         max_concurrency: int,
         retries: int,
         request_timeout_s: float,
+        near: Mapping[int, int] = MappingProxyType({}),
         allow_mixed_versions: bool = False,
         stall_timeout_s: float = STALL_S,
         grace_s: float = _GRACE_S,
@@ -96,6 +97,8 @@ class ServerRouter:
         Args:
             vocab_size: tokens that the servers' embedding has; a prompt with another one kills a server.
             max_concurrency: requests in flight at one server.
+            near: servers on this rank's host, by their place in `endpoints`, with the requests in flight at each.
+                Others are asked only while none of these serves.
             retries: further tries of a sample after a bad answer; a server that dies does not use one up.
             request_timeout_s: seconds of a sample from its first try to its last.
             allow_mixed_versions: partial rollouts: responses may go on under later weights.
@@ -115,10 +118,12 @@ class ServerRouter:
         self._replicas = [
             Replica(
                 index,
-                SglangClient(endpoint, vocab_size=vocab_size, max_concurrency=max_concurrency),
-                capacity=max_concurrency,
+                SglangClient(endpoint, vocab_size=vocab_size, max_concurrency=capacity),
+                capacity=capacity,
+                near=index in near,
             )
             for index, endpoint in enumerate(endpoints)
+            for capacity in [near.get(index, max_concurrency)]
         ]
         self._generation: SampleScheduler | None = None
         self._handle: Handle | None = None
