@@ -28,7 +28,7 @@ from mega_rl.models.build import DTYPES
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server.device_share import DeviceShare
+from mega_rl.rollout.sglang.server.device_share import DeviceShare, sending_bytes
 from mega_rl.rollout.sglang.server.memory import release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers, ranks_on_this_host
 from mega_rl.rollout.sglang.server.process import ServerProcess
@@ -228,12 +228,13 @@ def _mem_fraction(plan: RunPlan, accelerator: Accelerator, world: Ranks, *, colo
 def device_share(plan: RunPlan, *, total: int, world_size: int) -> DeviceShare:
     """Return what of a device of `total` bytes the policy and a rank of a colocated server need."""
     config, tp = plan.config, plan.config.rollout.sglang.server.tp
-    tensors = hf_tensors(plan.models["actor"].hf, head="lm").values()
-    count = sum(prod(tensor.shape) for tensor in tensors)
+    sizes = [prod(tensor.shape) for tensor in hf_tensors(plan.models["actor"].hf, head="lm").values()]
+    count, itemsize = sum(sizes), plan.rollout_dtype.itemsize
     return DeviceShare(
         total=total,
-        policy=_policy_bytes(plan, world_size, count) + 2 * (config.rollout.bucket_mib << 20),
-        weights=count * plan.rollout_dtype.itemsize // tp,
+        policy=_policy_bytes(plan, world_size, count)
+        + sending_bytes(bucket=config.rollout.bucket_mib << 20, largest=max(sizes) * itemsize),
+        weights=count * itemsize // tp,
         tp=tp,
     )
 

@@ -232,8 +232,8 @@ class StrictNccl(dist.ProcessGroup):
         raise CallMismatch("recv from any rank: NCCL has to know the sender")
 
     def barrier(self, opts: Any = None) -> Any:
-        if not getattr(opts, "device_ids", None):
-            raise CallMismatch("barrier: NCCL would guess the GPU of its tensor; meet over gloo")
+        if not self._calls.total():
+            raise CallMismatch("barrier as a group's first call: NCCL would guess the GPU of its tensor")
         call = self._compare("barrier", "")
         return self._work(self._inner.barrier(opts), call)
 

@@ -157,6 +157,12 @@ def test_colocated_servers_have_started_and_left_before_the_models_come(resource
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
 
+def test_servers_of_a_run_draw_different_noise(resources: ExitStack) -> None:
+    """By seeds that differ: SGLang on CUDA draws for a whole batch from one generator."""
+    run = Colocation(resources, "trainer.seed=7")
+    assert [process.settings.seed for process in run.processes] == [7, 8]
+
+
 @pytest.mark.parametrize("first", ["models", "server"])
 def test_the_fake_dies_in_the_order_of_before(first: str) -> None:
     """Servers start, models are built, then the servers are awaited: one of the two finds too little."""

@@ -253,6 +253,18 @@ def test_a_start_that_fails_says_where_and_leaves_nothing(scripted: Any, how: st
         assert message.endswith("\n  Traceback (most recent call last):\n  ValueError: no such model")
 
 
+def test_every_start_has_a_seed_of_its_own(scripted: Any) -> None:
+    """Else a restarted server would draw again the noise that it drew at first."""
+    process = scripted("is silent")
+    seeds = []
+    for _ in range(2):
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
+        seeds.append(int(command[command.index("--random-seed") + 1]))
+        process.stop()
+        process.start()
+    assert seeds == [SETTINGS.seed, SETTINGS.seed + (1 << 16)]
+
+
 def test_a_port_that_was_taken_meanwhile_is_replaced(
     scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
