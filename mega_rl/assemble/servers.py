@@ -28,11 +28,12 @@ from mega_rl.models.build import DTYPES
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server.device_share import DeviceShare, sending_bytes
+from mega_rl.rollout.sglang.server.device_share import DeviceShare
 from mega_rl.rollout.sglang.server.memory import release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers, ranks_on_this_host
 from mega_rl.rollout.sglang.server.process import ServerProcess
 from mega_rl.rollout.sglang.server.settings import ServerSettings, address_of
+from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.rollout.sglang.weights.transport import RanksLost
 from mega_rl.rollout.sglang.weights.transports.server_group import address_towards
 from mega_rl.workers.colocation import TAGS
@@ -228,12 +229,12 @@ def _mem_fraction(plan: RunPlan, accelerator: Accelerator, world: Ranks, *, colo
 def device_share(plan: RunPlan, *, total: int, world_size: int) -> DeviceShare:
     """Return what of a device of `total` bytes the policy and a rank of a colocated server need."""
     config, tp = plan.config, plan.config.rollout.sglang.server.tp
-    sizes = [prod(tensor.shape) for tensor in hf_tensors(plan.models["actor"].hf, head="lm").values()]
-    count, itemsize = sum(sizes), plan.rollout_dtype.itemsize
+    hf, itemsize = plan.models["actor"].hf, plan.rollout_dtype.itemsize
+    count = sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
     return DeviceShare(
         total=total,
         policy=_policy_bytes(plan, world_size, count)
-        + sending_bytes(bucket=config.rollout.bucket_mib << 20, largest=max(sizes) * itemsize),
+        + sending_bytes(hf, bucket_bytes=config.rollout.bucket_mib << 20, itemsize=itemsize),
         weights=count * itemsize // tp,
         tp=tp,
     )

@@ -12,7 +12,7 @@ from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.state.lessons import hidden_bytes, lesson_bytes, teaches
 from mega_rl.plan.state.ranks import state_of
 from mega_rl.plan.state.sizes import StateBytes
-from mega_rl.rollout.sglang.server.device_share import sending_bytes
+from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 
 # CUDA's context, NCCL's channels and cuBLAS' workspaces, outside torch's allocator.
 CONTEXT = 2 * 10**9
@@ -145,7 +145,7 @@ def _export_buckets(setup: RunSetup) -> int:
     hf, layout, bucket = setup.actor.hf, setup.layout, setup.config.rollout.bucket_mib << 20
     largest = hf.vocab_size * hf.hidden_size * setup.rollout_itemsize
     if setup.colocated:
-        return sending_bytes(bucket=bucket, largest=largest)
+        return sending_bytes(hf, bucket_bytes=bucket, itemsize=setup.rollout_itemsize)
     pieces = (2 if max(layout.tp, layout.ep * layout.etp) > 1 else 1) + 2 * (setup.config.rollout.backend == "sglang")
     return max(bucket, largest) * pieces
 

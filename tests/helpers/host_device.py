@@ -40,10 +40,10 @@ def _count_down(counter: mmap.mmap) -> None:
 
 
 class HostDevice:
-    """`cuda_ipc.SharedDevice`; `most` is the largest number of buffers that were alive at once."""
+    """`cuda_ipc.SharedDevice`; `most` is the largest number of buffers that were alive at once, `peak` their bytes."""
 
     def __init__(self) -> None:
-        self.alive = self.most = 0
+        self.alive = self.most = self.bytes = self.peak = 0
         self._paths: dict[int, str] = {}  # of each buffer, by the place of its first byte
         self._counters: list[mmap.mmap] = []  # of each handle
 
@@ -59,8 +59,9 @@ class HostDevice:
         tensor = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
         self._paths[tensor.data_ptr()] = path
         self.alive += 1
-        self.most = max(self.most, self.alive)
-        weakref.finalize(tensor, self._free, descriptor)
+        self.bytes += nbytes
+        self.most, self.peak = max(self.most, self.alive), max(self.peak, self.bytes)
+        weakref.finalize(tensor, self._free, descriptor, nbytes)
         return tensor
 
     def handle(self, data: Tensor) -> Any:
@@ -78,6 +79,7 @@ class HostDevice:
     def close(self) -> None:
         pass
 
-    def _free(self, descriptor: int) -> None:
+    def _free(self, descriptor: int, nbytes: int) -> None:
         self.alive -= 1
+        self.bytes -= nbytes
         os.close(descriptor)

@@ -194,6 +194,8 @@ def send_twice(
     answer["memory"] = getattr(transport, "memory_bytes", 0)
     answer["buffers"] = getattr(getattr(transport, "_device", None), "most", 0)
     answer["held"] = getattr(getattr(transport, "_device", None), "held", 0)
+    answer["peak"] = getattr(getattr(transport, "_device", None), "peak", 0)
+    answer["counted"] = counted_bytes(weights)
     answer["over groups"] = [
         list(server.receiver.messages.values()) for server in servers if server.receiver is not None
     ]
@@ -211,6 +213,15 @@ def send_twice(
     answer["received"] = [server.receiver.received for server in servers if server.receiver is not None]
     answer["calls"] = [len(server.receiver.calls) for server in servers if server.receiver is not None]
     return answer
+
+
+def counted_bytes(weights: Any) -> int:
+    """Return what `sending_bytes` counts for buckets of the usual size, without a tensor and its gathered parts."""
+    from mega_rl.rollout.sglang.weights.reshard import sending_bytes
+
+    hf, itemsize = weights.engine.sharding.hf, weights.dtype.itemsize
+    largest = max(hf.vocab_size, 2 * hf.ffn_hidden_size) * hf.hidden_size * itemsize
+    return sending_bytes(hf, bucket_bytes=BUCKETS[1], itemsize=itemsize) - 2 * max(BUCKETS[1], largest)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -296,6 +307,7 @@ def test_shared_devices_hold_three_buckets(answers: dict[str, Any], case: str) -
     """One that servers load, the one before it, one that is being filled."""
     for answer in answers[f"{case} cuda_ipc"]:
         assert answer["buffers"] == min(3, answer["reports"][0]["buckets"])
+        assert answer["counted"] / 2 < answer["peak"] <= answer["counted"], "what a colocated server leaves to a send"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -27,7 +27,7 @@ class DeviceShare:
     """Bytes of one device on which a server and the trainer take turns."""
 
     total: int  # of the smallest device
-    policy: int  # the largest part of the policy on a rank, with `sending_bytes`
+    policy: int  # the largest part of the policy on a rank, with `reshard.sending_bytes`
     weights: int  # of one tensor-parallel rank of the server
     tp: int  # tensor-parallel ranks of the server
 
@@ -70,15 +70,6 @@ class DeviceShare:
                 "fraction computed"
             )
         return setting
-
-
-def sending_bytes(*, bucket: int, largest: int) -> int:
-    """Return the bytes of a device while weights are sent by CUDA IPC; largest: of one tensor, which is never cut.
-
-    A tensor's gathered parts, the whole tensor, and the bucket that it fills, each as large as the larger of the two;
-    and the two buckets that servers load.
-    """
-    return 3 * max(bucket, largest) + 2 * bucket
 
 
 def _gib(size: int) -> str:

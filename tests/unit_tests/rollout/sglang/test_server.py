@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -258,7 +259,7 @@ def test_every_start_has_a_seed_of_its_own(scripted: Any) -> None:
     process = scripted("is silent")
     seeds = []
     for _ in range(2):
-        command = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode().split("\0")
+        command = psutil.Process(process.pid).cmdline()
         seeds.append(int(command[command.index("--random-seed") + 1]))
         process.stop()
         process.start()
