@@ -203,7 +203,8 @@ def launch(names: list[str], folder: Path, what: str, *, ranks_per_host: int = 1
     processes = []
     for number, name in enumerate(names):
         torchrun = f"{sys.executable} -m torch.distributed.run --nnodes 2 --node-rank {number}"
-        torchrun += f" --nproc-per-node {ranks_per_host} --master-addr {HOSTS[0]} --master-port 29500 -m tests.two_hosts {folder} {what}"
+        torchrun += f" --nproc-per-node {ranks_per_host}"
+        torchrun += f" --master-addr {HOSTS[0]} --master-port 29500 -m tests.two_hosts {folder} {what}"
         inside = f"hostname {name} && mount -t tmpfs shm /dev/shm && exec {torchrun}"
         command = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", inside]
         processes.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[1]))

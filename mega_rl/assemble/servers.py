@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -30,7 +29,13 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.device_share import DeviceShare
 from mega_rl.rollout.sglang.server.memory import release_at_start
-from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers, ranks_on_this_host
+from mega_rl.rollout.sglang.server.pool import (
+    JoinedServers,
+    ServerPool,
+    StartedServers,
+    ranks_on_this_host,
+    url_of_master,
+)
 from mega_rl.rollout.sglang.server.process import ServerProcess
 from mega_rl.rollout.sglang.server.settings import ServerSettings, address_of
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
@@ -140,19 +145,20 @@ def listening_address(setting: str, world: Ranks, *, hosts: int) -> str:
     own = address_of(setting)
     if hosts == 1 or not is_loopback(own):
         return own
-    master = os.environ.get("MASTER_ADDR", "")
-    own = address_towards(f"http://{f'[{master}]' if ':' in master else master}:{os.environ.get('MASTER_PORT', 1)}")
+    master, own = url_of_master(), address_towards(url_of_master())
     here = [f"{name} ({address_of(name)})" for name in psutil.net_if_addrs() if not is_loopback(address_of(name))]
     addresses, interfaces = zip(*world.gather_json([own, here]), strict=True)
     local = [rank for rank, address in enumerate(addresses) if is_loopback(address)]
     if local and len(local) < world.size:  # where all are loopback, every rank is on this machine
         raise UserError(
             f"rollout.sglang.server.host={setting}: the run has {hosts} hosts, whose servers must reach each other's "
-            f"ranks, and MASTER_ADDR={master} is loopback on the host of rank {local[0]}; name the interface between "
+            f"ranks, and {master} (MASTER_ADDR) is loopback on the host of rank {local[0]}; name the interface between "
             f"hosts: {', '.join(interfaces[local[0]]) or 'that host has none'}"
         )
     if world.rank == 0:
-        log.info("SGLang servers listen on each host's address towards MASTER_ADDR=%s, with keys of their own", master)
+        log.info(
+            "SGLang servers listen on each host's address towards %s (MASTER_ADDR), with keys of their own", master
+        )
     return own
 
 

@@ -109,7 +109,7 @@ def connect(plan: RunPlan, servers: ServerPool, *, actor: ModelEngine, world: Ra
         for server in reached
         if servers.nodes(server.index) and host in server.hosts
     }
-    router = resources.enter_context(_router(plan, servers, max_concurrency=per_rank, near=near))
+    router = resources.enter_context(_router(plan, servers, max_concurrency=near or per_rank))
     return Connection(
         fleet=router,
         sync=_weight_sync(plan, transport, router, world, actor=actor, own=own, num_servers=len(controls)),
@@ -144,7 +144,7 @@ def _transport(plan: RunPlan, actor: ModelEngine, servers: Sequence[Server], pla
     )
 
 
-def _router(plan: RunPlan, servers: ServerPool, *, max_concurrency: int, near: Mapping[int, int]) -> ServerRouter:
+def _router(plan: RunPlan, servers: ServerPool, *, max_concurrency: int | Mapping[int, int]) -> ServerRouter:
     sglang = plan.config.rollout.sglang
     return ServerRouter(
         servers.endpoints,
@@ -152,7 +152,6 @@ def _router(plan: RunPlan, servers: ServerPool, *, max_concurrency: int, near: M
         max_concurrency=max_concurrency,
         retries=sglang.retries,
         request_timeout_s=sglang.request_timeout_s,
-        near=near,
         allow_mixed_versions=sglang.partial_rollout,
     )
 

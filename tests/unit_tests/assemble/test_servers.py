@@ -51,7 +51,7 @@ def test_master_that_is_loopback_on_its_host_is_refused(monkeypatch: pytest.Monk
     """As where a node's own name is 127.0.1.1; every rank gets the error."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(
-        UserError, match=r"MASTER_ADDR=localhost is loopback on the host of rank 0; name the inter"
+        UserError, match=r"http://localhost:\d+ \(MASTER_ADDR\) is loopback on the host of rank 0; name the inter"
     ) as refused:
         listening_address("127.0.0.1", world(("10.0.0.2", ["eth0 (10.0.0.2)"])), hosts=2)
     if AWAY:

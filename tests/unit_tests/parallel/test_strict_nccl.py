@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ import torch.distributed as dist
 from mega_rl.parallel.layout import ParallelLayout
 from tests.helpers import strict_nccl
 from tests.helpers.distributed import RanksFailed, run_ranks
+from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import FULL
+from tests.unit_tests.distributed.engine_cases import run_cases
+from tests.unit_tests.distributed.test_weight_resharding import send_all
 
 TIMEOUT_S = 20.0
 LAYOUT = ParallelLayout(world_size=2, tp=2, sequence_parallel=True)
@@ -126,6 +130,20 @@ def test_equal_calls_pass() -> None:
     births = run_ranks(2, in_a_world, right, strict=True)
     assert births[0]["gloo"] == 2, "the world and the replica"
     assert all(one == births[0] for one in births)
+
+
+def test_training_and_transports_run_on_it(tmp_path: Path) -> None:
+    """A covering part of `make test-nccl`: the numbers of an engine and the bytes of every transport are as on gloo."""
+    for name in ("qwen3", "one"):
+        write_tiny_checkpoint(tmp_path / name, vocab_size=51 if name == "qwen3" else 50, dtype=torch.bfloat16)
+    case = {"name": "tp2", "checkpoint": str(tmp_path / "one"), "layout": "tp2-sp", "moves": False}
+    strict, usual = (run_ranks(2, run_cases, 2, [case], strict=strict)[0]["tp2"] for strict in (True, False))
+    assert strict["metrics"] == pytest.approx(usual["metrics"], rel=1e-6)
+    assert torch.equal(strict["outputs"], usual["outputs"])
+    assert all(torch.equal(strict["gradients"][name], usual["gradients"][name]) for name in usual["gradients"])
+    for answers in run_ranks(2, send_all, str(tmp_path), ["tp2"], strict=True):
+        assert "tp2 distributed" in answers
+        assert not [name for name, answer in answers.items() if answer["different"]]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TypeVar
 
 from mega_rl.errors import RunError, UserError
@@ -84,10 +84,9 @@ class ServerRouter:
         endpoints: Sequence[Endpoint],
         *,
         vocab_size: int,
-        max_concurrency: int,
+        max_concurrency: int | Mapping[int, int],
         retries: int,
         request_timeout_s: float,
-        near: Mapping[int, int] = MappingProxyType({}),
         allow_mixed_versions: bool = False,
         stall_timeout_s: float = STALL_S,
         grace_s: float = _GRACE_S,
@@ -96,9 +95,8 @@ class ServerRouter:
 
         Args:
             vocab_size: tokens that the servers' embedding has; a prompt with another one kills a server.
-            max_concurrency: requests in flight at one server.
-            near: servers on this rank's host, by their place in `endpoints`, with the requests in flight at each.
-                Others are asked only while none of these serves.
+            max_concurrency: requests in flight at one server; or those of the servers on this rank's host, by their
+                place in `endpoints`: others are asked only while none of these serves.
             retries: further tries of a sample after a bad answer; a server that dies does not use one up.
             request_timeout_s: seconds of a sample from its first try to its last.
             allow_mixed_versions: partial rollouts: responses may go on under later weights.
@@ -107,6 +105,9 @@ class ServerRouter:
             grace_s: seconds for aborted requests to answer with what they have.
         """
         assert endpoints, "a fleet needs a server"
+        near: Mapping[int, int] = {}
+        if not isinstance(max_concurrency, int):
+            near, max_concurrency = max_concurrency, -(-sum(max_concurrency.values()) // len(endpoints))
         self._vocab_size = vocab_size
         self._policy = Policy(
             retries=retries,

@@ -286,7 +286,7 @@ class SampleScheduler:
         self._collect()
 
 
-def _nearest(replicas: Sequence[Replica]) -> Sequence[Replica]:
+def _nearest(replicas: list[Replica]) -> list[Replica]:
     """Return the replicas on this rank's host, all where none is there."""
     return [replica for replica in replicas if replica.near] or replicas
 

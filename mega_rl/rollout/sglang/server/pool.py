@@ -271,3 +271,9 @@ def _healthy(control: Control) -> bool:
 def ranks_on_this_host(world_size: int) -> int:
     """Return the launcher's LOCAL_WORLD_SIZE, the ranks of this host; without it `world_size`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def url_of_master() -> str:
+    """Return the launcher's MASTER_ADDR and MASTER_PORT, of rank 0's host, as a URL."""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return f"http://{f'[{address}]' if ':' in address else address}:{os.environ.get('MASTER_PORT', 1)}"

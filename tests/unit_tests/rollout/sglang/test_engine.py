@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -29,7 +30,7 @@ from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import Failure, Key, RoutedLayers, Sample, SampleRequest, Sampling
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.types import Draws, Prompt
-from tests.helpers.fake_sglang import KEYS, FakeServer, right
+from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, right
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(index=10 + i, token_ids=(3, 4 + i), text="", answer="") for i in range(3)]
@@ -102,12 +103,18 @@ def generate(engine: SglangRolloutEngine, **given: Any) -> Any:
 @pytest.mark.parametrize("near_serves", [True, False])
 def test_servers_of_another_host_are_asked_while_none_here_serves(near_serves: bool) -> None:
     """Servers on loopback of another host are closed ports: nobody may be brought back for them."""
-    with socket.socket() as closed, FakeServer(right, index=0) as server:
+
+    async def together(exchange: Exchange) -> None:
+        while near_serves and exchange.server.most_in_flight < 4:  # the near one's share, not that of all
+            await asyncio.sleep(0.005)
+        await right(exchange)
+
+    with socket.socket() as closed, FakeServer(together, index=0) as server:
         closed.bind(("127.0.0.1", 0))
         dead = Endpoint(1, f"http://127.0.0.1:{closed.getsockname()[1]}", KEYS)
         fleet = ServerRouter(
-            [server.endpoint, dead], vocab_size=50, max_concurrency=1, retries=1, request_timeout_s=20.0,
-            near={0: 4} if near_serves else {1: 4},
+            [server.endpoint, dead], vocab_size=50, max_concurrency={0: 4} if near_serves else {1: 4}, retries=1,
+            request_timeout_s=20.0,
         )  # fmt: skip
         with fleet:
             for index in range(2):
@@ -119,7 +126,7 @@ def test_servers_of_another_host_are_asked_while_none_here_serves(near_serves: b
                 for _ in range(2):
                     assert len(generate(engine).tokens) == 6
                 assert [state for state, _ in fleet.states()] == [State.READY] * 2
-                assert server.most_in_flight == 4, "the near one's share, not that of all"
+                assert server.most_in_flight == 4
             else:
                 requests = [SampleRequest((i, 0), (3, 4), i) for i in range(6)]
                 result = fleet.generate(requests, SAMPLING, version=1, deadline=time.monotonic() + 20)
