@@ -161,7 +161,8 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
         clean["SGLANG_CPU_OMP_THREADS_BIND"], threads = cpu_binding(settings.tp_here, sorted(os.sched_getaffinity(0)))
         clean["OMP_NUM_THREADS"] = str(threads)
         clean["OMP_WAIT_POLICY"] = "passive"  # threads without work sleep as well
-    if settings.loopback:
+    # Colocated servers get weights from memory: no group of theirs has members elsewhere unless they span hosts.
+    if settings.loopback or (settings.memory_saver and settings.nodes == 1):
         clean["GLOO_SOCKET_IFNAME"] = clean["NCCL_SOCKET_IFNAME"] = "lo"
     elif settings.nodes > 1 and (interface := interface_of(settings.host)):
         clean = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **clean}

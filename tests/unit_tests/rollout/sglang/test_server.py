@@ -118,6 +118,10 @@ def test_the_environment_makes_no_rank_of_a_server(monkeypatch: pytest.MonkeyPat
     elsewhere = environment(replace(SETTINGS, device="cuda", host="10.0.0.7"), scratch=tmp_path, packages=None)
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in elsewhere
     assert elsewhere.get("GLOO_SOCKET_IFNAME") == os.environ.get("GLOO_SOCKET_IFNAME")
+    colocated = replace(SETTINGS, device="cuda", host="10.0.0.7", memory_saver=True)
+    assert environment(colocated, scratch=tmp_path, packages=None)["NCCL_SOCKET_IFNAME"] == "lo"
+    spanning = environment(replace(colocated, tp=2, nodes=2), scratch=tmp_path, packages=None)
+    assert spanning.get("NCCL_SOCKET_IFNAME") == os.environ.get("NCCL_SOCKET_IFNAME")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
