@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import urlsplit
 
 import psutil
 import torch
@@ -82,19 +83,21 @@ def start_servers(
     config, sglang = plan.config, plan.config.rollout.sglang
     if config.rollout.backend != "sglang":
         return None
-    if sglang.urls:
-        return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
     per_host = ranks_on_this_host(world.size)
+    hosts = world.size // per_host
+    if sglang.urls:
+        check_urls(sglang.urls, hosts=hosts)
+        return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
     colocated = is_colocated(config, accelerator)
-    check_hosts(config, hosts=world.size // per_host)
+    check_hosts(config, hosts=hosts)
     count = servers_per_host(config, accelerator, ranks_per_host=per_host, colocated=colocated)
     tp_here, nodes = sglang.server.tp // sglang.server.nodes, sglang.server.nodes
     if world.rank == 0:
         where = "every host" if nodes == 1 else f"every {nodes} hosts"
         log.info("%d SGLang server(s) of %d rank(s) each on %s of the trainer", count, sglang.server.tp, where)
-    host = listening_address(sglang.server.host, world, hosts=world.size // per_host)
-    fraction = _mem_fraction(plan, accelerator, world, colocated=colocated)
-    settings = _settings(plan, accelerator, host=host, mem_fraction=fraction)
+    host = listening_address(sglang.server.host, world, hosts=hosts)
+    share = _mem_fraction(plan, accelerator, world, colocated=colocated)
+    settings = _settings(plan, accelerator, host=host, share=share)
     first_gpu = 0 if colocated else per_host  # servers of their own devices have those after the trainer's
     pool = StartedServers(
         world,
@@ -135,6 +138,15 @@ def check_hosts(config: Config, *, hosts: int) -> None:
         )
 
 
+def check_urls(urls: Sequence[str], *, hosts: int) -> None:
+    """Raise UserError for a server on loopback that ranks of several hosts would have to ask."""
+    local = [url for url in urls if is_loopback(urlsplit(url).hostname or "")]
+    if hosts > 1 and local and not is_loopback(urlsplit(url_of_master()).hostname or ""):
+        raise UserError(
+            f"rollout.sglang.urls={local[0]}: the run has {hosts} hosts, of which one reaches it; name one for all"
+        )
+
+
 def listening_address(setting: str, world: Ranks, *, hosts: int) -> str:
     """Return the address of this host on which servers listen, for `rollout.sglang.server.host=setting`; collective.
 
@@ -156,9 +168,7 @@ def listening_address(setting: str, world: Ranks, *, hosts: int) -> str:
             f"hosts: {', '.join(interfaces[local[0]]) or 'that host has none'}"
         )
     if world.rank == 0:
-        log.info(
-            "SGLang servers listen on each host's address towards %s (MASTER_ADDR), with keys of their own", master
-        )
+        log.info("SGLang servers listen on each host's address towards %s, with keys", master)
     return own
 
 
@@ -192,9 +202,7 @@ def servers_per_host(config: Config, accelerator: Accelerator, *, ranks_per_host
     return count
 
 
-def _settings(
-    plan: RunPlan, accelerator: Accelerator, *, host: str, mem_fraction: float
-) -> Callable[[int], ServerSettings]:
+def _settings(plan: RunPlan, accelerator: Accelerator, *, host: str, share: float) -> Callable[[int], ServerSettings]:
     """Return the settings of a server by the number of its first device."""
     config, sglang = plan.config, plan.config.rollout.sglang
 
@@ -207,7 +215,7 @@ def _settings(
             dtype=name_of(plan.rollout_dtype),
             device=accelerator.device.type,
             max_total_tokens=sglang.server.max_total_tokens,
-            mem_fraction=mem_fraction,
+            mem_fraction=share,
             memory_saver=is_colocated(config, accelerator),
             deterministic=config.trainer.deterministic,
             base_gpu=base_gpu,

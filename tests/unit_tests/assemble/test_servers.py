@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mega_rl.assemble.servers import listening_address
+from mega_rl.assemble.servers import check_urls, listening_address
 from mega_rl.config.rules.servers import is_loopback
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server.settings import address_of
@@ -45,6 +45,17 @@ def test_several_hosts_listen_towards_the_master(monkeypatch: pytest.MonkeyPatch
 def test_hosts_that_met_on_loopback_are_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     assert listening_address("127.0.0.1", world(("127.0.0.1", [])), hosts=2) == "127.0.0.1"
+
+
+def test_joined_server_on_loopback_is_refused_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = ["http://10.0.0.1:30000", "http://127.0.0.1:30000"]
+    check_urls(urls, hosts=1)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    check_urls(urls, hosts=2)  # all on one machine
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    check_urls(urls[:1], hosts=2)
+    with pytest.raises(UserError, match=r"urls=http://127.0.0.1:30000: the run has 2 hosts, of which one reaches it"):
+        check_urls(urls, hosts=2)
 
 
 def test_master_that_is_loopback_on_its_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

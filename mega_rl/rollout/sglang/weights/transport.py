@@ -198,10 +198,9 @@ class HostMeetings:
 
     def __init__(self, hosts: Sequence[str], *, timeout_s: float) -> None:
         """hosts: of each rank of the run; or sites, whose ranks then meet as those of one host."""
-        self.world = self.host = open_meeting(timeout_s=timeout_s)
+        self.world = open_meeting(timeout_s=timeout_s)
         parts = [[rank for rank, host in enumerate(hosts) if host == name] for name in sorted(set(hosts))]
-        if len(parts) > 1:
-            self.host = open_meeting(parts, timeout_s=timeout_s)
+        self.host = open_meeting(parts, timeout_s=timeout_s) if len(parts) > 1 else self.world
 
     def close(self) -> None:
         """Destroy the process groups."""
