@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,12 +40,14 @@ class HostServer(UpdateServer):
         super().__init__(index, tp=settings.tp, info=info, host=settings.host, keys=Keys.random())
         self._count = threading.Lock()
         self.samples = 0
+        self.asked_by: set[int] = set()  # ranks
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
         """Answer as `UpdateServer` does; samples by their seed, weights unread."""
         if path == "/generate":
             with self._count:
                 self.samples += 1
+                self.asked_by.add(body["input_ids"][-1])
             return 200, right_answer(body, version=int(self.version))
         if path.startswith("/update_weights_from"):
             self.version = body.get("weight_version", self.version)
@@ -109,7 +112,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
         rows = []
         for step in range(2):
             connection.sync.publish()
-            prompts = FakePrompts().batch(step)
+            prompts = [replace(one, token_ids=(*one.token_ids, rank)) for one in FakePrompts().batch(step)]
             rows.append(len(rollouts.generate(prompts, range(PROMPTS), n=2, seed=(rank, step)).tokens))
         return {
             "hosts": [urlsplit(one.url).hostname for one in servers.endpoints],
@@ -120,6 +123,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
             "seeds": [process.settings.seed for process in MADE],
             "starts": [process.starts for process in MADE],
             "samples": [process.server.samples for process in MADE if process.server],
+            "asked_by": [sorted(process.server.asked_by) for process in MADE if process.server],
             "rows": rows,
             "ready": [state.value for state, _ in connection.fleet.states()],
         }
