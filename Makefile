@@ -36,7 +36,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: browser bubblewrap campaign-sandbox linters image-lint image-cpu test-image report-pictures campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-restart bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: browser bubblewrap campaign-sandbox linters image-lint image-cpu test-image report-pictures campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-nccl test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-restart bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -170,6 +170,11 @@ test: setup sglang te peers kubernetes linters
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
 test-full: setup sglang te peers kubernetes linters
 	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
+
+# Tests of several ranks over the strict stand-in for NCCL (tests/helpers/strict_nccl.py), twelve minutes on two cores.
+test-nccl: setup
+	@MEGA_RL_TESTS_NCCL=strict $(PYTEST_WORKERS) $(addprefix tests/unit_tests/,distributed parallel engines ddp) \
+		tests/workers
 
 # What hadolint and shellcheck say of docker/, and the rest of its tests; part of `make test`.
 image-lint: setup linters

@@ -774,6 +774,41 @@ REWARDS = (
 GPU = (
     fault(
         "gpu",
+        "every rank shares every bucket",
+        "own = device.handle(data) if any(dist.get_rank() in ranks for ranks in opening) else None",
+        "own = device.handle(data)",
+        "distributed/test_weight_resharding.py -k fails",
+    ),
+    fault(
+        "gpu",
+        "senders of weights meet and the others do not",
+        "new_subgroups_by_enumeration(list(map(list, parts)),",
+        "new_subgroups_by_enumeration([list(parts[0])],",
+        "parallel/test_strict_nccl.py -k transports",
+    ),
+    fault(
+        "gpu",
+        "the world is bound to a device, whose communicator each group splits",
+        "rank=rank, world_size=world_size, timeout=timeout)\n",
+        "rank=rank, world_size=world_size, timeout=timeout, device_id=accelerator.device)\n",
+        "parallel/test_groups.py -k bound",
+    ),
+    fault(
+        "gpu",
+        "servers of all hosts are asked alike",
+        "return [replica for replica in replicas if replica.near] or replicas",
+        "return replicas",
+        "assemble/test_packaged_hosts.py",
+    ),
+    fault(
+        "gpu",
+        "one seed for all servers of a run",
+        "process(replace(own, node=host % nodes, seed=own.seed + index), index, folder)",
+        "process(replace(own, node=host % nodes), index, folder)",
+        "assemble/test_packaged_hosts.py",
+    ),
+    fault(
+        "gpu",
         "one server by default, the other devices idle",
         "count = server.count or devices // tp_here",
         "count = server.count or 1",

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import urlsplit
 
+import psutil
 import torch
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.sglang import name_of
 from mega_rl.config.facts import divisors, listed
+from mega_rl.config.rules.servers import is_loopback
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import build_plan
@@ -27,10 +30,18 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.device_share import DeviceShare
 from mega_rl.rollout.sglang.server.memory import release_at_start
-from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers, ranks_on_this_host
+from mega_rl.rollout.sglang.server.pool import (
+    JoinedServers,
+    ServerPool,
+    StartedServers,
+    ranks_on_this_host,
+    url_of_master,
+)
 from mega_rl.rollout.sglang.server.process import ServerProcess
 from mega_rl.rollout.sglang.server.settings import ServerSettings, address_of
+from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.rollout.sglang.weights.transport import RanksLost
+from mega_rl.rollout.sglang.weights.transports.server_group import address_towards
 from mega_rl.workers.colocation import TAGS
 
 log = logging.getLogger(__name__)
@@ -72,17 +83,21 @@ def start_servers(
     config, sglang = plan.config, plan.config.rollout.sglang
     if config.rollout.backend != "sglang":
         return None
-    if sglang.urls:
-        return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
     per_host = ranks_on_this_host(world.size)
+    hosts = world.size // per_host
+    if sglang.urls:
+        check_urls(sglang.urls, hosts=hosts)
+        return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
     colocated = is_colocated(config, accelerator)
-    check_hosts(config, hosts=world.size // per_host)
+    check_hosts(config, hosts=hosts)
     count = servers_per_host(config, accelerator, ranks_per_host=per_host, colocated=colocated)
     tp_here, nodes = sglang.server.tp // sglang.server.nodes, sglang.server.nodes
     if world.rank == 0:
         where = "every host" if nodes == 1 else f"every {nodes} hosts"
         log.info("%d SGLang server(s) of %d rank(s) each on %s of the trainer", count, sglang.server.tp, where)
-    settings = _settings(plan, accelerator, mem_fraction=_mem_fraction(plan, accelerator, world, colocated=colocated))
+    host = listening_address(sglang.server.host, world, hosts=hosts)
+    share = _mem_fraction(plan, accelerator, world, colocated=colocated)
+    settings = _settings(plan, accelerator, host=host, share=share)
     first_gpu = 0 if colocated else per_host  # servers of their own devices have those after the trainer's
     pool = StartedServers(
         world,
@@ -123,6 +138,40 @@ def check_hosts(config: Config, *, hosts: int) -> None:
         )
 
 
+def check_urls(urls: Sequence[str], *, hosts: int) -> None:
+    """Raise UserError for a server on loopback that ranks of several hosts would have to ask."""
+    local = [url for url in urls if is_loopback(urlsplit(url).hostname or "")]
+    if hosts > 1 and local and not is_loopback(urlsplit(url_of_master()).hostname or ""):
+        raise UserError(
+            f"rollout.sglang.urls={local[0]}: the run has {hosts} hosts, of which one reaches it; name one for all"
+        )
+
+
+def listening_address(setting: str, world: Ranks, *, hosts: int) -> str:
+    """Return the address of this host on which servers listen, for `rollout.sglang.server.host=setting`; collective.
+
+    On several hosts the address towards MASTER_ADDR takes the place of loopback: every rank asks servers of every host.
+
+    Raises UserError on all ranks where hosts meet and the address of one is loopback.
+    """
+    own = address_of(setting)
+    if hosts == 1 or not is_loopback(own):
+        return own
+    master, own = url_of_master(), address_towards(url_of_master())
+    here = [f"{name} ({address_of(name)})" for name in psutil.net_if_addrs() if not is_loopback(address_of(name))]
+    addresses, interfaces = zip(*world.gather_json([own, here]), strict=True)
+    local = [rank for rank, address in enumerate(addresses) if is_loopback(address)]
+    if local and len(local) < world.size:  # where all are loopback, every rank is on this machine
+        raise UserError(
+            f"rollout.sglang.server.host={setting}: the run has {hosts} hosts, whose servers must reach each other's "
+            f"ranks, and {master} (MASTER_ADDR) is loopback on the host of rank {local[0]}; name the interface between "
+            f"hosts: {', '.join(interfaces[local[0]]) or 'that host has none'}"
+        )
+    if world.rank == 0:
+        log.info("SGLang servers listen on each host's address towards %s, with keys", master)
+    return own
+
+
 def servers_per_host(config: Config, accelerator: Accelerator, *, ranks_per_host: int, colocated: bool) -> int:
     """Return how many servers each host has a part of: the setting, or for 0 as many as its devices hold, one on a CPU.
 
@@ -153,20 +202,20 @@ def servers_per_host(config: Config, accelerator: Accelerator, *, ranks_per_host
     return count
 
 
-def _settings(plan: RunPlan, accelerator: Accelerator, *, mem_fraction: float) -> Callable[[int], ServerSettings]:
+def _settings(plan: RunPlan, accelerator: Accelerator, *, host: str, share: float) -> Callable[[int], ServerSettings]:
     """Return the settings of a server by the number of its first device."""
     config, sglang = plan.config, plan.config.rollout.sglang
 
     def settings(base_gpu: int) -> ServerSettings:
         return ServerSettings(
             model_path=Path(config.model.path),
-            host=address_of(sglang.server.host),
+            host=host,
             tp=sglang.server.tp,
             nodes=sglang.server.nodes,
             dtype=name_of(plan.rollout_dtype),
             device=accelerator.device.type,
             max_total_tokens=sglang.server.max_total_tokens,
-            mem_fraction=mem_fraction,
+            mem_fraction=share,
             memory_saver=is_colocated(config, accelerator),
             deterministic=config.trainer.deterministic,
             base_gpu=base_gpu,
@@ -194,12 +243,13 @@ def _mem_fraction(plan: RunPlan, accelerator: Accelerator, world: Ranks, *, colo
 def device_share(plan: RunPlan, *, total: int, world_size: int) -> DeviceShare:
     """Return what of a device of `total` bytes the policy and a rank of a colocated server need."""
     config, tp = plan.config, plan.config.rollout.sglang.server.tp
-    tensors = hf_tensors(plan.models["actor"].hf, head="lm").values()
-    count = sum(prod(tensor.shape) for tensor in tensors)
+    hf, itemsize = plan.models["actor"].hf, plan.rollout_dtype.itemsize
+    count = sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
     return DeviceShare(
         total=total,
-        policy=_policy_bytes(plan, world_size, count) + 2 * (config.rollout.bucket_mib << 20),
-        weights=count * plan.rollout_dtype.itemsize // tp,
+        policy=_policy_bytes(plan, world_size, count)
+        + sending_bytes(hf, bucket_bytes=config.rollout.bucket_mib << 20, itemsize=itemsize),
+        weights=count * itemsize // tp,
         tp=tp,
     )
 

@@ -40,7 +40,7 @@ class Connection:
     fleet: ServerRouter
     sync: SglangWeightSync
     memory: ServersMemory
-    concurrency: int  # requests in flight of one rank at all servers together
+    concurrency: int  # requests in flight of one rank at the servers that it asks, together
     max_positions: int
     _servers: ServerPool
     _controls: Sequence[Control]
@@ -102,13 +102,20 @@ def connect(plan: RunPlan, servers: ServerPool, *, actor: ModelEngine, world: Ra
         if leader_of(server, transport, placement) == world.rank
     }
     per_rank = math.ceil(sglang.max_concurrency / world.size)
-    router = resources.enter_context(_router(plan, servers, max_concurrency=per_rank))
+    # Servers that the run started are asked by the ranks of their own hosts, which have equally many of them.
+    host = placement.hosts[world.rank]
+    near = {
+        server.index: math.ceil(sglang.max_concurrency / sum(map(placement.hosts.count, set(server.hosts))))
+        for server in reached
+        if servers.nodes(server.index) and host in server.hosts
+    }
+    router = resources.enter_context(_router(plan, servers, max_concurrency=near or per_rank))
     return Connection(
         fleet=router,
         sync=_weight_sync(plan, transport, router, world, actor=actor, own=own, num_servers=len(controls)),
         # Colocated servers have released everything at their start.
         memory=ServersMemory(world, own, servers, released=TAGS if colocated else ()),
-        concurrency=per_rank * len(controls),
+        concurrency=sum(near.values()) or per_rank * len(controls),
         max_positions=actor.sharding.hf.max_position_embeddings,
         _servers=servers,
         _controls=controls,
@@ -137,7 +144,7 @@ def _transport(plan: RunPlan, actor: ModelEngine, servers: Sequence[Server], pla
     )
 
 
-def _router(plan: RunPlan, servers: ServerPool, *, max_concurrency: int) -> ServerRouter:
+def _router(plan: RunPlan, servers: ServerPool, *, max_concurrency: int | Mapping[int, int]) -> ServerRouter:
     sglang = plan.config.rollout.sglang
     return ServerRouter(
         servers.endpoints,

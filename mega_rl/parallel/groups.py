@@ -233,11 +233,10 @@ def _join_world(layout: ParallelLayout, *, accelerator: Accelerator, timeout: ti
     # A fresh key space each time: gloo would find the addresses of a destroyed world under the old keys.
     store = PrefixStore(f"mega_rl/{next(_generation)}", store)
     gpus.claim(accelerator.identity, store=store, rank=rank, timeout=timeout)
-    # NCCL is told its GPU: it would guess one from the rank, which is wrong where each process sees only its own.
-    device = accelerator.device if accelerator.device.type == "cuda" else None
-    dist.init_process_group(
-        accelerator.backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
-    )
+    # No `device_id`: with one, each later group, of any backend, splits NCCL's communicator of the whole world, for
+    # which ranks wait for each other, and each rank keeps every communicator. NCCL takes the current GPU, which
+    # `accelerator.prepare` has set, and connects a group's ranks when they first use it.
+    dist.init_process_group(accelerator.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _check_world(layout: ParallelLayout, world_size: int) -> None:

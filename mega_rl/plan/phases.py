@@ -12,6 +12,7 @@ from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.state.lessons import hidden_bytes, lesson_bytes, teaches
 from mega_rl.plan.state.ranks import state_of
 from mega_rl.plan.state.sizes import StateBytes
+from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 
 # CUDA's context, NCCL's channels and cuBLAS' workspaces, outside torch's allocator.
 CONTEXT = 2 * 10**9
@@ -137,10 +138,16 @@ def _entries(peak: PassBytes) -> dict[str, int]:
 
 
 def _export_buckets(setup: RunSetup) -> int:
-    """Return the bytes of the buffers for gathered weights: a bucket, or the largest tensor, and its parts."""
-    hf, layout = setup.actor.hf, setup.layout
-    bucket = max(setup.config.rollout.bucket_mib << 20, hf.vocab_size * hf.hidden_size * setup.rollout_itemsize)
-    return bucket * (2 if max(layout.tp, layout.ep * layout.etp) > 1 else 1)
+    """Return the bytes of the buffers for gathered weights: a bucket, or the largest tensor, and its parts.
+
+    And those in which weights travel to servers: `sending_bytes` to colocated ones, else two of the largest bucket.
+    """
+    hf, layout, bucket = setup.actor.hf, setup.layout, setup.config.rollout.bucket_mib << 20
+    largest = hf.vocab_size * hf.hidden_size * setup.rollout_itemsize
+    if setup.colocated:
+        return sending_bytes(hf, bucket_bytes=bucket, itemsize=setup.rollout_itemsize)
+    pieces = (2 if max(layout.tp, layout.ep * layout.etp) > 1 else 1) + 2 * (setup.config.rollout.backend == "sglang")
+    return max(bucket, largest) * pieces
 
 
 def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:

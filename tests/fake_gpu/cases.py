@@ -17,7 +17,7 @@ from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, Microbat
 from mega_rl.parallel.layout import ParallelLayout
 from tests.fake_gpu.device import use_device_kernels
 from tests.fake_gpu.models import MODELS
-from tests.fake_gpu.watch import DeviceTensors, Phase, Watch
+from tests.fake_gpu.watch import HOST_GROUPS, DeviceTensors, Phase, Watch
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
     )
     engine.broadcast_json = lambda value, *_, **__: value  # type: ignore[assignment]  # nobody sends metrics
     build.load_hf = lambda *_, **__: "nothing"  # type: ignore[assignment]
-    process_groups._on_host = lambda group, *_, **__: group  # gloo has no world of one process
+    process_groups._on_host = _host_twin  # gloo has no world of one process
     layout = ParallelLayout.of_engine(config.engine, world_size=case.world)
     dist.init_process_group("fake", rank=case.rank, world_size=case.world, store=FakeStore())
     try:
@@ -105,6 +105,13 @@ def engine_on_device(case: Case, folder: Path, watch: Watch) -> Iterator[Run]:
             yield Run(build_actor(config, groups, prepare(), head=case.head), watch, case)
     finally:
         process_groups.destroy()
+
+
+def _host_twin(group: Any, ranks: list[list[int]], *, timeout: Any) -> Any:
+    """Return a group of the same ranks that may have tensors of the host."""
+    twin, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+    HOST_GROUPS.add(twin.group_name)
+    return twin
 
 
 def report(phase: Phase) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from tests.fake_gpu import device  # noqa: E402
 from tests.fake_gpu.cases import Case, engine_on_device, report  # noqa: E402
@@ -72,9 +74,12 @@ def probe(watch: Watch) -> dict[str, Any]:
         "pinned, queued": lambda x: host.pin_memory().to(there, non_blocking=True),
         "number from the host": lambda x: torch.tensor([1], device=there),
         "two devices": lambda x: x + host,
+        "collective of the device": lambda x: dist.all_reduce(x),
+        "collective of the host": lambda x: dist.all_reduce(host.clone()),
         "unknown": lambda x: (x.float().sigmoid() > 0.5).nonzero(),
     }
     said: dict[str, Any] = {}
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     for name, line in lines.items():
         with DeviceTensors(allow_non_fake_inputs=True), watch:
             x = host.to(there)
@@ -88,6 +93,7 @@ def probe(watch: Watch) -> dict[str, Any]:
         before = watch.bytes
         big = torch.empty(1000, device=there) + 1
         del big
+        dist.destroy_process_group()
         said["memory"] = [phase.peak - before, watch.bytes - before, phase.peak_at]
     return said
 

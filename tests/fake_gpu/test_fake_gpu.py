@@ -101,8 +101,10 @@ def test_the_instrument_sees_each_kind(seen: dict[str, Any]) -> None:
         "pinned, blocking": ["copy to the device"],
         "pinned, queued": [],
         "number from the host": ["copy to the device"],
+        "collective of the device": [],
     }
     assert waits["two devices"] == "FakeTensorDeviceMismatchError"
+    assert waits["collective of the host"] == "HostTensorError"
     assert waits["unknown"] == "UnknownValueError"
     peak, left, maker = seen["probe"]["memory"]
     assert (peak, left) == (8000, 0)  # two tensors of 1000 numbers

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 aten = torch.ops.aten
 LARGEST_KNOWN = 1 << 22  # elements of a tensor whose values are followed
 SNAPSHOT_STEP = 32 << 20  # bytes by which the peak must have grown for its largest tensors to be listed anew
+# These move tensors to the GPU where torch says that a group is NCCL's, which it says of no fake one.
+MOVING = ("mega_rl/parallel/comm.py", "mega_rl/parallel/requests.py")
+HOST_GROUPS: set[str] = set()  # names of groups that stand for gloo's
 OWN = ("/mega_rl/", "/megatron/")
 # Operators whose result has as many rows as the data say: the host waits for their number.
 SIZED_BY_DATA = {aten.nonzero.default, aten.masked_select.default, aten.bincount.default, aten._unique2.default}
@@ -38,6 +42,10 @@ class DeviceTensors(FakeTensorMode):
     """Mode in which tensors are fake, on a device that torch must not touch although it reports to be there."""
 
     avoid_device_init = True  # type: ignore[assignment]
+
+
+class HostTensorError(Exception):
+    """A collective over NCCL got a tensor of the host."""
 
 
 class UnknownValueError(Exception):
@@ -87,6 +95,8 @@ class Watch(TorchDispatchMode):
         if func.namespace == "c10d" and "coalesced" in func._schema.name:
             return _finished_work()
         if _is_of_host(args, kwargs):
+            if func.namespace == "c10d" and any(map(_is_of_nccl, args)) and not _place().startswith(MOVING):
+                raise HostTensorError(f"{_place()} gives {func} tensors of the host in a group of NCCL")
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         self.phase.operators += 1
@@ -291,6 +301,16 @@ def _side(device: torch.device) -> str:
 
 def _on_device(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.device.type == "cuda"
+
+
+def _is_of_nccl(argument: Any) -> bool:
+    """Return whether an argument of an operator is a group, and none that stands for gloo's."""
+    if not isinstance(argument, torch.ScriptObject):
+        return False
+    try:
+        return dist.ProcessGroup.unbox(argument).group_name not in HOST_GROUPS
+    except (RuntimeError, TypeError):  # an object of another kind
+        return False
 
 
 def _is_of_host(args: Any, kwargs: Any) -> bool:

@@ -211,7 +211,9 @@ class BudgetAccelerator:
 
     def synchronize(self) -> None: ...
 
-    def empty_cache(self) -> None: ...
+    def empty_cache(self) -> None:
+        for device in self.devices:
+            device.free("cached")
 
     def memory_allocated(self) -> int:
         return sum(size for owner, size in self.devices[0].held.items() if not owner.startswith("server"))

@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 
 from mega_rl.accelerator.gpus import HIDDEN, gpu_for_each
 from mega_rl.errors import name_of_signal
+from tests.helpers import strict_nccl
 
 GRACE_S = 2.0  # after a first failure, the time in which the others may report theirs
 LAST_WORDS = 4000  # characters of a rank's standard error that a failure shows
@@ -44,18 +45,21 @@ def run_ranks(
     timeout_s: float = 120.0,
     device: str | None = None,
     preload: str = "tests.helpers.preloaded",
+    strict: bool | None = None,
 ) -> list[Any]:
     """Results of function(rank, *args) in rank order.
 
     `function` is a module-level function; its environment is what torchrun would set, so
     `mega_rl.parallel.groups.initialize` finds its world. Results are what pickle takes. On a machine with
     a GPU for each rank they are visible; else none is. `preload` names the module that ranks on a CPU are forked from;
-    a process has one for all its launches.
+    a process has one for all its launches. `strict` puts ranks on a CPU on the stand-in for NCCL of
+    `tests.helpers.strict_nccl`; None asks MEGA_RL_TESTS_NCCL.
 
     Raises:
         RanksFailed: as soon as one rank fails, or at the timeout; all ranks are killed before.
     """
     device = device or device_for(world_size)
+    strict = device == "cpu" and (os.environ.get(strict_nccl.VARIABLE) == "strict" if strict is None else strict)
     # The parent keeps the store, as torchrun's agent does: no port is guessed and none is left behind.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
@@ -66,7 +70,7 @@ def run_ranks(
         processes = [
             context.Process(
                 target=_child,
-                args=(directory, _environment(rank, world_size, store.port, device), function, args),
+                args=(directory, _environment(rank, world_size, store.port, device), function, args, strict),
                 name=f"rank{rank}",
             )
             for rank in range(world_size)
@@ -140,7 +144,11 @@ def _set_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 def _child(
-    directory: Path, environment: Mapping[str, str | None], function: Callable[..., Any], args: tuple[Any, ...]
+    directory: Path,
+    environment: Mapping[str, str | None],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    strict: bool,
 ) -> None:
     os.setsid()  # so that the parent's kill reaches processes started here
     _set_environment(environment)
@@ -150,7 +158,10 @@ def _child(
         os.dup2(file.fileno(), 2)
     faulthandler.enable(2)  # a rank that aborts leaves the reason of the library that did, and its own stack
     try:
+        births = strict_nccl.install() if strict else None
         result = function(rank, *args)
+        if births is not None:
+            births.end()
         torch.save(result, _result(directory, rank))
     except BaseException:  # recorded for the parent, then raised
         _traceback(directory, rank).write_text(traceback.format_exc(), encoding="utf-8")

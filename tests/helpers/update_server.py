@@ -42,8 +42,16 @@ class UpdateServer:
     a second later).
     """
 
-    def __init__(self, index: int = 0, *, tp: int = 1, info: Mapping[str, Any] | None = None) -> None:
-        self.index, self.tp = index, tp
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        tp: int = 1,
+        info: Mapping[str, Any] | None = None,
+        host: str = "127.0.0.1",
+        keys: Keys = KEYS,
+    ) -> None:
+        self.index, self.tp, self.keys, self._host = index, tp, keys, host
         self.info = dict(info or {})
         self.faults: dict[str, tuple[str, int]] = {}
         self.calls: list[tuple[str, Any]] = []  # (path, body) in the order in which they came
@@ -53,13 +61,13 @@ class UpdateServer:
         self.busy = 0  # flushes that it still refuses
         self.checksum: str | None = None  # None: it has none, as on a CPU
         self.stopped = threading.Event()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._http = ThreadingHTTPServer((host, 0), _handler(self))
         self._http.daemon_threads = True
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.index, f"http://127.0.0.1:{self._http.server_address[1]}", KEYS)
+        return Endpoint(self.index, f"http://{self._host}:{self._http.server_address[1]}", self.keys)
 
     def __enter__(self) -> UpdateServer:
         self._thread.start()
@@ -144,7 +152,7 @@ def _handler(server: UpdateServer) -> type[BaseHTTPRequestHandler]:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             path = self.path.partition("?")[0]
-            wanted = KEYS.api_key if path in GENERATION else KEYS.admin_key
+            wanted = server.keys.api_key if path in GENERATION else server.keys.admin_key
             if self.headers.get("Authorization") != f"Bearer {wanted}":
                 self._send(401, {"error": "missing or wrong key"})
                 return

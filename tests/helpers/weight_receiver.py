@@ -50,8 +50,10 @@ class FakeReceiver:
         assert load_format == "flattened_bucket"
         assert len(payloads) == self.tp
         # What is admitted is tested with SGLang's own unpickler; see test_transports.py.
-        content = pickle.loads(base64.b64decode(payloads[-1], validate=True))
-        flat = content["flattened_tensor"]
+        contents = [pickle.loads(base64.b64decode(payload, validate=True)) for payload in payloads]
+        flats = [one["flattened_tensor"] for one in contents]  # each rank of a server opens its own
+        assert all(torch.equal(flat, flats[0]) for flat in flats)
+        content, flat = contents[-1], flats[-1]
         assert flat.dtype == torch.uint8
         for meta in content["metadata"]:
             tensor = flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
@@ -137,7 +139,7 @@ class FakeReceiver:
 
 
 class SpanningReceiver(FakeReceiver):
-    """A receiver that opens what each of its ranks is sent; `makers` has the processes that made it, by call."""
+    """A receiver whose `makers` has the processes that made what each of its ranks is sent, by call."""
 
     def __init__(self, index: int, *, tp: int) -> None:
         super().__init__(index, tp=tp)
@@ -147,8 +149,6 @@ class SpanningReceiver(FakeReceiver):
         self, payloads: Sequence[str], *, load_format: str | None = None, version: int | None = None
     ) -> None:
         contents = [base64.b64decode(payload, validate=True) for payload in payloads]
-        flats = [pickle.loads(content)["flattened_tensor"] for content in contents]
-        assert all(torch.equal(flat, flats[0]) for flat in flats)
         self.makers.append([int(re.findall(rb"/proc/(\d+)/fd", content)[0]) for content in contents])
         super().update_from_tensor(payloads, load_format=load_format, version=version)
 

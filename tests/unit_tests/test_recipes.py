@@ -18,6 +18,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserErrors
 from mega_rl.preflight import host, preflight
+from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 DEVICE = 80 * 10**9
@@ -78,7 +79,8 @@ def test_recipe_fits_devices_of_80_gb(name: str, size: str, world_size: int) -> 
 
 def policy_parameters(plan: RunPlan, world_size: int) -> float:
     """Number of parameters of the policy on the rank that has most."""
-    buckets = 2 * (plan.config.rollout.bucket_mib << 20)
+    hf, itemsize = plan.models["actor"].hf, plan.rollout_dtype.itemsize
+    buckets = sending_bytes(hf, bucket_bytes=plan.config.rollout.bucket_mib << 20, itemsize=itemsize)
     size = 4 if plan.config.engine.backend == "fsdp" else 2
     return (device_share(plan, total=DEVICE, world_size=world_size).policy - buckets) / size
 

@@ -92,7 +92,9 @@ class SglangServerConfig:
         1, "Hosts that each server spans, with an equal share of its ranks on each.", unit="hosts", min=1
     )
     host: str = setting(
-        "127.0.0.1", "Address that started servers bind to, or the network interface whose address each host takes."
+        "127.0.0.1",
+        "Address that started servers bind to, or the network interface whose address each host takes; on several "
+        "hosts loopback stands for each host's address towards MASTER_ADDR.",
     )
     max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
     mem_fraction: float = setting(

@@ -20,6 +20,7 @@ from mega_rl.rollout.sglang.server.device_share import TRAINER_RESIDUE, DeviceSh
 from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.server.process import ServerStartError
+from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.types import Rollout
 from mega_rl.workers.colocation import TAGS, ColocatedCheckpoints, ColocatedRollouts, SharedDevices
 from mega_rl.workers.turns import ResidentModels, ScorerOnDevice
@@ -154,6 +155,41 @@ def test_colocated_servers_have_started_and_left_before_the_models_come(resource
     for step in range(3):
         run.step(step)
     assert all(process.starts == 1 for process in run.processes)
+    assert max(device.largest for device in run.devices) <= 80 * GIB
+
+
+def test_servers_of_a_run_draw_different_noise(resources: ExitStack) -> None:
+    """By seeds that differ: SGLang on CUDA draws for a whole batch from one generator."""
+    run = Colocation(resources, "trainer.seed=7")
+    assert [process.settings.seed for process in run.processes] == [7, 8]
+
+
+def test_buckets_of_a_send_have_left_before_the_servers_caches_come(resources: ExitStack) -> None:
+    """What a send of Qwen3-8B holds at most fits next to the servers' weights, and is given back to the device."""
+    run = Colocation(resources)
+    run.build_roles()
+    run.connect(resources)
+    sending = sending_bytes(parse_hf_config(qwen3_config("8b")), bucket_bytes=256 << 20, itemsize=2)
+    assert sending > 4e9, "the embedding, its parts and the bucket that it fills"
+    send, cached = run.run.trainer.send, []
+
+    def send_by_buckets(**given: Any) -> Any:
+        for device in run.devices:
+            device.take("buckets", sending)
+        report = send(**given)
+        for device in run.devices:
+            device.take("cached", device.free("buckets"))
+        return report
+
+    run.run.trainer.send = send_by_buckets  # type: ignore[method-assign]
+    for process in run.processes:
+        server = process.server
+        assert server is not None
+        server.take = lambda tag, take=server.take: (  # type: ignore[method-assign, misc]
+            cached.append((tag, run.devices[0].held.get("cached", 0))), take(tag)
+        )  # fmt: skip
+    run.step(0)
+    assert [held for tag, held in cached if tag == "kv_cache"] == [0] * len(run.processes)
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
 
@@ -363,7 +399,7 @@ def test_the_policy_is_counted_by_its_layout() -> None:
     """8.19e9 parameters of Qwen3-8B in bf16, in halves; norms are whole on both ranks."""
     whole = device_share(plan_of("engine.megatron.tp=1"), total=80 * GIB, world_size=2)
     half = device_share(plan_of(), total=80 * GIB, world_size=2)
-    buckets = 2 * (256 << 20)
+    buckets = sending_bytes(parse_hf_config(qwen3_config("8b")), bucket_bytes=256 << 20, itemsize=2)
     assert whole.weights == half.weights == 2 * 8190735360
     assert whole.policy - buckets == 2 * 8190735360
     assert (whole.policy - buckets) / 2 <= half.policy - buckets < (whole.policy - buckets) / 2 * 1.001

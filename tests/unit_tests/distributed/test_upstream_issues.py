@@ -40,13 +40,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def alone(root: str) -> dict[str, Any]:
     """What one rank found; it writes the references."""
-    return run_ranks(1, one_rank, root, list(MODELS))[0]
+    return run_ranks(1, one_rank, root, list(MODELS), strict=False)[0]
 
 
 @pytest.fixture(scope="module")
 def ranks(root: str, alone: dict[str, Any]) -> list[dict[str, Any]]:
     """What two ranks found."""
-    return run_ranks(2, two_ranks, root, timeout_s=240)
+    return run_ranks(2, two_ranks, root, timeout_s=240, strict=False)  # upstream's own calls, on gloo
 
 
 def gradients(ranks: list[dict[str, Any]], fault: str, side: str) -> dict[str, float]:

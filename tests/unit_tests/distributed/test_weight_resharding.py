@@ -106,8 +106,9 @@ def send_to_spanning(rank: int, weights: Any) -> dict[str, Any]:
 
     receivers = [SpanningReceiver(index, tp=2) for index in range(2)]
     servers = [Server(index, 2, "a", receivers[index] if rank == 0 else None, ("b",)) for index in range(2)]
+    device = HostDevice()
     transport = CudaIpcTransport(
-        weights, servers, hosts=("a", "a", "b", "b"), bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S, device=HostDevice()
+        weights, servers, hosts=("a", "a", "b", "b"), bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S, device=device
     )
     expected = {name: tensor.clone() for name, tensor in exported(weights.engine).items()}
     report = transport.send(version=3)
@@ -118,6 +119,7 @@ def send_to_spanning(rank: int, weights: Any) -> dict[str, Any]:
         "failed": report.failed,
         "requests": report.requests == 2 * report.buckets,
         "different": [name for one in receivers for name in differences(expected, one.weights)] if rank == 0 else [],
+        "held": device.held,
         "makers": [[[pids.index(pid) for pid in call] for call in one.makers] for one in receivers],
     }
 
@@ -191,6 +193,9 @@ def send_twice(
                         parameter.mul_(-1.5)
     answer["memory"] = getattr(transport, "memory_bytes", 0)
     answer["buffers"] = getattr(getattr(transport, "_device", None), "most", 0)
+    answer["held"] = getattr(getattr(transport, "_device", None), "held", 0)
+    answer["peak"] = getattr(getattr(transport, "_device", None), "peak", 0)
+    answer["counted"] = counted_bytes(weights)
     answer["over groups"] = [
         list(server.receiver.messages.values()) for server in servers if server.receiver is not None
     ]
@@ -208,6 +213,15 @@ def send_twice(
     answer["received"] = [server.receiver.received for server in servers if server.receiver is not None]
     answer["calls"] = [len(server.receiver.calls) for server in servers if server.receiver is not None]
     return answer
+
+
+def counted_bytes(weights: Any) -> int:
+    """Return what `sending_bytes` counts for buckets of the usual size, without a tensor and its gathered parts."""
+    from mega_rl.rollout.sglang.weights.reshard import sending_bytes
+
+    hf, itemsize = weights.engine.sharding.hf, weights.dtype.itemsize
+    largest = max(hf.vocab_size, 2 * hf.ffn_hidden_size) * hf.hidden_size * itemsize
+    return sending_bytes(hf, bucket_bytes=BUCKETS[1], itemsize=itemsize) - 2 * max(BUCKETS[1], largest)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -247,6 +261,7 @@ def test_what_lands_is_what_export_gathers(answers: dict[str, Any], case: str, t
     reports = ranks[0]["reports"]
     for answer in ranks:
         assert answer["different"] == []
+        assert answer["held"] == 0, "memory that nobody has opened stays for ever"
         assert answer["reports"] == reports, "ranks disagree"
         nbytes, names = answer["expected_bytes"], answer["names"]
         assert [(report["bytes"], report["tensors"]) for report in reports] == [(nbytes, names)] * 2
@@ -278,6 +293,7 @@ def test_each_rank_of_a_server_on_two_hosts_opens_memory_of_its_own_host(answers
     """The first rank of the server's first host sends both hosts' handles: of ranks 0 and 2, and of 1 and 3."""
     for answer in answers["spanning"]:
         assert answer["failed"] == {}
+        assert answer["held"] == 0
         assert answer["requests"]
         assert answer["different"] == []
     first, second = answers["spanning"][0]["makers"]
@@ -291,6 +307,7 @@ def test_shared_devices_hold_three_buckets(answers: dict[str, Any], case: str) -
     """One that servers load, the one before it, one that is being filled."""
     for answer in answers[f"{case} cuda_ipc"]:
         assert answer["buffers"] == min(3, answer["reports"][0]["buckets"])
+        assert answer["counted"] / 2 < answer["peak"] <= answer["counted"], "what a colocated server leaves to a send"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -342,6 +359,7 @@ def fail_some(rank: int, root: str) -> dict[str, Any]:
                 ]
                 if rank == 0:
                     answer["first"] = servers[0].receiver.versions[-1]
+                answer["held"] = getattr(getattr(transport, "_device", None), "held", 0)
                 transport.close()
                 answers[f"{name} {at}"] = answer
     return answers
@@ -366,6 +384,8 @@ def test_a_server_that_fails_hinders_no_other(root: Path) -> None:
         assert answer["first"] == 7
         at = int(key.split()[-1])
         assert answer["calls"] + ranks[1][key]["calls"] == at, f"{key}: requests went on after the failure"
+        # The bucket that the broken server never opened; nothing where the well one is, nor in its refit.
+        assert (answer["held"], ranks[1][key]["held"]) == (0, int(key.startswith("cuda_ipc"))), key
 
 
 @pytest.mark.parametrize("case", [case for case, transport in SENDINGS if transport == "disk"])

@@ -229,7 +229,7 @@ def bytes_of_a_gather(rank: int) -> tuple[int, int, dict[str, int]]:
 
 def test_gathered_rows_are_allocated_and_sent_once() -> None:
     """Not once for every rank: beside the result there are numbers of rows and names of fields alone."""
-    for allocated, result, sent in run_ranks(4, bytes_of_a_gather):
+    for allocated, result, sent in run_ranks(4, bytes_of_a_gather, strict=False):
         assert result == 8 * 1003 * 3 * 8
         assert result <= allocated < 1.1 * result
         assert sent == {"broadcast": result}

@@ -68,7 +68,7 @@ class SumInBackward(torch.autograd.Function):
 
 def test_every_collective_is_seen() -> None:
     """Kinds, group sizes, dtypes and bytes, on both ranks; a barrier moves nothing."""
-    for rank, actual in enumerate(run_ranks(2, collectives)):
+    for rank, actual in enumerate(run_ranks(2, collectives, strict=False)):
         expected = [
             ["all_reduce", 2, F32, 32],
             ["reduce_scatter", 2, F32, 16],

@@ -118,9 +118,16 @@ def test_a_run_that_cannot_fit_is_told_so() -> None:
 
 
 def test_a_bucket_is_at_least_the_largest_tensor() -> None:
-    """The embedding of 8B, 1.24 GB in bf16, travels whole, beside a buffer for its parts."""
-    sending = [memory_of_stages(run("8b", rollout__bucket_mib=mib))[0].phases[0].entries for mib in (64, 1024, 2048)]
-    assert [each["export buckets"] for each in sending] == [2 * 2 * 151936 * 4096] * 2 + [2 * 2048 << 20]
+    """The embedding of 8B, 1.24 GB in bf16, travels whole: beside a buffer for its parts, and as servers get it."""
+    embedding = 2 * 151936 * 4096
+
+    def sending(mib: int, **given: Any) -> int:
+        return memory_of_stages(run("8b", rollout__bucket_mib=mib, **given))[0].phases[0].entries["export buckets"]
+
+    assert [sending(mib) for mib in (64, 1024, 2048)] == [2 * embedding] * 2 + [2 * 2048 << 20]
+    sglang = {"rollout__backend": "sglang"}
+    assert sending(256, **sglang) == 3 * embedding + 2 * (256 << 20)
+    assert sending(256, **sglang, rollout__sglang__placement="separate") == 4 * embedding
 
 
 def test_nothing_is_judged_without_a_memory() -> None:

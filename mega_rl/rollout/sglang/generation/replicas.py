@@ -29,10 +29,11 @@ _PROBE_WAIT_S = 0.2  # before the second probe; doubles
 class Replica:
     """State of one server on the event loop of its router."""
 
-    def __init__(self, index: int, client: SglangClient, *, capacity: int) -> None:
+    def __init__(self, index: int, client: SglangClient, *, capacity: int, near: bool = False) -> None:
         self.index = index  # in the fleet
         self.client = client
         self.capacity = capacity
+        self.near = near  # on this rank's host: asked before all that are not
         self.state = State.STALE
         self.version = -1  # of its weights, as the caller said
         self.reason = "no weights have been sent to it"

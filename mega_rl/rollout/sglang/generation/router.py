@@ -84,7 +84,7 @@ class ServerRouter:
         endpoints: Sequence[Endpoint],
         *,
         vocab_size: int,
-        max_concurrency: int,
+        max_concurrency: int | Mapping[int, int],
         retries: int,
         request_timeout_s: float,
         allow_mixed_versions: bool = False,
@@ -95,7 +95,8 @@ class ServerRouter:
 
         Args:
             vocab_size: tokens that the servers' embedding has; a prompt with another one kills a server.
-            max_concurrency: requests in flight at one server.
+            max_concurrency: requests in flight at one server; or those of the servers on this rank's host, by their
+                place in `endpoints`: others are asked only while none of these serves.
             retries: further tries of a sample after a bad answer; a server that dies does not use one up.
             request_timeout_s: seconds of a sample from its first try to its last.
             allow_mixed_versions: partial rollouts: responses may go on under later weights.
@@ -104,6 +105,9 @@ class ServerRouter:
             grace_s: seconds for aborted requests to answer with what they have.
         """
         assert endpoints, "a fleet needs a server"
+        near: Mapping[int, int] = {}
+        if not isinstance(max_concurrency, int):
+            near, max_concurrency = max_concurrency, -(-sum(max_concurrency.values()) // len(endpoints))
         self._vocab_size = vocab_size
         self._policy = Policy(
             retries=retries,
@@ -115,10 +119,12 @@ class ServerRouter:
         self._replicas = [
             Replica(
                 index,
-                SglangClient(endpoint, vocab_size=vocab_size, max_concurrency=max_concurrency),
-                capacity=max_concurrency,
+                SglangClient(endpoint, vocab_size=vocab_size, max_concurrency=capacity),
+                capacity=capacity,
+                near=index in near,
             )
             for index, endpoint in enumerate(endpoints)
+            for capacity in [near.get(index, max_concurrency)]
         ]
         self._generation: SampleScheduler | None = None
         self._handle: Handle | None = None

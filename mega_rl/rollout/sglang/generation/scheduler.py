@@ -132,11 +132,12 @@ class SampleScheduler:
                 seconds = f"{self._policy.request_timeout_s:g} s"
                 self._outcomes.fail(job, "timeout", f"no answer in {seconds}: {job.unanswered()}")
                 continue
-            others = [replica for replica in usable if replica is not job.avoid] or usable
+            others = _nearest([replica for replica in usable if replica is not job.avoid] or usable)
             home = _least_loaded(others, now)
             if home is not None:
                 self._waiting.remove(job)
                 self._send(job, home, now)
+        usable = _nearest(usable)
         while self._fresh:
             home = _least_loaded(usable, now)
             if home is None:
@@ -283,6 +284,11 @@ class SampleScheduler:
         if tasks:
             await asyncio.wait(tasks, timeout=10.0)
         self._collect()
+
+
+def _nearest(replicas: list[Replica]) -> list[Replica]:
+    """Return the replicas on this rank's host, all where none is there."""
+    return [replica for replica in replicas if replica.near] or replicas
 
 
 def _least_loaded(replicas: Sequence[Replica], now: float) -> Replica | None:

@@ -27,7 +27,7 @@ class DeviceShare:
     """Bytes of one device on which a server and the trainer take turns."""
 
     total: int  # of the smallest device
-    policy: int  # the largest part of the policy on a rank, with the buckets in which it is sent
+    policy: int  # the largest part of the policy on a rank, with `reshard.sending_bytes`
     weights: int  # of one tensor-parallel rank of the server
     tp: int  # tensor-parallel ranks of the server
 

@@ -89,7 +89,7 @@ class StartedServers:
         """Start this host's servers without waiting for them; `wait_ready` does. Collective where they span hosts.
 
         settings: of this host's servers; every host has as many. Their numbers go on from host to host. `node` is set
-        here.
+        here, and the number is added to `seed`.
         process: makes the process of a server or part, given its settings, number and folder.
         """
         self._ranks = ranks
@@ -104,7 +104,8 @@ class StartedServers:
         host = ranks.rank // ranks_per_host
         for place, own in enumerate(settings if ranks.rank in leaders else ()):
             index = host // nodes * len(settings) + place
-            self._own[index] = process(replace(own, node=host % nodes), index, folder)
+            # Servers with one seed would draw one and the same noise for batches of one shape.
+            self._own[index] = process(replace(own, node=host % nodes, seed=own.seed + index), index, folder)
         if self._own and (kept := KeptServers.of_launcher()) is not None:
             kept.end_others(set(self._own))
         self._start(range(len(self._nodes)))
@@ -270,3 +271,9 @@ def _healthy(control: Control) -> bool:
 def ranks_on_this_host(world_size: int) -> int:
     """Return the launcher's LOCAL_WORLD_SIZE, the ranks of this host; without it `world_size`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def url_of_master() -> str:
+    """Return the launcher's MASTER_ADDR and MASTER_PORT, of rank 0's host, as a URL."""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return f"http://{f'[{address}]' if ':' in address else address}:{os.environ.get('MASTER_PORT', 1)}"

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -78,6 +79,7 @@ class ServerProcess:
         self._is_aborted = False
         self._started = 0.0
         self._log_start = 0
+        self._spawned = 0
 
     def __enter__(self) -> Self:
         self.start()
@@ -200,12 +202,15 @@ class ServerProcess:
         if self._meeting is not None:
             Node(self.settings.node, self._meeting).write(scratch)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        # A server that is started again draws other noise than it did; far from the seeds of the run's other servers.
+        own = replace(self.settings, seed=(self.settings.seed + (self._spawned << 16)) % (1 << 31))
+        self._spawned += 1
         line_of_life = nullcontext(subprocess.PIPE) if self._kept is None else self._kept.life()
         with self.log_file.open("ab") as output, line_of_life as life:
             self._log_start = output.tell()
             self._process = ChildProcess(
                 subprocess.Popen(
-                    [*PROGRAM, *arguments(self.settings, port, self._meeting)],
+                    [*PROGRAM, *arguments(own, port, self._meeting)],
                     stdin=life,
                     stdout=output,
                     stderr=subprocess.STDOUT,

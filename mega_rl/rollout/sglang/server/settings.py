@@ -43,7 +43,7 @@ class ServerSettings:
     memory_saver: bool = False  # CUDA: weights and KV cache can be released
     deterministic: bool = False  # CUDA: the same tokens whatever else is in the batch
     base_gpu: int = 0  # CUDA: the first of `tp_here` devices, counted in CUDA_VISIBLE_DEVICES
-    seed: int = 0  # of requests without a sampling seed
+    seed: int = 0  # of draws for which a request's own seed does not count; CUDA: all unless `deterministic`
     start_timeout_s: float = 600.0  # from start() to the first token
     return_routing: bool = False  # requests may ask for the experts of their tokens
     args: Mapping[str, object] = field(default_factory=dict)  # further ones, by SGLang's names; see `command_line`
@@ -161,7 +161,8 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
         clean["SGLANG_CPU_OMP_THREADS_BIND"], threads = cpu_binding(settings.tp_here, sorted(os.sched_getaffinity(0)))
         clean["OMP_NUM_THREADS"] = str(threads)
         clean["OMP_WAIT_POLICY"] = "passive"  # threads without work sleep as well
-    if settings.loopback:
+    # Colocated servers get weights from memory: no group of theirs has members elsewhere unless they span hosts.
+    if settings.loopback or (settings.memory_saver and settings.nodes == 1):
         clean["GLOO_SOCKET_IFNAME"] = clean["NCCL_SOCKET_IFNAME"] = "lo"
     elif settings.nodes > 1 and (interface := interface_of(settings.host)):
         clean = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **clean}

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
 from mega_rl.converters.plan.sharding import Sharding
@@ -100,6 +101,18 @@ def _bucket(units: Sequence[ExportUnit], itemsize: int) -> Bucket:
             slots.append(Slot(name, shape, unit.float32, at, end))
             at = end
     return Bucket(tuple(units), tuple(slots))
+
+
+def sending_bytes(hf: HFConfig, *, bucket_bytes: int, itemsize: int) -> int:
+    """Return the most bytes of a device in which weights are sent by CUDA IPC.
+
+    A tensor's gathered parts, the tensor, and the bucket that it fills, where the vocabulary's tensors are the largest;
+    and two buckets that servers load, where gate and up are, which travel together. Servers load tensors whole, so that
+    none is cut.
+    """
+    together = 2 * hf.ffn_hidden_size * hf.hidden_size * itemsize
+    largest = max(hf.vocab_size * hf.hidden_size * itemsize, together)
+    return 3 * max(bucket_bytes, largest) + 2 * max(bucket_bytes, together)
 
 
 def first_ranks(layout: ParallelLayout) -> list[int]:

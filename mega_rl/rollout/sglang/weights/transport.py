@@ -131,9 +131,14 @@ class Meeting:
         return self._ranks.size
 
     @property
+    def rank(self) -> int:
+        """Return this rank's number in the group."""
+        return self._ranks.rank
+
+    @property
     def leads(self) -> bool:
         """Return whether this rank is the group's first."""
-        return self._ranks.rank == 0
+        return self.rank == 0
 
     def barrier(self, what: str) -> None:
         """Wait for all ranks of the group."""
@@ -174,10 +179,18 @@ class RanksLost(RunError):
     """Other ranks of the trainer ended or missed a deadline."""
 
 
-def open_meeting(ranks: Sequence[int] | None = None, *, timeout_s: float) -> Meeting | None:
-    """Return a meeting of these ranks of the run (None: all), on others None; collective over all ranks."""
-    group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return Meeting(group, timeout_s=timeout_s) if ranks is None or dist.get_rank() in ranks else None
+def open_meeting(parts: Sequence[Sequence[int]] = (), *, timeout_s: float) -> Meeting:
+    """Return a meeting of this rank's part of the run, without parts of all ranks; collective over all ranks.
+
+    parts: ranks of each. Every rank is in one of them: torch may ask ranks that a group leaves out to take part in its
+    birth, and waits for ever where some rank is left out more often than others.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if len(parts) > 1:
+        group, _ = dist.new_subgroups_by_enumeration(list(map(list, parts)), backend="gloo", timeout=timeout)
+    else:
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    return Meeting(group, timeout_s=timeout_s)
 
 
 class HostMeetings:
@@ -185,12 +198,9 @@ class HostMeetings:
 
     def __init__(self, hosts: Sequence[str], *, timeout_s: float) -> None:
         """hosts: of each rank of the run; or sites, whose ranks then meet as those of one host."""
-        world = open_meeting(timeout_s=timeout_s)
-        assert world is not None
-        self.world = self.host = world
-        for name in sorted(set(hosts)) if len(set(hosts)) > 1 else ():
-            of_host = open_meeting([rank for rank, host in enumerate(hosts) if host == name], timeout_s=timeout_s)
-            self.host = of_host or self.host
+        self.world = open_meeting(timeout_s=timeout_s)
+        parts = [[rank for rank, host in enumerate(hosts) if host == name] for name in sorted(set(hosts))]
+        self.host = open_meeting(parts, timeout_s=timeout_s) if len(parts) > 1 else self.world
 
     def close(self) -> None:
         """Destroy the process groups."""

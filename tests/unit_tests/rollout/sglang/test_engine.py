@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +26,11 @@ from mega_rl.rollout.sglang.generation.engine import (
 )
 from mega_rl.rollout.sglang.generation.jobs import is_whole
 from mega_rl.rollout.sglang.generation.results import FleetResult, State
+from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import Failure, Key, RoutedLayers, Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.types import Draws, Prompt
+from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, right
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(index=10 + i, token_ids=(3, 4 + i), text="", answer="") for i in range(3)]
@@ -93,6 +98,40 @@ def engine_over(fleet: Any, *, failed: FailedSamples | None = None, restarts: in
 
 def generate(engine: SglangRolloutEngine, **given: Any) -> Any:
     return engine.generate(PROMPTS, [5, 6, 7], n=2, seed=(0, 3), **given)
+
+
+@pytest.mark.parametrize("near_serves", [True, False])
+def test_servers_of_another_host_are_asked_while_none_here_serves(near_serves: bool) -> None:
+    """Servers on loopback of another host are closed ports: nobody may be brought back for them."""
+
+    async def together(exchange: Exchange) -> None:
+        while near_serves and exchange.server.most_in_flight < 4:  # the near one's share, not that of all
+            await asyncio.sleep(0.005)
+        await right(exchange)
+
+    with socket.socket() as closed, FakeServer(together, index=0) as server:
+        closed.bind(("127.0.0.1", 0))
+        dead = Endpoint(1, f"http://127.0.0.1:{closed.getsockname()[1]}", KEYS)
+        fleet = ServerRouter(
+            [server.endpoint, dead], vocab_size=50, max_concurrency={0: 4} if near_serves else {1: 4}, retries=1,
+            request_timeout_s=20.0,
+        )  # fmt: skip
+        with fleet:
+            for index in range(2):
+                fleet.mark_ready(index, 1)
+            if not near_serves:
+                fleet.mark_down(1)
+            engine, brought_back = engine_over(fleet)
+            if near_serves:
+                for _ in range(2):
+                    assert len(generate(engine).tokens) == 6
+                assert [state for state, _ in fleet.states()] == [State.READY] * 2
+                assert server.most_in_flight == 4
+            else:
+                requests = [SampleRequest((i, 0), (3, 4), i) for i in range(6)]
+                result = fleet.generate(requests, SAMPLING, version=1, deadline=time.monotonic() + 20)
+                assert len(result.samples) == 6
+            assert brought_back == []
 
 
 def test_requests_carry_their_limits() -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -117,6 +118,10 @@ def test_the_environment_makes_no_rank_of_a_server(monkeypatch: pytest.MonkeyPat
     elsewhere = environment(replace(SETTINGS, device="cuda", host="10.0.0.7"), scratch=tmp_path, packages=None)
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in elsewhere
     assert elsewhere.get("GLOO_SOCKET_IFNAME") == os.environ.get("GLOO_SOCKET_IFNAME")
+    colocated = replace(SETTINGS, device="cuda", host="10.0.0.7", memory_saver=True)
+    assert environment(colocated, scratch=tmp_path, packages=None)["NCCL_SOCKET_IFNAME"] == "lo"
+    spanning = environment(replace(colocated, tp=2, nodes=2), scratch=tmp_path, packages=None)
+    assert spanning.get("NCCL_SOCKET_IFNAME") == os.environ.get("NCCL_SOCKET_IFNAME")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -251,6 +256,18 @@ def test_a_start_that_fails_says_where_and_leaves_nothing(scripted: Any, how: st
     assert process.exit_code is not None
     if how == "dies":
         assert message.endswith("\n  Traceback (most recent call last):\n  ValueError: no such model")
+
+
+def test_every_start_has_a_seed_of_its_own(scripted: Any) -> None:
+    """Else a restarted server would draw again the noise that it drew at first."""
+    process = scripted("is silent")
+    seeds = []
+    for _ in range(2):
+        command = psutil.Process(process.pid).cmdline()
+        seeds.append(int(command[command.index("--random-seed") + 1]))
+        process.stop()
+        process.start()
+    assert seeds == [SETTINGS.seed, SETTINGS.seed + (1 << 16)]
 
 
 def test_a_port_that_was_taken_meanwhile_is_replaced(

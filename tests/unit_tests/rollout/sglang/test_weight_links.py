@@ -52,7 +52,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 class AloneMeeting:
     """`transport.Meeting` of one rank."""
 
-    size, leads = 1, True
+    size, rank, leads = 1, 0, True
 
     def broadcast(self, value: Any, *, source: int, what: str) -> Any:
         return value

@@ -8,8 +8,10 @@ bucket the ranks gather the next one.
 
 Who waits for whom on a device is torch's own protocol. Sharing a tensor records an event, for which the receiver's
 stream waits, so no rank waits for its device. The receiver counts the handle down once its stream has read the memory,
-and torch frees a buffer only then; so each bucket is shared anew. A handle that is sent once and opened for every
-bucket would be counted below zero, where the count, which has no sign, says that the memory is in use for ever.
+and torch frees a buffer only then; so each bucket is shared anew, and only on ranks whose server will open it: memory
+with a handle that nobody opens is never freed. Where a server fails while it loads a bucket, that bucket may stay.
+A handle that is sent once and opened for every bucket would be counted below zero, where the count, which has no sign,
+says that the memory is in use for ever.
 
 Written from torch.multiprocessing.reductions and SGLang 0.5.20's srt/utils/patch_torch.py, which names GPUs by their
 UUID, since processes count them differently. No machine with SGLang on a GPU has run this yet.
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled, payload
 from mega_rl.rollout.sglang.weights.reshard import Bucket
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 Reduced = tuple[Callable[..., object], tuple[object, ...]]  # what a pickle calls, and with which arguments
 
 _DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the number of the device
+# Types among its arguments, of a tensor of bytes.
+_KINDS = {"Tensor": Tensor, "TypedStorage": torch.TypedStorage, "uint8": torch.uint8}
 
 
 class SharedDevice(Protocol):
@@ -57,7 +61,10 @@ class SharedDevice(Protocol):
         ...
 
     def handle(self, data: Tensor) -> object:
-        """Return a handle of `data`, as it is after the work that is queued on the device by now; JSON."""
+        """Return a handle of `data`, as it is after the work that is queued on the device by now; JSON.
+
+        It has to be opened once: until then `data` keeps its memory.
+        """
         ...
 
     def opened(self, handle: object) -> object:
@@ -98,7 +105,7 @@ class _Handle:
 
 
 def as_json(arguments: Sequence[object]) -> list[object]:
-    """Return the arguments of rebuild_cuda_tensor for another rank: bytes in base64, None for types and dtypes."""
+    """Return the arguments of rebuild_cuda_tensor for another rank: bytes in base64, types and dtypes by name."""
     return [_as_json(value) for value in arguments]
 
 
@@ -106,22 +113,20 @@ def _as_json(value: object) -> object:
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, (type, torch.dtype)):
-        return None
+        return {"name": next(name for name, kind in _KINDS.items() if kind is value)}
     return list(value) if isinstance(value, tuple) else value
 
 
-def from_json(arguments: object, like: Sequence[object]) -> tuple[object, ...]:
-    """Return the arguments that `as_json` made on another rank; `like`: this rank's of a tensor of the same kind."""
+def from_json(arguments: object) -> tuple[object, ...]:
+    """Return the arguments that `as_json` made on another rank."""
     assert isinstance(arguments, list)
-    return tuple(_from_json(value, own) for value, own in zip(arguments, like, strict=True))
+    return tuple(_from_json(value) for value in arguments)
 
 
-def _from_json(value: object, like: object) -> object:
+def _from_json(value: object) -> object:
     if isinstance(value, dict):
-        return base64.b64decode(value["bytes"])
-    if isinstance(like, (type, torch.dtype)):
-        return like
-    return type(like)(value) if isinstance(like, tuple) and isinstance(value, list) else value
+        return base64.b64decode(value["bytes"]) if "bytes" in value else _KINDS[value["name"]]
+    return tuple(value) if isinstance(value, list) else value
 
 
 class CudaDevice:
@@ -130,20 +135,15 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._uuid = str(torch.cuda.get_device_properties(device).uuid)
-        self._like: Reduced | None = None  # of the last handle
 
     def memory(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def handle(self, data: Tensor) -> object:
-        rebuild, arguments = reduce_tensor(data)
-        self._like = rebuild, arguments
-        return as_json(with_uuid(arguments, self._uuid))
+        return as_json(with_uuid(reduce_tensor(data)[1], self._uuid))
 
     def opened(self, handle: object) -> object:
-        assert self._like is not None, "handles of other ranks are opened after this rank's own is made"
-        rebuild, like = self._like
-        return _Handle((rebuild, from_json(handle, like)))
+        return _Handle((rebuild_cuda_tensor, from_json(handle)))
 
     def close(self) -> None:
         torch.cuda.ipc_collect()
@@ -209,7 +209,10 @@ class CudaIpcTransport:
             for bucket, data in filled(stream, buckets, lambda _, n: device.memory(n), self._weights.dtype):
                 held.append(data)
                 requests.wait()
-                handles = site.gather(device.handle(data), what="to share handles")
+                failed = site.broadcast(list(requests.failed), source=0, what="to share handles")
+                opening = [self._ranks[server.index] for server in to if server.index not in failed]
+                own = device.handle(data) if any(dist.get_rank() in ranks for ranks in opening) else None
+                handles = site.gather(own, what="to share handles")
                 last = bucket is buckets[-1]
                 if site.leads:
                     requests.start(self._post(bucket, handles, device, version if last else None))
@@ -230,11 +233,12 @@ class CudaIpcTransport:
     def _post(
         self, bucket: Bucket, handles: Sequence[object], device: SharedDevice, version: int | None
     ) -> Callable[[Server, Receiver], None]:
-        """Return the request for one bucket; handles: of this site's ranks."""
+        """Return the request for one bucket; handles: of this site's ranks, None of those that no server opens."""
         own = [rank for rank, site in enumerate(self._sites) if site == self._sites[dist.get_rank()]]
         texts = {
             rank: payload(device.opened(handle), bucket, self._weights.dtype)
             for rank, handle in zip(own, handles, strict=True)
+            if handle is not None
         }
 
         def post(server: Server, receiver: Receiver) -> None:

@@ -71,6 +71,7 @@ class DistributedTransport:
         self._buckets = weights.buckets(bucket_bytes, by_stage=True)
         self._sources = first_ranks(weights.engine.sharding.layout)
         self._world: Meeting | None = None
+        self._part: Meeting | None = None  # of the sources, or of all others, which never meet
         self._groups: _Groups | None = None
 
     @property
@@ -100,20 +101,23 @@ class DistributedTransport:
 
     def close(self) -> None:
         if self._groups is not None:
-            self._groups.close()
-        if self._world is not None:
-            self._world.close()
-        self._groups = self._world = None
+            self._groups.leave()
+        for meeting in (self._part, self._world):
+            if meeting is not None:
+                meeting.close()
+        self._groups = self._part = self._world = None
 
     def _open(self) -> None:
         # Between two meetings rank 0 waits for one answer, and for one more where servers leave groups; ranks that send
         # nothing wait for the whole update.
         self._world = open_meeting(timeout_s=2 * _ATTEMPTS * self._timeout_s + GRACE_S)
-        senders = open_meeting(self._sources, timeout_s=2 * self._timeout_s + GRACE_S)
-        if senders is not None:
+        others = sorted(set(range(self._world.size)) - set(self._sources))
+        parts = [self._sources, others] if others else []
+        self._part = open_meeting(parts, timeout_s=2 * self._timeout_s + GRACE_S)
+        if self._world.rank in self._sources:
             backend = "nccl" if self._weights.device.type == "cuda" else "gloo"
             stage = self._weights.engine.place.coordinates.pp_rank
-            self._groups = _Groups(senders, stage, backend=backend, timeout_s=self._timeout_s)
+            self._groups = _Groups(self._part, stage, backend=backend, timeout_s=self._timeout_s)
 
     def _staged(self, stream: Iterator[tuple[str, Tensor]], own: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield this stage's buckets in two buffers of the largest one's size."""
@@ -178,11 +182,6 @@ class _Groups:
         if self._rendezvous is not None:
             self._rendezvous.close()
         self.own, self._rendezvous, self._members, self.names = None, None, [], []
-
-    def close(self) -> None:
-        """End groups and meeting."""
-        self.leave()
-        self.senders.close()
 
     def release(self, server: Server, receiver: Receiver, error: ServerError | None) -> None:
         """Let a server leave the groups, so that its peers wait for it no longer; one that does not answer is skipped.
