@@ -9,6 +9,7 @@ _STD = "algorithm.advantage_settings.std (none or group)"
 _GENERATIONS = "rollout.dynamic_sampling.max_generations"
 _TOKENS = "trainer.microbatch.max_tokens"
 _MEMORY = "rollout.sglang.server.mem_fraction"
+_UPDATES = "trainer.minibatch_size (a step takes trainer.prompts_per_step / trainer.minibatch_size updates)"
 _MINIBATCH = "trainer.minibatch_size (prompts of an optimizer step over all ranks, not samples)"
 
 # peer -> its name -> the setting here, with a value or a remark behind it
@@ -46,7 +47,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "reward_weights": "reward.weights",
         "save_steps": "checkpoint.save_interval",
         "scale_rewards": _STD,
-        "steps_per_generation": "trainer.minibatch_size (a step takes trainer.prompts_per_step / trainer.minibatch_size updates)",
+        "steps_per_generation": _UPDATES,
         "vllm_gpu_memory_utilization": _MEMORY,
         "vllm_importance_sampling_correction": "algorithm.correction",
         "vllm_server_base_url": "rollout.sglang.urls",
@@ -158,7 +159,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "num_critic_only_steps": "algorithm.critic_warmup_steps",
         "num_epoch": "trainer.epochs",
         "num_rollout": "trainer.steps",
-        "num_steps_per_rollout": "trainer.minibatch_size (a step takes trainer.prompts_per_step / trainer.minibatch_size updates)",
+        "num_steps_per_rollout": _UPDATES,
         "over_sampling_batch_size": "rollout.dynamic_sampling.prompts",
         "pipeline_model_parallel_size": "engine.megatron.pp",
         "prompt_data": "data.train_files",

@@ -70,7 +70,7 @@ def test_a_peers_name_is_answered_with_ours(override: str, answer: str) -> None:
 def test_a_recipe_of_other_names_is_answered_all_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "num_generations: 8\nengine:\n  megatron: {tpp: 1}\ndata: {max_prompt_length: 9, shuffle: false}\noptim:\n  lr: 1\n"
+        "num_generations: 8\nengine:\n  megatron: {tpp: 1}\ndata: {max_prompt_length: 9}\noptim:\n  lr: 1\n"
     )
     lines = (
         "num_generations: unknown key; TRL's num_generations is rollout.n here",
