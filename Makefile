@@ -316,7 +316,7 @@ terminal-check: setup
 
 docs: setup
 	@$(BIN)/python -m mega_rl.config.render > docs/config.md
-	@$(BIN)/python -m tests.family_tables
+	@$(BIN)/python -m tests.code_tables
 	@$(BIN)/python -m tests.scale_pages
 	@$(BIN)/python scripts/metrics_table.py
 	@$(BIN)/python scripts/package_map.py

@@ -4,7 +4,7 @@ The state is a Qwen3-shaped model of 0.16 billion parameters in bfloat16 with FP
 random: 14 bytes per parameter, 2.2 GB. See README.md for the protocol and how to read it.
 
     make bench-checkpoint
-    python benchmarks/checkpoint.py --quick       # a small model, for a look at the program, not at the figures
+    python benchmarks/checkpoint.py --tiny        # a small model, for a look at the program, not at the figures
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from converters import MODELS, QUICK, write_source
-from e2e import bootstrap, verdict
+from converters import MODELS, TINY, write_source
+from driver import TORCHRUN, Report, compare, parser_of, run
 
 MODEL = {**MODELS["dense"], "num_hidden_layers": 8, "vocab_size": 32768}
 # (ours, other) -> largest ratio
@@ -162,55 +161,42 @@ def rank_main(arguments: argparse.Namespace) -> None:
             (folder / "results.json").write_text(json.dumps(results))
 
 
-def report(results: dict[str, Any]) -> list[str]:
-    """Print a table; return the targets that were missed."""
-    seconds, missed = results["seconds"], []
+def report(results: dict[str, Any], outcome: Report) -> None:
+    """Print a table."""
+    seconds = results["seconds"]
     size = results["bytes"] / results["theory"]
     print(f"\n{results['bytes'] / 1e9:.2f} GB on disk, {size:.4f} of 14 bytes per parameter")
     if size > 1.01:
-        missed.append(f"bytes on disk are {size:.4f} of theory, target 1.01")
+        outcome.missed.append(f"bytes on disk are {size:.4f} of theory, target 1.01")
     for name, spent in seconds.items():
         print(f"  {name:9} {1e3 * statistics.median(spent):8.1f} ms")
     for ours, other in (*TARGETS, *SHOWN, ("async", "copy"), ("load", "copy"), ("save", "dcp.save")):
-        ratios = [a / b for a, b in zip(seconds[ours], seconds[other], strict=True)]
-        low, high = bootstrap(ratios)
         bound = TARGETS.get((ours, other))
-        target = "" if bound is None else f", target {bound}"
-        print(f"  {ours} / {other}: {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f}){target}")
-        if bound is not None and high > bound:
-            missed.append(f"{ours} / {other} is {high:.3f} at the end of its interval, target {bound}")
-    return missed
+        print("  " + outcome.add(compare(f"{ours} / {other}", seconds[ours], seconds[other], bound)))
 
 
 def main() -> int:
-    """Print the comparisons; exit code 1 when a target is missed, 2 when the machine was too busy to tell."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    """Print the comparisons; the exit code is that of `Report.end`."""
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path, help="write every sample here")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder:
         rank_main(arguments)
         return 0
-    load = os.getloadavg()[0]
-    print(f"load average before the run: {load:.1f}")
+    outcome = Report(arguments)
+    rounds, warmup = (2, 1) if arguments.tiny else (arguments.rounds, arguments.warmup)
     prefix = "bench_checkpoint_"
     with tempfile.TemporaryDirectory(prefix=prefix) as name, tempfile.TemporaryDirectory(prefix=prefix, dir=SHM) as shm:
         folder = Path(name)
-        write_source(folder / "model", MODEL | (QUICK if arguments.quick else {}))
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        own = [__file__, "--folder", name, "--memory", shm]
-        own += ["--rounds", str(arguments.rounds), "--warmup", str(arguments.warmup)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-        subprocess.run([sys.executable, *launcher, *own], env=environment, check=True, timeout=3600)
+        write_source(folder / "model", MODEL | (TINY if arguments.tiny else {}))
+        own = [__file__, "--folder", name, "--memory", shm, "--rounds", str(rounds), "--warmup", str(warmup)]
+        run([*TORCHRUN, "2", *own], deadline_s=3600)
         results = json.loads((folder / "results.json").read_text())
-    missed = report(results)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
-    return verdict(missed, load=load)
+    report(results, outcome)
+    return outcome.end(results)
 
 
 if __name__ == "__main__":

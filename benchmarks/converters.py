@@ -1,11 +1,11 @@
 """Loading, exporting and importing checkpoints: mega_rl against plain copies, safetensors, transformers and mbridge.
 
 Two checkpoints of random bfloat16 weights are made on the spot: Qwen3-0.6B's shape (1.2 GB in 3 shards) and a mixture
-of 16 experts (0.7 GB). Every contender is a process (two for TP2) that stays alive and does one operation whenever it
-is told to; in every round each takes its turn, in alternating order. See README.md for the protocol and how to read it.
+of 16 experts (0.7 GB). Every contender is a process (two for TP2) that stays alive and does one operation at
+each command; in every round each takes its turn, in alternating order. README.md has the protocol.
 
     make bench-converters
-    python benchmarks/converters.py --quick        # small checkpoints, for a look at the program, not at the figures
+    python benchmarks/converters.py --tiny         # small checkpoints, for a look at the program, not at the figures
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import os
 import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from e2e import bootstrap
+import driver
+from driver import Commands, Report, alternating, compare, own_bytes, parser_of
 
 MIB = 1 << 20
+START_S, OPERATION_S = 300.0, 300.0  # deadlines
 COMMON: dict[str, Any] = {
     "hidden_size": 1024,
     "num_attention_heads": 16,
@@ -66,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-QUICK = {"num_hidden_layers": 2, "vocab_size": 4096}
+TINY = {"num_hidden_layers": 2, "vocab_size": 4096}
 
 
 # What runs inside a contender.
@@ -325,30 +326,18 @@ def differ(source: Path, exported: Path) -> list[str]:
     return sorted({*(a.keys() ^ b.keys()), *(n for n in a.keys() & b.keys() if not a[n].equal(b[n]))})
 
 
-def serve(name: str, folder: Path, rank: int, world: int) -> None:
-    """Does what the driver says, one JSON answer per line."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever the contender prints is no answer
+def serve(name: str, folder: Path, pipes: Path, rank: int, world: int) -> None:
+    """Do what the driver says; the first answer lists the operations."""
+    commands = Commands(pipes)
     operations = CONTENDERS[name](folder, rank, world)
-    answers.write(json.dumps({"operations": sorted(operations)}) + "\n")
-    answers.flush()
-    for line in sys.stdin:
-        command = line.strip()
+    commands.answer({"operations": sorted(operations)})
+    for command in commands:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
-        before = memory("VmRSS")
+        before = own_bytes("VmRSS")
         start = time.perf_counter()
         result = operations[command]()
         seconds = time.perf_counter() - start
-        answers.write(json.dumps({"seconds": seconds, "extra": memory("VmHWM") - before, "result": result}) + "\n")
-        answers.flush()
-
-
-def memory(field_name: str) -> int:
-    """Bytes from /proc/self/status; mapped pages of files count."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field_name):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field_name)
+        commands.answer({"seconds": seconds, "extra": own_bytes("VmHWM") - before, "result": result})
 
 
 CONTENDERS: dict[str, Callable[[Path, int, int], dict[str, Callable[[], Any]]]] = {
@@ -368,23 +357,29 @@ CONTENDERS: dict[str, Callable[[Path, int, int], dict[str, Callable[[], Any]]]] 
 # The driver.
 
 
-@dataclass
 class Contender:
-    """The processes of one contender, one per rank."""
+    """The processes of one contender, one per rank; made when all have their model and wait."""
 
-    name: str
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
-    operations: list[str] = field(default_factory=list)
+    def __init__(self, name: str, folder: Path, world: int) -> None:
+        self.name = name
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._ranks: list[driver.Contender] = []
+        for rank in range(world):
+            pipes = folder.with_name(f"{folder.name}-{name}-{world}-{rank}")
+            variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+            variables |= {key: str(rank) for key in ("RANK", "LOCAL_RANK")}
+            variables |= {key: str(world) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+            arguments = [__file__, "--serve", name, str(folder), str(pipes), str(rank), str(world)]
+            self._ranks.append(driver.Contender(name, pipes, arguments, **variables))
+        self.operations: list[str] = [rank.answer(START_S) for rank in self._ranks][-1]["operations"]
 
     def do(self, command: str) -> list[dict[str, Any]]:
-        """One operation on all ranks at once; their answers."""
-        for process in self.processes:
-            pipe(process.stdin).write(command + "\n")
-            pipe(process.stdin).flush()
-        return [json.loads(pipe(process.stdout).readline() or self._failed()) for process in self.processes]
-
-    def _failed(self) -> str:
-        raise SystemExit(f"{self.name} ended early; its messages are above")
+        """Return the answers of all ranks to one command, which they follow at once."""
+        for rank in self._ranks:
+            rank.send(command)
+        return [rank.answer(OPERATION_S) for rank in self._ranks]
 
     def step(self) -> dict[str, Any]:
         """One timed operation: the slowest rank's time, the largest rank's memory."""
@@ -398,46 +393,9 @@ class Contender:
         }
 
     def stop(self) -> None:
-        """Ends its processes."""
-        for process in self.processes:
-            pipe(process.stdin).close()
-        for process in self.processes:
-            process.wait(timeout=60)
-
-
-def pipe(stream: TextIO | Any) -> TextIO:
-    assert stream is not None
-    return stream
-
-
-def start(name: str, folder: Path, world: int) -> Contender:
-    """A contender that has made its model and waits."""
-    contender = Contender(name)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for rank in range(world):
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            "PYTHONPATH": str(Path(__file__).parent.parent),
-        }
-        command = [sys.executable, __file__, "--serve", name, str(folder), str(rank), str(world)]
-        contender.processes.append(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
-        )
-    for process in contender.processes:
-        line = pipe(process.stdout).readline()
-        if not line:
-            raise SystemExit(f"{name} could not start; its messages are above")
-        contender.operations = json.loads(line)["operations"]
-    return contender
+        """End its processes."""
+        for rank in self._ranks:
+            rank.stop()
 
 
 @dataclass(frozen=True)
@@ -487,11 +445,13 @@ SCENARIOS = {
 
 def measure(scenario: Scenario, folder: Path, *, rounds: int, warmup: int) -> dict[str, Any]:
     """Samples of every contender in rounds of alternating order, and what was checked."""
-    contenders = [start(name, folder, scenario.world) for name in (scenario.ours, *(t.other for t in scenario.targets))]
+    contenders: list[Contender] = []
     try:
+        for name in (scenario.ours, *(t.other for t in scenario.targets)):
+            contenders.append(Contender(name, folder, scenario.world))
         records: dict[str, list[dict[str, Any]]] = {c.name: [] for c in contenders}
         for number in range(warmup + rounds):
-            for contender in contenders if number % 2 == 0 else contenders[::-1]:
+            for contender in alternating(contenders, number):
                 sample = contender.step()
                 if number >= warmup:
                     records[contender.name].append(sample)
@@ -503,8 +463,8 @@ def measure(scenario: Scenario, folder: Path, *, rounds: int, warmup: int) -> di
             contender.stop()
 
 
-def report(title: str, scenario: Scenario, result: dict[str, Any], largest: int) -> bool:
-    """Prints one scenario; whether its targets are met."""
+def report(title: str, scenario: Scenario, result: dict[str, Any], largest: int, outcome: Report) -> None:
+    """Print one scenario."""
     records = result["records"]
     ours = records[scenario.ours]
     print(f"\n{title}")
@@ -514,64 +474,53 @@ def report(title: str, scenario: Scenario, result: dict[str, Any], largest: int)
         print(
             f"  {name:26s} {statistics.median(seconds):7.3f} s (min {min(seconds):.3f}), extra memory {extra:6.0f} MiB"
         )
-    met = result["equal"]
-    if not met:
-        print("  void: the contenders' results differ")
+    if not result["equal"]:
+        outcome.wrong.append(f"{title}: the contenders' results differ")
     for target in scenario.targets:
-        ratios = [a["seconds"] / b["seconds"] for a, b in zip(ours, records[target.other], strict=True)]
-        low, high = bootstrap(ratios)
-        bound = f"; at most {target.bound}" if target.bound else ""
-        ok = not target.bound or high <= target.bound
-        line = f"  ours / {target.other}: {statistics.median(ratios):.3f} (95 % {low:.3f} to {high:.3f}{bound})"
-        print(line + ("" if ok else "  MISSED"))
-        met = met and ok
+        theirs = [sample["seconds"] for sample in records[target.other]]
+        own = [sample["seconds"] for sample in ours]
+        print("  " + outcome.add(compare(f"{title}, ours / {target.other}", own, theirs, target.bound or None)))
     shares = [r["bytes_read"] for s in ours for r in s["results"] if r and "bytes_read" in r]
     if shares:
         print(f"  bytes taken per rank / bytes of its shard: {max(shares):.4f} (at most 1.05)")
-        met = met and max(shares) <= 1.05
+        if max(shares) > 1.05:
+            outcome.missed.append(f"{title}: bytes taken per rank {max(shares):.4f} of its shard")
     if scenario.largest:
         extra, bound_bytes = max(s["extra"] for s in ours), largest + 64 * MIB
         print(f"  extra memory {extra / MIB:.0f} MiB (at most {bound_bytes / MIB:.0f}: largest tensor and 64)")
-        met = met and extra <= bound_bytes
-    return met
+        if extra > bound_bytes:
+            outcome.missed.append(f"{title}: extra memory {extra / MIB:.0f} MiB")
 
 
 def main() -> int:
-    """Prints every scenario; exit code 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """Print every scenario; the exit code is that of `Report.end`."""
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="small checkpoints and three rounds")
     parser.add_argument("--only", default="", help="scenarios whose name holds this")
-    parser.add_argument("--json", type=Path, help="write every sample here")
-    parser.add_argument("--serve", nargs=4, metavar=("NAME", "FOLDER", "RANK", "WORLD"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=5, help=argparse.SUPPRESS)  # name, folder, pipes, rank, world
     arguments = parser.parse_args()
     if arguments.serve:
-        name, folder, rank, world = arguments.serve
-        serve(name, Path(folder), int(rank), int(world))
+        name, folder, pipes, rank, world = arguments.serve
+        serve(name, Path(folder), Path(pipes), int(rank), int(world))
         return 0
-    rounds = 3 if arguments.quick else arguments.rounds
-    print(f"load average before the run: {os.getloadavg()[0]:.1f}")
+    outcome = Report(arguments)
+    rounds, warmup = (2, 1) if arguments.tiny else (arguments.rounds, arguments.warmup)
     everything: dict[str, Any] = {}
-    met = True
     with tempfile.TemporaryDirectory(prefix="bench_") as name:
-        sys.path.insert(0, str(Path(__file__).parent.parent))
         for model, config in MODELS.items():
-            write_source(Path(name) / model, config | (QUICK if arguments.quick else {}))
+            write_source(Path(name) / model, config | (TINY if arguments.tiny else {}))
         os.sync()
         for title, scenario in SCENARIOS.items():
             if arguments.only not in title:
                 continue
             folder = Path(name) / scenario.model
-            result = measure(scenario, folder, rounds=rounds, warmup=arguments.warmup)
+            result = measure(scenario, folder, rounds=rounds, warmup=warmup)
             config = json.loads((folder / "config.json").read_text())
             largest = config["vocab_size"] * config["hidden_size"] * 2
-            met = report(title, scenario, result, largest) and met
+            report(title, scenario, result, largest, outcome)
             everything[title] = result
-    if arguments.json:
-        arguments.json.write_text(json.dumps(everything, indent=1))
-    print("\nall targets met" if met else "\na target was missed")
-    return 0 if met else 1
+    return outcome.end(everything)
 
 
 if __name__ == "__main__":

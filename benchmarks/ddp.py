@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from e2e import bootstrap, verdict
+from driver import TORCHRUN, Report, compare, parser_of, run
 
 COLLECTIVE_TARGETS = {"mcore": 1 / 4, "all_reduce": 0.45}  # of 16 and 128 MiB between two ranks
 STEP_TARGETS = {"ddp": 1.05, "zero": 0.85, "fsdp2": 0.5, "mcore": 0.7}
@@ -325,72 +324,57 @@ def launch(world: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run this file on `world` ranks; what rank 0 wrote."""
     with tempfile.TemporaryDirectory(prefix="bench_ddp_") as folder:
         results = Path(folder) / "results.json"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
         forwarded = [f"--rounds={arguments.rounds}", f"--blocks={arguments.blocks}", f"--results={results}"]
         forwarded += ["--slowed"] if arguments.slowed else []
         sizes = ["--sizes", *map(str, arguments.sizes)]
-        subprocess.run(
-            [sys.executable, "-W", "ignore", *launcher, __file__, *forwarded, *sizes],
-            check=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        run([*TORCHRUN, str(world), __file__, *forwarded, *sizes], deadline_s=1800)
         return json.loads(results.read_text())
 
 
-def report(name: str, result: Mapping[str, Any], *, slowed: bool) -> list[str]:
-    """Print one comparison; the targets that it misses."""
+def report(name: str, result: Mapping[str, Any], outcome: Report, *, slowed: bool) -> None:
+    """Print one comparison."""
     seconds, sent = result["seconds"], result["bytes"]
     print(name)
-    missed = []
     bounds = STEP_TARGETS if name == "step" else COLLECTIVE_TARGETS
     gated = name == "step" or (name.endswith("2 ranks") and "bfloat16" in name and not name.startswith("1 MiB"))
     for other, times in seconds.items():
         line = f"  {other:15s} {1e3 * statistics.median(times):9.2f} ms  {sent.get(other, 0) / 2**20:8.1f} MiB sent"
         if other not in ("mega_rl", "memcpy"):
-            ratios = [a / b for a, b in zip(seconds["mega_rl"], times, strict=True)]
-            low, high = bootstrap(ratios)
-            line += f"  mega_rl / it: {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
             bound = bounds.get(other) if gated else None
-            if bound is not None:
-                line += f", target {bound:g}"
-                if high > bound:
-                    missed.append(f"{name}: {other}")
-            if slowed and other == "slowed" and high >= 0.95:
-                missed.append(f"{name}: the slowed build was not told apart")
+            figure = compare(f"{name}, mega_rl / {other}", seconds["mega_rl"], times, bound)
+            line += f"  {outcome.add(figure)}"
+            if slowed and other == "slowed" and figure.high >= 0.95:
+                outcome.missed.append(f"{name}: the slowed build was not told apart")
         print(line)
-    return missed
 
 
 def main() -> int:
-    """Print the comparisons; exit code 1 when a target is missed, 2 when the machine was too busy to tell."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    """Print the comparisons; the exit code is that of `Report.end`."""
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 16, 128], help="MiB of gradients")
     parser.add_argument("--blocks", type=int, default=6, help="8.4 M parameters each; 0 leaves the steps out")
     parser.add_argument("--worlds", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--slowed", action="store_true", help="only check that a slower build is found out")
-    parser.add_argument("--json", type=Path, help="write every sample here")
     parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.results:
         rank_main(arguments)
         return 0
-    load = os.getloadavg()[0]
-    print(f"load average before the run: {load:.1f}")
+    outcome = Report(arguments)
+    if arguments.tiny:
+        arguments.rounds, arguments.sizes, arguments.blocks, arguments.worlds = 2, [1], 1, [2]
     merged: dict[str, Any] = {}
-    missed: list[str] = []
     for world in arguments.worlds:
         results = launch(world, arguments)
         merged |= results
         for name, result in results.items():
-            missed += report(name, result, slowed=arguments.slowed)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(merged, indent=1))
+            report(name, result, outcome, slowed=arguments.slowed)
     copies = [second for result in merged.values() for second in result["seconds"]["memcpy"]]
     middle = statistics.quantiles(copies, n=10)
     drift = middle[-1] / middle[0] - 1
     print(f"a copy of 32 MiB took {1e3 * statistics.median(copies):.1f} ms; nine tenths within {100 * drift:.0f} %")
-    return verdict(missed, load=load)
+    return outcome.end(merged)
 
 
 if __name__ == "__main__":

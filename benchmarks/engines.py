@@ -16,7 +16,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp import Contender, measure, slow_down
-from e2e import bootstrap, verdict
+from driver import TORCHRUN, Figure, Report, bootstrap, parser_of, run
 
 MODEL: dict[str, Any] = {
     "vocab_size": 32768,
@@ -50,6 +49,7 @@ LAYOUTS = ("padded", "packed")
 UNPACKED_TARGET = 1.10  # of Hugging Face's time per token, padding counted
 PACKED_TARGET = 0.9  # of what leaving the padding out can give
 FILL_TARGET = 0.99
+TINY = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 16}
 HEADS = ("head", "plain head")
 HEAD_TARGETS = {"time": 1.15, "peak": 0.25}  # of log_softmax's
 SHARE_TARGET = 0.55  # of the bytes that DDP holds between steps: two ranks share them
@@ -419,14 +419,12 @@ def rank_main(arguments: argparse.Namespace) -> None:
 def launch(checkpoint: Path, arguments: argparse.Namespace, *, memory_of: str = "") -> dict[str, Any]:
     """Run this file on two ranks; what rank 0 wrote."""
     results = checkpoint / "results.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     forwarded = [f"--rounds={arguments.rounds}", f"--rows={arguments.rows}", f"--checkpoint={checkpoint}"]
     forwarded += [f"--results={results}", f"--memory-of={memory_of}"]
-    forwarded += ["--slowed"] if arguments.slowed else []
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    if memory_of:
-        environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # tensors that are freed leave the process at once
-    subprocess.run([sys.executable, "-W", "ignore", *launcher, __file__, *forwarded], check=True, env=environment)
+    forwarded += [f"--{name}" for name in ("slowed", "tiny") if getattr(arguments, name)]
+    # Tensors that are freed leave the process at once.
+    variables = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)} if memory_of else {}
+    run([*TORCHRUN, "2", __file__, *forwarded], deadline_s=1800, **variables)
     measured: dict[str, Any] = json.loads(results.read_text())
     return measured
 
@@ -450,17 +448,8 @@ def fill() -> float:
     return sum(lengths) / (LONGEST * len(plan_microbatches(lengths, max_tokens=LONGEST)))
 
 
-def compared(label: str, ratios: list[float], bound: float | None) -> tuple[str, list[str]]:
-    """(a line, what is missed) of paired ratios whose interval must end below `bound`."""
-    low, high = bootstrap(ratios)
-    line = f"{label}: {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
-    if bound is None:
-        return line, []
-    return f"{line}, target {bound:.3f}", [label] if high > bound else []
-
-
-def report_time(result: Mapping[str, Any], *, slowed: bool) -> list[str]:
-    """Print times and ratios; the targets that are missed."""
+def report_time(result: Mapping[str, Any], outcome: Report, *, slowed: bool) -> None:
+    """Print times and ratios."""
     seconds, computed, real = result["seconds"], result["computed"], result["real"]
     for name, times in seconds.items():
         note = f"  {computed[name]:6d} tokens computed for {real}" if name in computed else ""
@@ -470,9 +459,9 @@ def report_time(result: Mapping[str, Any], *, slowed: bool) -> list[str]:
         return [factor * a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
 
     if slowed:
-        line, missed = compared("fsdp packed / slowed", paired("fsdp packed", "slowed"), 0.95)
-        print(line)
-        return ["the slowed build was not told apart"] if missed else []
+        ratios = paired("fsdp packed", "slowed")
+        print(outcome.add(Figure("fsdp packed / slowed", statistics.median(ratios), *bootstrap(ratios), 0.95)))
+        return
     waste = computed["hf padded"] / real
     print(f"padding makes {waste:.2f} tokens of one in Hugging Face's padded micro-batches of {BATCH} rows")
     comparisons: list[tuple[str, list[float], float | None]] = []
@@ -496,18 +485,16 @@ def report_time(result: Mapping[str, Any], *, slowed: bool) -> list[str]:
         ("fsdp packed / megatron packed", paired("fsdp packed", "megatron packed"), None),
         ("head / plain head", paired("head", "plain head"), HEAD_TARGETS["time"]),
     ]
-    missed = []
     for label, ratios, bound in comparisons:
-        line, missing = compared(label, ratios, bound)
-        print(line)
-        missed += missing
+        print(outcome.add(Figure(label, statistics.median(ratios), *bootstrap(ratios), bound)))
     filled = fill()
     print(f"packed micro-batches of {LONGEST} tokens hold {filled:.4f} of them, target {FILL_TARGET}")
-    return missed + (["the plan's fill"] if filled < FILL_TARGET else [])
+    if filled < FILL_TARGET:
+        outcome.missed.append(f"the plan's micro-batches hold {filled:.4f} of their tokens")
 
 
-def report_memory(results: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Print bytes per rank; the targets that are missed."""
+def report_memory(results: Mapping[str, Mapping[str, int]], outcome: Report) -> None:
+    """Print bytes per rank."""
     print("memory of a rank, MiB: held between steps, and at most")
     for name, taken in results.items():
         print(f"  {name:16s} {taken['held'] / 2**20:8.0f} {taken['peak'] / 2**20:8.0f}")
@@ -517,39 +504,43 @@ def report_memory(results: Mapping[str, Mapping[str, int]]) -> list[str]:
     heads = extra["head"] / extra["plain head"]
     print(f"fsdp holds {share:.3f} of what DDP holds, target {SHARE_TARGET}")
     print(f"head / plain head, beyond what they hold: {heads:.3f}, target {HEAD_TARGETS['peak']}")
-    missed = ["what fsdp holds"] if share > SHARE_TARGET else []
-    return missed + (["the head's memory"] if heads > HEAD_TARGETS["peak"] else [])
+    for name, value, bound in (
+        ("what fsdp holds", share, SHARE_TARGET),
+        ("the head's memory", heads, HEAD_TARGETS["peak"]),
+    ):
+        if value > bound:
+            outcome.missed.append(f"{name}: {value:.3f}, target {bound}")
 
 
 def main() -> int:
-    """Print the comparison; exit code 1 when a target is missed, 2 when the machine was too busy to tell."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    """Print the comparisons; the exit code is that of `Report.end`."""
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, default=32, help="of the sample, over both ranks")
     parser.add_argument("--no-memory", action="store_true", help="leave the measurement of memory out")
     parser.add_argument("--slowed", action="store_true", help="only check that a slower build is found out")
-    parser.add_argument("--json", type=Path, help="write every number here")
     for hidden in ("--checkpoint", "--results"):
         parser.add_argument(hidden, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--memory-of", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.tiny:
+        MODEL.update(TINY)
     if arguments.results:
         rank_main(arguments)
         return 0
-    load = os.getloadavg()[0]
-    print(f"load average before the run: {load:.1f}")
+    outcome = Report(arguments)
+    if arguments.tiny:
+        arguments.rounds, arguments.rows, arguments.no_memory = 2, 4, True
     with tempfile.TemporaryDirectory(prefix="bench_engines_") as name:
         checkpoint = Path(name)
         write_checkpoint(checkpoint)
         results: dict[str, Any] = {"time": launch(checkpoint, arguments)}
-        missed = report_time(results["time"], slowed=arguments.slowed)
+        report_time(results["time"], outcome, slowed=arguments.slowed)
         if not (arguments.slowed or arguments.no_memory):
             names = [f"{name} {layout}" for name in IMPLEMENTATIONS for layout in LAYOUTS] + list(HEADS)
             results["memory"] = {name: launch(checkpoint, arguments, memory_of=name) for name in names}
-            missed += report_memory(results["memory"])
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
-    return verdict(missed, load=load)
+            report_memory(results["memory"], outcome)
+    return outcome.end(results)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,15 @@ python benchmarks/reward_pool.py
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+
+from driver import Report, parser_of
 
 from mega_rl.metrics.records import read_metrics
 from mega_rl.quickstart import task
@@ -101,15 +102,17 @@ def with_workers(function: str, num_workers: int, work: Callable[[TextScorer], f
         pool.close()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print ratios and targets; the exit code is 1 when one is missed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    """Print ratios and targets; the exit code is that of `Report.end`."""
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=1000, help="responses of 50 ms (1000)")
     parser.add_argument("--rounds", type=int, default=3, help="of the overhead (3)")
     parser.add_argument("--steps", type=int, default=12, help="of the quickstart, at least 3; 0 leaves them out (12)")
-    options = parser.parse_args(arguments)
-    print(f"load before: {os.getloadavg()[0]:.1f}, cores: {len(os.sched_getaffinity(0))}")
-    missed = False
+    options = parser.parse_args()
+    outcome = Report(options)
+    if options.tiny:
+        options.count, options.rounds, options.steps = 20, 1, 0
+    numbers: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "functions.py")
         file.write_text(FUNCTIONS)
@@ -118,7 +121,9 @@ def main(arguments: Sequence[str]) -> int:
                 with_workers(f"{file}:{name}", workers, lambda scorer: seconds(scorer, options.count))
                 for workers in (1, 2)
             )
-            missed |= one / two < SPEEDUP
+            numbers[f"one worker / two, each {name} 50 ms"] = one / two
+            if one / two < SPEEDUP:
+                outcome.missed.append(f"one worker / two where each {name}: {one / two:.2f}, target {SPEEDUP}")
             print(f"{options.count} responses, each {name} 50 ms: one worker {one:.2f} s, two {two:.2f} s, "
                   f"ratio {one / two:.2f} (target {SPEEDUP:g})")  # fmt: skip
         own = statistics.median(
@@ -130,17 +135,21 @@ def main(arguments: Sequence[str]) -> int:
                 workers,
                 lambda scorer: statistics.median(seconds(scorer, 2000) for _ in range(options.rounds)),
             )
-            missed |= 1e6 * glue / 2000 > GLUE_US
+            numbers[f"us of a response of {name}, workers {workers}"] = 1e6 * glue / 2000
+            if 1e6 * glue / 2000 > GLUE_US:
+                outcome.missed.append(f"a response of {name}: {1e6 * glue / 2000:.0f} us, target {GLUE_US:g}")
             print(f"a response of {name}: {1e6 * glue / 2000:.0f} us with {workers} worker(s), "
                   f"{1e6 * own / 2000:.0f} us in the rank (target {GLUE_US:g})")  # fmt: skip
         for workers in (0, 1) if options.steps else ():
             of_step = shares_of_step(workers, options.steps, Path(folder))
-            missed |= of_step["scoring"] > GLUE_SHARE
+            numbers |= {f"{key}, workers {workers}": value for key, value in of_step.items()}
+            if of_step["scoring"] > GLUE_SHARE:
+                outcome.missed.append(f"scoring takes {of_step['scoring']:.1%} of a step, target {GLUE_SHARE:.0%}")
             print(f"a step of the quickstart with {workers} worker(s): {of_step['step_s']:.2f} s, scoring "
                   f"{of_step['scoring']:.1%} (target {GLUE_SHARE:.0%}), its phase {of_step['phase']:.1%}")  # fmt: skip
     print(f"load after: {os.getloadavg()[0]:.1f}")
-    return int(missed)
+    return outcome.end(numbers)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -12,12 +12,13 @@ import argparse
 import json
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from driver import Report, parser_of, run
 
 SHARDS, BATCH, CHARACTERS = 10, 64, 1500
 
@@ -82,16 +83,20 @@ def peak_mb() -> float:
 
 
 def main() -> int:
-    """Run both roads and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run both roads and print a table; the exit code is that of `Report.end`."""
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 10_000])
     parser.add_argument("--road", help=argparse.SUPPRESS)
     parser.add_argument("--files", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.road:
-        print(json.dumps(measure(options.road, options.files, options.rows)))
+        Path(options.result).write_text(json.dumps(measure(options.road, options.files, options.rows)))
         return 0
+    outcome = Report(options)
+    if options.tiny:
+        options.rows, options.blocks = 2000, [100]
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         files = write(Path(folder), options.rows)
@@ -99,13 +104,16 @@ def main() -> int:
         print(f"{options.rows:,} rows in {SHARDS} files of {size:.0f} MB")
         print(f"{'road':>14} {'peak MB':>8} {'first prompt s':>15} {'epoch s':>8}")
         for road in ("memory", *map(str, options.blocks)):
-            command = [sys.executable, __file__, "--rows", str(options.rows), "--road", road, "--files", *files]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            figures[road] = own = json.loads(done.stdout.splitlines()[-1])
+            result = Path(folder, f"{road}.json")
+            own_part = ["--rows", str(options.rows), "--road", road, "--result", str(result), "--files", *files]
+            run([__file__, *own_part], deadline_s=1800)
+            figures[road] = own = json.loads(result.read_text())
             name = road if road == "memory" else f"blocks {road}"
             print(f"{name:>14} {own['mb']:8.0f} {own['first_s']:15.2f} {own['epoch_s']:8.1f}")
     streams = [figures[str(block)]["mb"] for block in options.blocks if block * 20 <= options.rows]
-    return int(bool(streams) and max(streams) > figures["memory"]["mb"] / 5)
+    if streams and max(streams) > figures["memory"]["mb"] / 5:
+        outcome.missed.append(f"a stream takes {max(streams):.0f} MB of {figures['memory']['mb']:.0f}")
+    return outcome.end(figures)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing.reductions
 import xxhash
+from driver import Commands
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mega_rl.converters.hf.config import read_hf_config
@@ -97,8 +98,8 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def main(folder: Path) -> None:
-    """Prints its port, and serves until it is killed."""
+def main(folder: Path, pipes: Path) -> None:
+    """Tell its port and serve until it is killed."""
     torch.set_num_threads(1)
     model = Model(folder)
 
@@ -118,9 +119,9 @@ def main(folder: Path) -> None:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.disable_nagle_algorithm = True
-    print(server.server_address[1], flush=True)
+    Commands(pipes).answer({"port": server.server_address[1]})
     server.serve_forever()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -4,7 +4,7 @@ The model has Qwen3-0.6B's shape: 1.19 GB of bfloat16 in 310 tensors, random. Th
 stand-in with SGLang's endpoints, or with --real a SGLang server on CPUs. See README.md.
 
     make bench-weight-sync
-    python benchmarks/weight_sync.py --quick      # a small model, for a look at the program, not at the figures
+    python benchmarks/weight_sync.py --tiny       # a small model, for a look at the program, not at the figures
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import io
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from converters import MODELS, write_source
-from e2e import bootstrap, verdict
+from driver import TORCHRUN, Contender, Report, compare, parser_of, run
 
 TARGETS = {"copy": (2.5, "at most"), "per tensor": (1 / 5, "at most"), "disk": (1 / 3, "at most")}
 OURS = "shared memory"
@@ -174,14 +173,10 @@ def expected_digest(engine: Any) -> str:
 @contextlib.contextmanager
 def stand_in(folder: Path) -> Iterator[dict[str, str]]:
     """The receiver's address."""
-    command = [sys.executable, str(Path(__file__).with_name("weight_receiver.py")), str(folder / "model")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=threads(1)) as process:
-        try:
-            assert process.stdout is not None
-            port = int(process.stdout.readline())
-            yield {"url": f"http://127.0.0.1:{port}", "api_key": "none", "admin_key": "none"}
-        finally:
-            process.kill()
+    command = [str(Path(__file__).with_name("weight_receiver.py")), str(folder / "model"), str(folder / "stand-in")]
+    with Contender("the stand-in", folder / "stand-in", command) as receiver:
+        port = receiver.answer(120.0)["port"]
+        yield {"url": f"http://127.0.0.1:{port}", "api_key": "none", "admin_key": "none"}
 
 
 @contextlib.contextmanager
@@ -201,80 +196,63 @@ def real_server(folder: Path) -> Iterator[dict[str, str]]:
         yield {"url": endpoint.url, "api_key": endpoint.keys.api_key, "admin_key": endpoint.keys.admin_key}
 
 
-def threads(count: int) -> dict[str, str]:
-    """The environment with so many threads."""
-    return {**os.environ, "OMP_NUM_THREADS": str(count), "PYTHONPATH": str(Path(__file__).parents[1])}
-
-
 def measure(arguments: argparse.Namespace, *, real: bool, rounds: int) -> dict[str, Any]:
     """Seconds and requests of every contender and round."""
     with tempfile.TemporaryDirectory(prefix="bench_weights_") as name:
         folder = Path(name)
         config = MODELS["dense"]
-        if arguments.quick:
+        if arguments.tiny:
             config = {**config, "num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 4096}
         write_source(folder / "model", config)
         with real_server(folder) if real else stand_in(folder) as address:
             path = folder / "endpoint.json"
             path.touch(mode=0o600)
             path.write_text(json.dumps(address))
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
             own = [__file__, "--folder", str(folder), "--rounds", str(rounds), "--warmup", str(arguments.warmup)]
             own += ["--bucket-mib", str(arguments.bucket_mib), *(["--real"] if real else [])]
-            subprocess.run([sys.executable, *launcher, *own], env=threads(1), check=True, timeout=1800)
+            run([*TORCHRUN, "2", *own], deadline_s=1800)
             results: dict[str, Any] = json.loads((folder / "results.json").read_text())
             return results
 
 
-def report(title: str, results: dict[str, Any], *, judged: bool) -> list[str]:
-    """Print a table; return the targets that were missed."""
-    seconds, missed = results["seconds"], []
+def report(title: str, results: dict[str, Any], outcome: Report, *, judged: bool) -> None:
+    """Print a table."""
+    seconds = results["seconds"]
     print(f"\n{title}: {results['bytes'] / 1e9:.2f} GB, {results['buckets']} buckets, {len(seconds[OURS])} rounds")
     for name, spent in seconds.items():
         requests = statistics.median(results["requests"][name])
         line = f"  {name:14} {1e3 * statistics.median(spent):8.1f} ms  {requests:5} requests"
         if name != OURS:
-            ratios = [ours / other for ours, other in zip(seconds[OURS], spent, strict=True)]
-            low, high = bootstrap(ratios)
-            line += f"   {OURS} / it {statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
             bound, _ = TARGETS.get(name, (None, ""))
-            if judged and bound is not None:
-                line += f", target {bound:.3f}"
-                if high > bound:
-                    missed.append(
-                        f"{title}: {OURS} / {name} is {high:.3f} at the end of its interval, target {bound:.3f}"
-                    )
+            figure = compare(f"{title}, {OURS} / {name}", seconds[OURS], spent, bound if judged else None)
+            line += f"   {outcome.add(figure)}"
         print(line)
     for count in results["requests"][OURS]:
         if count != results["buckets"]:
-            missed.append(f"{title}: {count} requests for {results['buckets']} buckets")
-    return missed
+            outcome.wrong.append(f"{title}: {count} requests for {results['buckets']} buckets")
 
 
 def main() -> int:
-    """Print the comparisons; exit code 1 when a target is missed, 2 when the machine was too busy to tell."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    """Print the comparisons; the exit code is that of `Report.end`."""
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--bucket-mib", type=int, default=128)
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--real", action="store_true", help="a SGLang server too, in a third of the rounds")
-    parser.add_argument("--json", type=Path, help="write every sample here")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder:
         rank_main(arguments)
         return 0
-    load = os.getloadavg()[0]
-    print(f"load average before the run: {load:.1f}")
+    outcome = Report(arguments)
+    if arguments.tiny:
+        arguments.rounds, arguments.warmup, arguments.bucket_mib = 2, 1, 4
     results = {"stand-in": measure(arguments, real=False, rounds=arguments.rounds)}
-    missed = report("stand-in", results["stand-in"], judged=not arguments.quick)
+    report("stand-in", results["stand-in"], outcome, judged=True)
     if arguments.real:
         results["SGLang"] = measure(arguments, real=True, rounds=max(3, arguments.rounds // 3))
-        report("SGLang", results["SGLang"], judged=False)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
-    return verdict(missed, load=load)
+        report("SGLang", results["SGLang"], outcome, judged=False)
+    return outcome.end(results)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mega_rl.config.keys import FIELDS, SECTIONS, TYPES, is_mapping
-from mega_rl.config.moved import EARLIER, moved
-from mega_rl.config.moved import SECTIONS as EARLIER_SECTIONS
+from mega_rl.config.peer_names import in_peers
 from mega_rl.config.recipe import parse_yaml
 from mega_rl.config.values import shown
 from mega_rl.errors import UserError
 
 NULL = "null"  # as an override: the key's default
 UNSET = object()
-# today's and earlier names -> the key
-_NAMES = {key: key for key in FIELDS} | {name: key for name, key in EARLIER.items() if "." in name}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +59,16 @@ def nearest_key(key: str) -> str:
     if not section and (sections := difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.75)):
         return f"did you mean {sections[0]}? {_contents(sections[0])}"
     initials = "".join(word[:1] for word in leaf.removesuffix("_size").split("_"))  # learning_rate -> lr
-    inside = [name for name in _NAMES if name.rpartition(".")[0] == section]
-    same_leaf = [name for name in inside or _NAMES if _leaf(name) in (leaf, initials)]
-    same_leaf = same_leaf or [name for name in _NAMES if _leaf(name) in (leaf, initials)]
+    inside = [name for name in FIELDS if name.rpartition(".")[0] == section]
+    same_leaf = [name for name in inside or FIELDS if _leaf(name) in (leaf, initials)]
+    same_leaf = same_leaf or [name for name in FIELDS if _leaf(name) in (leaf, initials)]
     near = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0)
     if not near and inside:
         leaves = difflib.get_close_matches(leaf, map(_leaf, inside), n=1, cutoff=0.5)
         near = [f"{section}.{leaves[0]}"] if leaves else []
     elif not near:
-        near = difflib.get_close_matches(key, _NAMES, n=1, cutoff=0.6)
-    return f"did you mean {_NAMES[near[0]]}?" if near else _contents(EARLIER_SECTIONS.get(section, section))
+        near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else _contents(section)
 
 
 def _contents(section: str) -> str:
@@ -103,13 +100,13 @@ def _settings_in(content: Mapping[Any, Any], prefix: str, problems: list[str]) -
             yield key, UNSET if value is None else value
         elif is_mapping(mapping):
             yield mapping, Entry(entry, UNSET if value is None else value)
-        elif isinstance(value, dict) and (key in SECTIONS or key in EARLIER_SECTIONS):
+        elif isinstance(value, dict) and key in SECTIONS:
             yield from _settings_in(value, f"{key}.", problems)
-        elif news := moved(key):
-            problems.append(f"{key}: {news}")
         elif key in SECTIONS:
             if value is not None:
                 problems.append(f"{key}={shown(value)}: is a section; give it lines of 'key: value'")
+        elif name_here := in_peers(key):
+            problems.append(f"{_legible(key)}: unknown key; {name_here}")
         elif isinstance(value, dict) or "." not in key:
             guess = _unknown_section(key) if isinstance(value, dict) else nearest_key(key)
             problems.append(f"{_legible(key)}: unknown section; {guess}")
@@ -151,11 +148,9 @@ def _override_setting(override: str) -> tuple[str, Any]:
 
 def _no_setting(override: str, key: str) -> str:
     """Return the answer to an override of something that is no setting."""
-    if news := moved(key):
-        return f"{key}: {news}"
     if key in SECTIONS:
         return f"override {shown(override)}: {key} is a section; set one of its keys, as {key}.key=value"
-    return f"{_legible(key)}: unknown key; {nearest_key(key)}"
+    return f"{_legible(key)}: unknown key; {in_peers(key) or nearest_key(key)}"
 
 
 def _parsed(override: str, text: str) -> Any:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mega_rl.config.moved import moved
 from mega_rl.config.values import BadValue
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\}")
@@ -31,8 +30,6 @@ def resolve(value: Any, settings: Mapping[str, Any], *, above: tuple[str, ...] =
 
 
 def _value(key: str, settings: Mapping[str, Any], above: tuple[str, ...]) -> Any:
-    if key not in settings and (news := moved(key)):
-        raise BadValue(f"refers to {key}: {news}")
     if key not in settings or key in above:
         raise BadValue("refers to a key that does not exist or to itself")
     return resolve(settings[key], settings, above=(*above, key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,16 +33,20 @@ _COLUMNS = (
 # Parts of a step that are no training: they come at intervals and would make the pace of steps look uneven.
 _BESIDE = ("time/validate_s", "time/checkpoint_s")
 LEAST_BESIDE_S = 0.05  # shorter ones are not worth a column
+MAX_SAMPLE_CHARACTERS = 400  # of a prompt or response that is shown
 
 
-def step_line(step: int, metrics: Metrics, *, width: int | None = None) -> str:
+def step_line(step: int, metrics: Metrics, *, parts: Sequence[str] = (), width: int | None = None) -> str:
     """Return "step 12 | reward 0.5312 | kl 0.0123 | length 213 | ... | 1240 tok/s | 3.20 s".
 
     A metric that the step lacks has no column. Time and tokens per second are without validation and saving, which
-    follow apart. width: of the terminal, for which columns are left out; None keeps all.
+    follow apart. parts: of the reward by name, behind the reward. width: of the terminal, for which columns are left
+    out; None keeps all.
     """
     numbers = metrics | _derived(metrics)
-    columns = [(rank, form.format(numbers[name])) for name, form, rank in _COLUMNS if name in numbers]
+    of_parts = [(f"reward/{name}", f"{name} {{:.3f}}", 2) for name in parts]
+    columns_of = (_COLUMNS[0], *of_parts, *_COLUMNS[1:])
+    columns = [(rank, form.format(numbers[name])) for name, form, rank in columns_of if name in numbers]
     while width is not None and columns and len(_joined(step, columns)) > width:
         columns.remove(max(columns))
     return _joined(step, columns)
@@ -68,20 +73,53 @@ def _derived(metrics: Metrics) -> Metrics:
     return derived
 
 
-class ConsoleSink:
-    """Sink that logs `step_line`, on a terminal in its width."""
+def sample_text(row: Mapping[str, Any]) -> str:
+    """Return a dumped sample in three lines: rewards and advantage, the end of the prompt, the response."""
+    numbers = [("reward", row.get("reward")), *((name, row[key]) for key in row if (name := _part(key)))]
+    numbers.append(("advantage", row.get("advantage_mean")))
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers if value is not None)
+    end = "" if row["finished"] else ", cut off"
+    head = f"step {row['step']}, prompt {row['prompt_index']}, sample {row['sample_index']}"
+    return (
+        f"{head}: {shown}; {row['response_tokens']} tokens{end}\n"
+        f"    prompt    {_one_line(row['rendered_prompt'])}\n    response  {_one_line(row['response'])}"
+    )
 
-    def __init__(self, *, console: Console | None = None) -> None:
-        """console: standard error unless given."""
+
+def _one_line(text: str) -> str:
+    """Return a text as JSON escapes it, its middle left out where it is long."""
+    line = json.dumps(text, ensure_ascii=False)
+    half = MAX_SAMPLE_CHARACTERS // 2
+    return line if len(line) <= MAX_SAMPLE_CHARACTERS else f"{line[:half]} ... {line[-half:]}"
+
+
+def _part(key: str) -> str:
+    """Return the part of the reward that a key of a dumped row holds, "" for other keys."""
+    return key.removeprefix("reward_") if key.startswith("reward_") else ""
+
+
+class ConsoleSink:
+    """Sink that logs `step_line`, on a terminal in its width, and samples of the first step that is dumped."""
+
+    def __init__(self, *, samples: int = 0, console: Console | None = None) -> None:
+        """samples: how many are shown. console: standard error unless given."""
         self._console = console or standard_error()
+        self._samples = samples
+        self._parts: list[str] = []
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the line of a step."""
         width = self._console.width - TIME_WIDTH if self._console.is_terminal else None
-        logger.info("%s", step_line(step, metrics, width=width))
+        logger.info("%s", step_line(step, metrics, parts=self._parts, width=width))
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
-        """Write nothing: rollouts are too long for a line."""
+        """Log the first samples of the first step that trains; parts of the reward get their columns."""
+        for row in rows:
+            self._parts += [name for name in map(_part, row) if name and name not in self._parts]
+        if not validation:
+            for row in rows[: self._samples]:
+                logger.info("%s", sample_text(row))
+            self._samples = 0
 
     def close(self, *, failed: bool = False) -> None:
         """Do nothing: the console is not a file of this sink."""

@@ -263,5 +263,5 @@ def make_sink(
     )
     for tracker in dict.fromkeys(config.trackers):
         sinks.append(TrackerSink(tracker, run, resume_step=resume_step, total_steps=total_steps))
-    sinks.append(ConsoleSink())
+    sinks.append(ConsoleSink(samples=config.print_samples))
     return MultiSink(sinks)

@@ -21,6 +21,7 @@ from mega_rl.storage.strict_json import JsonFields
 
 MAX_BYTES = 2_000_000  # of a page
 MAX_SETTING = 2_000  # characters
+MAX_PARTS = 6  # named parts of the reward among the first charts
 _PROGRAM = ("elements.js", "charts.js", "samples.js", "report.js")
 
 
@@ -53,7 +54,8 @@ def content_of(runs: Sequence[Run], *, max_characters: int = curves.MAX_CHARACTE
         "themes": [
             [title, [name for name in names if glossary.theme_of(name) == title]] for title, _ in glossary.THEMES
         ],
-        "overview": [name for name in glossary.OVERVIEW if name in names],
+        "overview": _overview(names),
+        "rules": len(rules.RULES),
         "config": _settings(runs),
         "differing": differing_keys(runs),
         "symptoms": [[symptom.to_json() for symptom in rules.symptoms_of(run.series)] for run in runs],
@@ -86,6 +88,12 @@ def to_script_data(content: object) -> str:
     """Return JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
     text = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _overview(names: Sequence[str]) -> list[str]:
+    """Return the metrics of the first charts: named parts of the reward stand behind the reward."""
+    first, *others = glossary.OVERVIEW
+    return [name for name in (first, *glossary.reward_parts(names)[:MAX_PARTS], *others) if name in names]
 
 
 def _curve(run: Run, name: str, grid: curves.Grid) -> JsonFields | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -40,6 +41,12 @@ def explain(name: str) -> MetricEntry | None:
     if name in exact:
         return exact[name]
     return next((entry for pattern, entry in patterns if pattern.fullmatch(name)), None)
+
+
+def reward_parts(names: Iterable[str]) -> list[str]:
+    """Return the metrics of named parts of the reward: those of "reward/" that the page does not list by name."""
+    exact, _ = _table()
+    return [name for name in names if name.startswith("reward/") and name.count("/") == 1 and name not in exact]
 
 
 def theme_of(name: str) -> str:

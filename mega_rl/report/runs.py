@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,11 @@ class Series:
 
     steps: array[int]
     values: array[float]  # may be NaN or infinite
+
+    def until(self, step: int) -> Series:
+        """Return the part of the series up to a step."""
+        end = bisect_right(self.steps, step)
+        return Series(self.steps[:end], self.values[:end])
 
 
 @dataclass(frozen=True)

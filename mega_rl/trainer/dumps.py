@@ -22,7 +22,7 @@ def sample_rows(
     count: int,
     advantages: Tensor | None = None,
 ) -> list[Mapping[str, Any]]:
-    """Return `count` rollouts of this rank as readable rows, of as many prompts as there are; see `spread_rows`.
+    """Return some rollouts of this rank as readable rows, whole groups of about `count` in all; see `group_rows`.
 
     advantages: [B, S] float32, 0 off the mask, None of rollouts that do not train. `prompt` is the user's
     text, `rendered_prompt` the text of the token ids that the model read, by `render`, which shows special tokens;
@@ -30,7 +30,7 @@ def sample_rows(
     tokens.
     """
     rows: list[Mapping[str, Any]] = []
-    for row in spread_rows(rollout.prompt_index.tolist(), count):
+    for row in group_rows(rollout.prompt_index.tolist(), count):
         prompt = prompts[int(rollout.prompt_index[row])]
         start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
         finished = bool(rollout.finished[row])
@@ -54,20 +54,17 @@ def sample_rows(
     return rows
 
 
-def spread_rows(prompt_index: Sequence[int], count: int) -> list[int]:
-    """Return up to `count` row numbers, ascending: first samples of prompts spread over the batch, then second ones.
+def group_rows(prompt_index: Sequence[int], count: int) -> list[int]:
+    """Return row numbers, ascending: all samples of prompts that are spread over the batch.
 
-    prompt_index: of each row.
+    There are as many prompts as `count` samples fill, at least one unless `count` is 0. prompt_index: of each row.
     """
     samples: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompt_index):
         samples.setdefault(prompt, []).append(row)
-    chosen: list[int] = []
-    for number in range(max(map(len, samples.values()), default=0)):
-        candidates = [rows[number] for rows in samples.values() if number < len(rows)]
-        taken = min(count - len(chosen), len(candidates))
-        chosen += [candidates[position * len(candidates) // taken] for position in range(taken)]
-    return sorted(chosen)
+    groups = list(samples.values())
+    taken = min(len(groups), max(count // max(map(len, groups), default=1), min(count, 1)))
+    return sorted(row for position in range(taken) for row in groups[position * len(groups) // taken])
 
 
 def _rewards_of(rewards: Rewards, row: int) -> dict[str, float | None]:

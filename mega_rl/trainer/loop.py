@@ -71,6 +71,10 @@ class RunSettings:
     rollout_interval: int = 0  # steps between rollout dumps; 0 never, and none of validations
     rollout_samples: int = 0
 
+    def dumps(self, done: int) -> bool:
+        """Return whether rollouts of the step that is now done are dumped: the first, the last and every N-th."""
+        return self.rollout_interval > 0 and (done in (1, self.steps) or _due(done, self.rollout_interval))
+
 
 @dataclass
 class PPOTrainer:
@@ -196,7 +200,7 @@ class PPOTrainer:
         with phase("sync_weights"):
             metrics |= self.sync.publish()
         metrics |= self.count_data(self.prompts.drawn_after(step + 1))
-        if _due(step + 1, self.settings.rollout_interval):
+        if self.settings.dumps(step + 1):
             rows = self._rows(step + 1, rollout, rewards, prompts, advantages=experience.advantages)
             self.metrics.dump_rollouts(step + 1, rows)
         return metrics

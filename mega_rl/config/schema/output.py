@@ -99,9 +99,18 @@ class MetricsConfig:
     run_name: str = setting("", "Name of the run in trackers; empty takes that of its folder.")
     progress_bar: bool = setting(True, "Show a live line on a terminal: step, what is being done, time left.")
     rollout_samples: int = setting(
-        8, "Rollouts dumped as JSONL per dump, of prompts spread over the first rank's.", unit="samples", min=0
+        16,
+        "Rollouts dumped as JSONL: all samples of as many of the first rank's prompts as they fill, at least one.",
+        unit="samples",
+        min=0,
     )
     rollout_interval: int = setting(
-        10, "Dump rollouts every N steps, and answers at every validation; 0 dumps none.", unit="steps", min=0
+        10,
+        "Dump rollouts of the first, the last and every N-th step, and answers at every validation; 0: none.",
+        unit="steps",
+        min=0,
+    )
+    print_samples: int = setting(
+        2, "Samples of the first dump shown on the console, with their rewards.", unit="samples", min=0
     )
     records: RecordsConfig = dataclasses.field(default_factory=RecordsConfig)

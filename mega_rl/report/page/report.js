@@ -39,8 +39,8 @@ function symptomCard(report, run, symptom) {
     event.preventDefault();
     reveal(symptom.metric);
   });
-  return element("article", { class: "symptom" }, element("h3", {}, symptom.rule),
-    element("p", {}, link, ` ${symptom.seen} (${where}since step ${symptom.step}).`),
+  return element("article", { class: symptom.until === null ? "symptom" : "symptom past" }, element("h3", {}, symptom.rule),
+    element("p", {}, link, ` ${symptom.seen} (${where}since step ${symptom.step}${symptom.until === null ? "" : `, gone after step ${symptom.until}`}).`),
     element("p", {}, symptom.meaning), element("p", { class: "action" }, element("b", {}, "Try: "), symptom.action),
     element("p", { class: "page" }, symptom.page));
 }
@@ -65,7 +65,7 @@ function themeOf(name) {
 function warnings(report) {
   const cards = report.symptoms.flatMap((symptoms, run) => symptoms.map((symptom) => symptomCard(report, run, symptom)));
   if (report.runs.every((run) => run.last === 0)) return null;
-  const none = element("p", { class: "good" }, "No rule of the page \u201cWhen a run goes wrong\u201d saw a symptom.");
+  const none = element("p", { class: "good" }, `${report.rules} rules of the page \u201cWhen a run goes wrong\u201d looked at the metrics and none fired. Read the samples as well.`);
   return section("Warnings", "warnings", ...(cards.length ? [element("div", { class: "symptoms" }, ...cards)] : [none]));
 }
 

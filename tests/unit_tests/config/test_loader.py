@@ -89,11 +89,11 @@ def test_references_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 UNKNOWN = {
     "optim.l_r=1": "optim.l_r: unknown key; did you mean optim.lr?",
-    "optim.learning_rate=1": "optim.learning_rate: unknown key; did you mean optim.lr?",
+    "optim.learning_rate=1": "optim.learning_rate: unknown key; TRL's learning_rate is optim.lr here",
     "lr=1": "lr: unknown key; did you mean optim.lr?",
     "trainer.lr=1": "trainer.lr: unknown key; did you mean optim.lr?",
     "rolout.n=1": "rolout.n: unknown key; did you mean rollout.n?",
-    "parallel.tensor_parallel_size=2": "parallel.tensor_parallel_size: unknown key; did you mean engine.megatron.tp?",
+    "engine.tensor_parallel_size=2": "engine.tensor_parallel_size: unknown key; did you mean engine.megatron.tp?",
     "data.train_file=[a]": "data.train_file: unknown key; did you mean data.train_files?",
     "+optim.lr=1": "+optim.lr: unknown key; did you mean optim.lr?",
     "metrics.xyz=1": "metrics.xyz: unknown key; metrics has tensorboard, trackers, project, run_name, "

@@ -53,7 +53,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, folder / name)
     applied = run(folder, "git", "apply", "-", text=example())
     assert applied.returncode == 0, applied.stderr
-    written = run(folder, sys.executable, "-m", "tests.family_tables")
+    written = run(folder, sys.executable, "-m", "tests.code_tables")
     assert written.returncode == 0, written.stderr
     return folder
 

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING
 import mega_rl
 from mega_rl.converters import families
 from mega_rl.converters.families import FAMILIES, TRAINED, Family
-from tests.family_tables import BLOCK, BLOCKS, PAGES, rendered
+from tests.code_tables import BLOCK, BLOCKS, PAGES, rendered
 from tests.helpers.models import TINY
 from tests.unit_tests.converters import tiny_configs
 from tests.unit_tests.distributed.family_cases import CASES
@@ -112,7 +112,7 @@ def test_every_block_is_on_a_page() -> None:
 
 
 def test_a_changed_page_is_written_anew() -> None:
-    page = "A <!-- families: trained -->Qwen2 and more<!-- end of families -->."
+    page = "A <!-- code: trained -->Qwen2 and more<!-- end of code -->."
     assert rendered(page) == page.replace("Qwen2 and more", BLOCKS["trained"]())
     with pytest.raises(KeyError, match="riddle"):
-        rendered("<!-- families: riddle --><!-- end of families -->")
+        rendered("<!-- code: riddle --><!-- end of code -->")

@@ -60,3 +60,23 @@ def test_a_terminal_gets_lines_that_do_not_wrap_and_a_file_gets_all(caplog: pyte
     narrow, whole = (record.getMessage() for record in caplog.records)
     assert len(narrow) + TIME_WIDTH <= 80
     assert whole == ALL
+
+
+def test_named_parts_get_columns_and_the_first_samples_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mega_rl")
+    row = {
+        "step": 1, "prompt_index": 4, "sample_index": 0, "rendered_prompt": "p" * 900 + "END", "response": "5\n\x1b[2J",
+        "reward": 1.5, "reward_exact": 1.0, "reward_style": None, "advantage_mean": 0.25, "response_tokens": 3,
+        "finished": False,
+    }  # fmt: skip
+    sink = ConsoleSink(samples=1, console=Console(file=io.StringIO(), width=80))
+    for step in (1, 2):
+        sink.dump_rollouts(step, [row, row])
+        sink.log(step, METRICS | {"reward/exact": 0.75})
+    sample, *lines = (record.getMessage() for record in caplog.records)
+    head, prompt, response = sample.splitlines()
+    assert head == "step 1, prompt 4, sample 0: reward 1.5, exact 1, advantage 0.25; 3 tokens, cut off"
+    assert prompt.endswith('END"')
+    assert len(prompt) < 430
+    assert response == '    response  "5\\n\\u001b[2J"'
+    assert [line.partition("exact")[2][:6] for line in lines] == [" 0.750"] * 2

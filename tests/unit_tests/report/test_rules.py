@@ -39,11 +39,16 @@ SICK: Mapping[str, dict[str, Curve]] = {
         "reward/truncated_mean": lambda step: 0.6, "reward/finished_mean": lambda step: 0.4,
     },
     "Samples of a prompt get equal rewards": {"reward/equal_groups_fraction": lambda step: 0.95},
+    "A part of the reward is never earned": {"reward/exact": lambda step: 0.0},
+    "The policy has stopped exploring": {
+        "actor/entropy": lambda step: math.exp(-step / 10), "reward/equal_groups_fraction": lambda step: 0.7,
+        "reward/mean": lambda step: min(1.0, step / 80), "val/reward_mean": lambda step: 0.5,
+    },
     "Prompts are too easy or too hard": {"reward/worst_groups_fraction": lambda step: 0.9},
     "Responses are cut off": {"rollout/truncated_fraction": lambda step: step / 100},
     "Responses repeat themselves": {"rollout/repeated_fraction": lambda step: 0.002 * step},
     "The critic is worse than a constant": {"values/explained_variance": lambda step: -2.0},
-    "ShownSamples are old": {"importance/effective_fraction": lambda step: 0.3},
+    "Samples are old": {"importance/effective_fraction": lambda step: 0.3},
 }  # fmt: skip
 
 
@@ -83,6 +88,20 @@ def test_what_is_not_finite_is_named_once_with_its_step() -> None:
     (symptom,) = symptoms_of(series({**HEALTHY, **bad}))
     assert (symptom.rule, symptom.metric, symptom.step) == (NOT_FINITE.name, "actor/loss", 31)
     assert "1 other metric" in symptom.seen
+
+
+def test_a_warning_that_went_away_says_until_when() -> None:
+    cut_off = {"rollout/truncated_fraction": lambda step: 0.5 if step <= 70 else 0.0}
+    (symptom,) = symptoms_of(series({**HEALTHY, **cut_off}))
+    assert symptom.rule == "Responses are cut off"
+    assert symptom.until is not None
+    assert 60 < symptom.until <= 70
+
+
+def test_a_part_that_is_earned_once_is_no_symptom_any_more() -> None:
+    (symptom,) = symptoms_of(series({**HEALTHY, "reward/exact": lambda step: float(step == 50)}))
+    assert symptom.until is not None
+    assert symptom.until < 50
 
 
 def test_solved_tasks_may_lose_their_entropy() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mega_rl.trainer.dumps import sample_rows, spread_rows
+from mega_rl.trainer.dumps import group_rows, sample_rows
 from mega_rl.types import Prompt, RewardParts, Rewards
 from tests.helpers.rollouts import make_rollout
 
@@ -18,23 +18,21 @@ PROMPTS = [Prompt(index=10 + i, token_ids=(1, 2), text=f"p{i}", answer=str(i)) f
     ("count", "rows"),
     [
         (0, []),
-        (1, [0]),
-        (2, [0, 4]),
-        (3, [0, 2, 4]),
-        (4, [0, 2, 4, 6]),
-        (6, [0, 1, 2, 4, 5, 6]),
-        (8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (1, [0, 1]),
+        (2, [0, 1]),
+        (4, [0, 1, 4, 5]),
+        (7, [0, 1, 2, 3, 4, 5]),
         (99, [0, 1, 2, 3, 4, 5, 6, 7]),
     ],
 )
-def test_samples_are_of_as_many_prompts_as_there_are(count: int, rows: list[int]) -> None:
-    """Of four prompts with two samples each; more than one of a prompt only when all have one."""
-    assert spread_rows([5, 5, 3, 3, 7, 7, 1, 1], count) == rows
+def test_whole_groups_are_dumped(count: int, rows: list[int]) -> None:
+    """Of four prompts with two samples each."""
+    assert group_rows([5, 5, 3, 3, 7, 7, 1, 1], count) == rows
 
 
-def test_samples_of_prompts_of_several_sizes() -> None:
-    assert spread_rows([0, 1, 0, 2, 0], 4) == [0, 1, 2, 3]
-    assert spread_rows([], 4) == []
+def test_groups_of_several_sizes_stay_whole() -> None:
+    assert group_rows([0, 1, 0, 2, 0], 4) == [0, 2, 4]
+    assert group_rows([], 4) == []
 
 
 def test_a_row_says_what_became_of_a_sample() -> None:

@@ -1,6 +1,6 @@
-"""Writes what README and docs say of the model families out of their entries: `make docs`.
+"""Write what README and docs say of families, algorithms, launchers and peers' names out of the code: `make docs`.
 
-A page holds `<!-- families: NAME -->`, the text of `BLOCKS[NAME]`, and `<!-- end of families -->`.
+A page holds `<!-- code: NAME -->`, the text of `BLOCKS[NAME]`, and `<!-- end of code -->`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mega_rl.cli import launch
+from mega_rl.config.keys import FIELDS
+from mega_rl.config.peer_names import NAMES
+from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS
 from mega_rl.converters.families import FAMILIES, Family
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
-BLOCK = re.compile(r"(<!-- families: (\w+) -->)(.*?)(<!-- end of families -->)", flags=re.DOTALL)
+BLOCK = re.compile(r"(<!-- code: (\w+) -->)(.*?)(<!-- end of code -->)", flags=re.DOTALL)
 
 
 def table() -> str:
@@ -55,7 +59,40 @@ def _titles(families: list[Family]) -> str:
     return ", ".join(family.title for family in families)
 
 
-BLOCKS = {block.__name__: block for block in (table, bugs, trained, not_trained, untied_in_sglang)}
+def algorithms() -> str:
+    """Return every choice of an algorithm by name."""
+    parts = [
+        f"{len(choice.builtin)} {title} ({', '.join(f'`{name}`' for name in choice.builtin)})"
+        for title, choice in (("advantage estimators", ADVANTAGE), ("losses", LOSS), ("corrections", CORRECTION))
+    ]
+    names = FIELDS["algorithm.loss_aggregation"].metadata["choices"]
+    return "; ".join([*parts, f"{len(names)} aggregations ({', '.join(f'`{name}`' for name in names)})"])
+
+
+def launchers() -> str:
+    """Return the ways to start ranks."""
+    names = [command.name or command.callback.__name__ for command in launch.app.registered_commands]
+    return ", ".join(["torchrun", "`mega-rl train --nproc-per-node`", *(f"`mega-rl launch {name}`" for name in names)])
+
+
+def peer_names() -> str:
+    """Return a table for each peer."""
+    tables = []
+    for peer, names in NAMES.items():
+        rows = [f"| {name} | {_setting(setting)} |" for name, setting in sorted(names.items())]
+        tables.append("\n".join([f"\n## {peer}\n", f"| {peer} | here |", "|---|---|", *rows]))
+    return "\n".join(tables) + "\n"
+
+
+def _setting(text: str) -> str:
+    """Return a setting with its remark, the setting as code."""
+    return re.sub(r"[a-z_]+(\.[a-z_0-9]+)+(=[\w-]+)?", lambda match: f"`{match[0]}`", text)
+
+
+BLOCKS = {
+    block.__name__: block
+    for block in (table, bugs, trained, not_trained, untied_in_sglang, algorithms, launchers, peer_names)
+}
 
 
 def rendered(page: str) -> str:
