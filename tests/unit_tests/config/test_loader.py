@@ -97,7 +97,7 @@ UNKNOWN = {
     "data.train_file=[a]": "data.train_file: unknown key; did you mean data.train_files?",
     "+optim.lr=1": "+optim.lr: unknown key; did you mean optim.lr?",
     "metrics.xyz=1": "metrics.xyz: unknown key; metrics has tensorboard, trackers, project, run_name, "
-    "progress_bar, rollout_samples, rollout_interval, records",
+    "progress_bar, rollout_samples, rollout_interval, print_samples, records",
     "engin=fsdp": "engin: unknown key; did you mean engine? engine has backend, resident_roles, megatron, fsdp",
     "xyz.abc=1": f"xyz.abc: unknown key; the sections are {TOP}",
 }
