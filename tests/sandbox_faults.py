@@ -26,8 +26,8 @@ SANDBOX = (
     fault(
         "sandbox",
         "the memory of one process alone",
-        "elif now >= look and used_bytes(self._init_pid) > self._limits.memory_bytes:",
-        "elif now >= look and not used_bytes(self._init_pid):",
+        "            tree += _children(process, pid)\n",
+        "",
         LOCAL,
     ),
     fault(
