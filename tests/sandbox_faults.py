@@ -6,6 +6,7 @@ from tests.fault import fault
 
 LOCAL = "sandbox/test_local.py"
 CASES = "workers/code/test_cases.py"
+SUITES = "workers/code/test_suites.py"
 
 SANDBOX = (
     fault(
@@ -26,8 +27,8 @@ SANDBOX = (
     fault(
         "sandbox",
         "the memory of one process alone",
-        "elif now >= look and used_bytes(self._init_pid) > self._limits.memory_bytes:",
-        "elif now >= look and not used_bytes(self._init_pid):",
+        "            tree += _children(process, pid)\n",
+        "",
         LOCAL,
     ),
     fault(
@@ -51,4 +52,41 @@ SANDBOX = (
         "return same_text(",
         CASES,
     ),
+    fault(
+        "sandbox",
+        "the host's disk counted while bubblewrap changes the root",
+        "if os.fstat(folder).st_dev in _host_devices():",
+        'if os.stat(f"/proc/{init_pid}/root/{name}").st_dev in _host_devices():',
+        "sandbox/test_watch.py",
+    ),
+    fault(
+        "sandbox",
+        "the memory of another process of the same number",
+        "if pid != init_pid and parent not in parents:",
+        "if pid != init_pid and not parent:",
+        "sandbox/test_watch.py",
+    ),
+    fault(
+        "sandbox",
+        "a builtin taken from the program",
+        "if not (hasattr(builtins, name) or name.startswith(",
+        "if not (name.startswith(",
+        SUITES,
+    ),
+    fault("sandbox", "a pass without an assert", "if not self._asserts:", "if self._asserts < 0:", SUITES),
+    fault(
+        "sandbox",
+        "a failed assert that tests have swallowed",
+        "self._failed = self._failed or not value",
+        "self._failed = False",
+        "sandbox/test_hostile_programs.py",
+    ),
+    fault(
+        "sandbox",
+        "StopIteration of a program ends a loop of the tests",
+        "raise (RuntimeError if ends_loop else error)(str(value[1]))",
+        "raise error(str(value[1]))",
+        "sandbox/test_hostile_programs.py",
+    ),
+    fault("sandbox", "a tolerance of integers", 'is_decimal = "." in expected and', "is_decimal =", CASES),
 )

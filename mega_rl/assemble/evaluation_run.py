@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _run(
     prepared = prepare_reward(config, tokens.tokenizer, tokens.decode, resources=resources)
     columns = reward_columns(config, prepared)
     _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns, trains=False)
-    check_sources(config, prepared, [], sets)
+    run_on_one(partial(check_sources, config, prepared, [], sets), world)
     agreed_fingerprint([], sets, world)
     evaluation = build_evaluation(config, sets, world)
     servers = start_servers(plan, accelerator, world, resources)

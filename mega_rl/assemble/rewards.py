@@ -18,8 +18,10 @@ from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.protocols import Ranks, SampleListener, Scorer
 from mega_rl.types import Prompt, PromptSet
-from mega_rl.workers.code.cases import UnknownTestsError, read_cases
+from mega_rl.workers.code.cases import AssertCase, read_cases
 from mega_rl.workers.code.reward import specification
+from mega_rl.workers.code.sandboxes import unfit_tests
+from mega_rl.workers.code.suites import UnknownTestsError
 from mega_rl.workers.reward import AbsentScorer, FunctionRewards, RewardWorker, TextScorer
 from mega_rl.workers.reward_functions import CHEAP, RewardFunction, resolve
 from mega_rl.workers.reward_http import HttpRewards
@@ -112,18 +114,26 @@ def check_sources(
 
 
 def _unknown_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
-    """Return what is wrong with the first row whose tests `code_tests` cannot read; None without one."""
+    """Return what is wrong with rows whose tests `code_tests` cannot judge by; None without any. Tries asserts."""
     if not runs_code(reward):
         return None
+    rows: dict[AssertCase, list[int]] = {}
     for prompt in prompts:
         names = reward.sources.get(prompt.source, ()) if reward.sources else reward.functions
         if reward.functions and CODE_TESTS not in (reward.functions[name] for name in names):
             continue
         try:
-            read_cases(prompt.answer, prompt.row)
+            asserts = [case for case in read_cases(prompt.answer, prompt.row) if isinstance(case, AssertCase)]
         except UnknownTestsError as error:
             return f"row {prompt.index}: the reward function {CODE_TESTS} cannot read its tests: {error}"
-    return None
+        for case in asserts:
+            rows.setdefault(case, []).append(prompt.index)
+    unfit: dict[str, set[int]] = {}
+    for numbers, why in zip(rows.values(), unfit_tests(reward.sandbox, [*rows]), strict=True):
+        if why:
+            unfit.setdefault(why, set()).update(numbers)
+    problems = [f"they {why} (rows {', '.join(map(str, sorted(numbers)))})"[:400] for why, numbers in unfit.items()]
+    return f"the reward function {CODE_TESTS} cannot judge by some tests: {'; '.join(problems)}" if problems else None
 
 
 def build_reward(

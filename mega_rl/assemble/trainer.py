@@ -51,6 +51,7 @@ from mega_rl.metrics.sinks import make_sink
 from mega_rl.metrics.startup import show_startup
 from mega_rl.metrics.steps import StepMeter, StepTraces
 from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink, Ranks, RolloutSource
@@ -162,7 +163,7 @@ def _read_inputs(
     check = partial(check_sources, config, reward, held_out=held_out)
     streams = open_streams(config, tokens, vocab_size=vocab_size, columns=columns, ranks=everyone, check=check)
     if streams is None:
-        check(train)
+        run_on_one(partial(check, train), everyone)
     if is_writer and streams is None:
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
     if is_writer:

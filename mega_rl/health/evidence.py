@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mega_rl.health.processes import ProcessState, process_state
-from mega_rl.health.records import Collective, RankRecord, read_records
+from mega_rl.health.records import Collective, RankRecord, read_record, read_records
 from mega_rl.health.stacks import Stacks, read_stacks
 
 INNOCENT = ("timeout", "lost peer")  # ends that another rank has caused
@@ -77,12 +77,15 @@ def gather(run_dir: Path, *, world_size: int, exits: Mapping[int, int] | None = 
     records = {rank: record for rank, record in read_records(run_dir).items() if rank < world_size}
     host = socket.gethostname()
     states, stacks = {}, {}
-    for rank, record in records.items():
+    for rank, record in list(records.items()):
         seen = read_stacks(run_dir, rank)
         if seen is not None:
             stacks[rank], states[rank] = seen, seen.state
         elif record.host == host:
             now = process_state(record.pid, record.started)
+            if not now.alive:  # its last words may be newer than the record that has been read
+                last = read_record(run_dir, rank)
+                records[rank] = last if last is not None and last.pid == record.pid else record
             if exits is None or now.alive:
                 states[rank] = now
     return Evidence(world_size, time.time(), records, states, exits or {}, stacks)

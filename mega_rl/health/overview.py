@@ -38,6 +38,7 @@ def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
     host = socket.gethostname()
     now = {rank: process_state(one.pid, one.started) for rank, one in records.items() if one.host == host}
     evidence = replace(gather(run_dir, world_size=world_size), states=now)
+    records = {**evidence.records}  # newer than the states: a rank that has ended since then says so here
     if any(is_living(evidence, record) for record in records.values()):
         return [*_table(evidence), *(_stacks(run_dir, evidence) if stacks else [])], 0
     lines = [*(_table(evidence) if records else [])]

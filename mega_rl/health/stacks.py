@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -183,15 +184,21 @@ def _ask(run_dir: Path, rank: int, pid: int) -> str:
     Only a rank with a record of this very process has set a handler; the signal would end any other.
     """
     record = read_record(run_dir, rank)
-    is_of_rank = record is not None and record.pid == pid and record.started == start_time(pid) != 0
-    if not is_of_rank or not catches(pid, STACKS_SIGNAL):
-        return ""
     path = dump_path(run_dir, rank)
     before = path.stat().st_size if path.exists() else 0
     try:
-        os.kill(pid, STACKS_SIGNAL)
+        process = os.pidfd_open(pid)  # before the checks: it stays this process, whoever gets the number later
     except OSError:
         return ""
+    try:
+        is_of_rank = record is not None and record.pid == pid and record.started == start_time(pid) != 0
+        if not is_of_rank or not catches(pid, STACKS_SIGNAL):
+            return ""
+        signal.pidfd_send_signal(process, STACKS_SIGNAL)
+    except OSError:
+        return ""
+    finally:
+        os.close(process)
     end = time.monotonic() + ANSWER_S
     text = ""
     while time.monotonic() < end:

@@ -13,7 +13,7 @@ from mega_rl.sandbox.limits import Limits, SandboxError
 
 PROGRAM = "/sandbox/program.py"  # the program's path inside
 NOBODY = 65534  # uid and gid inside a user namespace
-OPEN_FILES = 64
+OPEN_FILES = 32  # a socket of each may keep a fifth of a megabyte of the kernel
 INSTALL = (
     "install it (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap), or name a service with "
     "reward.sandbox.kind=remote"

@@ -18,7 +18,7 @@ from typing import IO
 from mega_rl.sandbox.bubblewrap import INSTALL, Tool, choose_uid, command
 from mega_rl.sandbox.limits import Execution, Limits, SandboxError, Status
 from mega_rl.sandbox.seccomp import build_filter
-from mega_rl.sandbox.watch import used_bytes
+from mega_rl.sandbox.watch import parent_of, used_bytes
 
 START_S = 20.0  # for bubblewrap to have made its namespaces, on a busy machine
 END_S = 10.0  # for a killed sandbox to be gone
@@ -136,8 +136,25 @@ class _Run:
                     raise SandboxError(f"bubblewrap cannot make a sandbox: {self._complaint()}; {_HINT}")
                 text += part
         self._init_pid = int(json.loads(text)["child-pid"])
-        with contextlib.suppress(ProcessLookupError):  # ended already
-            self._init = os.pidfd_open(self._init_pid)
+        with contextlib.suppress(OSError):  # ended already
+            init = os.pidfd_open(self._init_pid)
+            if parent_of(self._init_pid) == self._process.pid:
+                self._init = init
+            else:  # ended already, and another process has got its number
+                os.close(init)
+
+    def _exceeds_memory(self) -> bool:
+        """Return whether the sandbox uses more memory than it may; a look at a sandbox that has ended says nothing."""
+        if self._init is None or used_bytes(self._init_pid) <= self._limits.memory_bytes:
+            return False
+        return not self._gone(within_s=0)
+
+    def _gone(self, *, within_s: float) -> bool:
+        """Return whether the sandbox's first process has ended, or does so in time."""
+        with selectors.DefaultSelector() as selector:
+            assert self._init is not None
+            selector.register(self._init, selectors.EVENT_READ)
+            return bool(selector.select(within_s))
 
     def _complaint(self) -> str:
         assert self._process.stderr is not None
@@ -156,7 +173,7 @@ class _Run:
                 status = "timeout"
             elif streams.overflown:
                 status = "output"
-            elif now >= look and used_bytes(self._init_pid) > self._limits.memory_bytes:
+            elif now >= look and self._exceeds_memory():
                 status = "memory"
             elif self._process.poll() is not None:
                 streams.drain()
@@ -175,9 +192,7 @@ class _Run:
         if self._init is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._init, selectors.EVENT_READ)
-                gone = bool(selector.select(END_S))
+            gone = self._gone(within_s=END_S)
             os.close(self._init)
             self._init = None
             if not gone:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from mega_rl.sandbox.limits import Execution
 
 _PLACE = 'CANDIDATE = ""'
 _FUTURE = "from __future__ import annotations\n"
-_IMPORT = "from mega_rl.sandbox.inside.values import Value, decode, encode\n"
+_IMPORT = re.compile(r"^from mega_rl\.sandbox\.inside\.(\w+) import .*\n", re.MULTILINE)
 
 
 @functools.cache
@@ -24,11 +26,14 @@ def harness_text() -> str:
 
 
 def _program(name: str) -> str:
-    """Return the text of a program inside, with that of `values` in the place of its import."""
-    folder = Path(__file__).parent / "inside"
-    text, values = ((folder / f"{one}.py").read_text("utf-8") for one in (name, "values"))
-    assert text.count(_IMPORT) == 1, "a program imports the values once"
-    return text.replace(_IMPORT, values.replace(_FUTURE, ""))
+    """Return the text of a program inside, with those of the modules next to it in the place of their imports."""
+    text, parts = _IMPORT.sub("", _text(name)), dict.fromkeys(("values", *_IMPORT.findall(_text(name))))
+    bodies = "".join(_IMPORT.sub("", _text(part)).replace(_FUTURE, "") for part in parts)
+    return text.replace(_FUTURE, _FUTURE + bodies)
+
+
+def _text(name: str) -> str:
+    return (Path(__file__).parent / "inside" / f"{name}.py").read_text("utf-8")
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,14 @@ class Order:
         return cls._make(mode="call", code=code, entry=entry, arguments=arguments)
 
     @classmethod
-    def of_tests(cls, code: str, tests: str, entry: str = "") -> Order:
-        """Return the order to run tests, Python with assert statements, over the code."""
-        return cls._make(mode="tests", code=code, tests=tests, entry=entry)
+    def of_tests(cls, code: str, suite: Mapping[str, object]) -> Order:
+        """Return the order to run tests, as `mega_rl.workers.code.suites.suite_of` has them, over the code."""
+        return cls._make(mode="tests", code=code, suite=suite)
+
+    @classmethod
+    def of_stub(cls, suites: Sequence[Mapping[str, object]]) -> Order:
+        """Return the order to run each of several suites of tests over functions that raise."""
+        return cls._make(mode="stub", suites=suites)
 
     @classmethod
     def _make(cls, **order: object) -> Order:

@@ -42,8 +42,8 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     # memory that belongs to no process, so that no limit of one counts it
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189), "semget": (64, 190), "mq_open": (240, 180),
-    # the network, and paths of sockets
-    "socket": (41, 198),
+    # the network, paths of sockets, and how much the kernel keeps for a socket
+    "socket": (41, 198), "setsockopt": (54, 208),
 }  # fmt: skip
 ABSENT = {"clone3": (435, 435)}  # its flags are out of a filter's sight; libraries then call clone
 CLONE = (56, 220)
@@ -54,9 +54,10 @@ LAST_KNOWN = 456  # calls that are newer answer that there are none
 NEW_NAMESPACES = 0x02000000 | 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 TERMINAL_REQUESTS = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
 AF_UNIX = 1
+SOCK_STREAM, SOCK_TYPES = 1, 0xF  # each empty datagram takes most of a kilobyte of the kernel
 
 _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-_LOAD, _IF_EQUAL, _IF_ABOVE, _IF_BITS, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
+_LOAD, _AND, _IF_EQUAL, _IF_ABOVE, _IF_BITS, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
@@ -102,9 +103,12 @@ def _instructions(architecture: Architecture) -> Iterator[tuple[int, int, int, i
     yield _IF_BITS, 0, 1, NEW_NAMESPACES
     yield _RETURN, 0, 0, _ERRNO | errno.EPERM
     yield _RETURN, 0, 0, _ALLOW
-    yield _IF_EQUAL, 0, 4, SOCKETPAIR[column]
+    yield _IF_EQUAL, 0, 7, SOCKETPAIR[column]
     yield _LOAD, 0, 0, _argument(0)
-    yield _IF_EQUAL, 1, 0, AF_UNIX
+    yield _IF_EQUAL, 0, 3, AF_UNIX
+    yield _LOAD, 0, 0, _argument(1)
+    yield _AND, 0, 0, SOCK_TYPES
+    yield _IF_EQUAL, 1, 0, SOCK_STREAM
     yield _RETURN, 0, 0, _ERRNO | errno.EPERM
     yield _RETURN, 0, 0, _ALLOW
     yield _IF_EQUAL, 0, 2 + 2 * len(TERMINAL_REQUESTS), IOCTL[column]

@@ -7,10 +7,13 @@ import os
 import re
 import secrets
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +23,19 @@ import psutil
 import mega_rl
 from mega_rl.sandbox.limits import MIB, Execution, Limits, Sandbox, SandboxError
 from mega_rl.sandbox.watch import used_bytes
-from mega_rl.workers.code.cases import AssertCase, CallCase, Case, StdioCase
+from mega_rl.workers.code.cases import AssertCase, CallCase, Case, StdioCase, read_cases
+from mega_rl.workers.code.suites import UnknownTestsError, unfit
 from tests.hostile_programs.forging import FORGING
+from tests.hostile_programs.judging import JUDGING
 from tests.hostile_programs.programs import ESCAPED, Hostile
 from tests.hostile_programs.reaching import REACHING
 from tests.hostile_programs.resources import RESOURCES
 
-PROGRAMS: list[Hostile] = [*RESOURCES, *REACHING, *FORGING]
+PROGRAMS: list[Hostile] = [*RESOURCES, *REACHING, *FORGING, *JUDGING]
 LIMITS = Limits(timeout_s=2.0, memory_bytes=128 * MIB, processes=12, output_bytes=64 << 10, tmp_bytes=8 * MIB)
+FORGED, VACUOUS, REFUSED = "a verdict was forged", "vacuous tests are accepted", "a right program was refused"
+WRONG = {"forged": FORGED, "vacuous": VACUOUS, "right refused": REFUSED}  # verdicts
+BUSY = 6  # processes
 LATEST_S = 5.0  # for a program to have ended, with a busy machine's delay
 
 
@@ -148,8 +156,8 @@ def run_program(sandbox: Sandbox, program: Hostile, own: Canaries) -> Report:
         escapes.append(f"the sandbox failed: {error}")
     seconds = time.monotonic() - begin
     peak_bytes = peak.stop()
-    if passed:
-        escapes.append("a verdict was forged")
+    if passed != program.passes:
+        escapes.append(REFUSED if program.passes else VACUOUS if program.kind == "vacuous" else FORGED)
     if ran is not None:
         output = (ran.stdout + ran.stderr).decode(errors="replace")
         if ESCAPED in output.splitlines():
@@ -168,12 +176,26 @@ def _run(sandbox: Sandbox, program: Hostile, text: str) -> tuple[bool, Execution
     secret = 5 + secrets.randbelow(10**6)
     if program.kind == "plain":
         return False, sandbox.run(text, b"", timeout_s=LIMITS.timeout_s)
+    if program.kind == "vacuous" and _refused(sandbox, program):
+        return False, sandbox.run(text, b"", timeout_s=LIMITS.timeout_s)
+    if program.kind in ("row", "vacuous"):
+        ran = [case.run(sandbox, text, LIMITS.timeout_s) for case in read_cases(program.tests, program.row)]
+        return program.kind == "vacuous" or all(passed for passed, _ in ran), ran[-1][1]
     cases: dict[str, Case] = {
         "asserts": AssertCase(f"assert f(1) == 4\nassert f({secret}) == {3 * secret + 1}\nassert abs(f(2) - 7) < 1e-6"),
         "call": CallCase("f", [secret], 3 * secret + 1),
         "stdin": StdioCase(f"{secret}\n", f"{3 * secret + 1}\n"),
     }
     return cases[program.kind].run(sandbox, text, LIMITS.timeout_s)
+
+
+def _refused(sandbox: Sandbox, program: Hostile) -> bool:
+    """Return whether a row with these tests is refused before anything is judged by it."""
+    try:
+        suites = [case.suite for case in read_cases(program.tests, program.row) if isinstance(case, AssertCase)]
+    except UnknownTestsError:
+        return True
+    return any(unfit(sandbox, suites, LIMITS.timeout_s))
 
 
 def _ended(ran: Execution | None) -> str:
@@ -190,10 +212,33 @@ def run_all(sandbox: Sandbox, programs: Sequence[Hostile]) -> Iterator[Report]:
             yield run_program(sandbox, program, own)
 
 
+def refused_when_busy(sandbox: Sandbox, count: int) -> list[str]:
+    """Return how right programs ended that were refused, of `count` runs while six processes keep the host busy."""
+    right = [program for program in PROGRAMS if program.family == "right programs"]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY)]
+
+    def run(number: int) -> str:
+        program = right[number % len(right)]
+        for case in read_cases(program.tests, program.row):
+            passed, ran = case.run(sandbox, program.text, Limits().timeout_s)
+            if not passed:
+                return f"{program.title}: {_ended(ran)} {ran.seconds:.1f} s {ran.stdout[-200:]!r}"
+        return ""
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            return [refused for refused in threads.map(run, range(count)) if refused]
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 def table(reports: Sequence[Report]) -> Iterator[str]:
     """Yield the lines of a Markdown table, a row a family."""
-    yield "| family | programs | how they ended | escapes | largest memory | longest |"
-    yield "|---|---|---|---|---|---|"
+    heads = ("family", "programs", "how they ended", *WRONG, "escapes", "largest memory", "longest")
+    yield f"| {' | '.join(heads)} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     families = list(dict.fromkeys(report.program.family for report in reports))
     for name in families:
         own = [report for report in reports if report.program.family == name]
@@ -204,7 +249,9 @@ def table(reports: Sequence[Report]) -> Iterator[str]:
 def _row(name: str, reports: Sequence[Report]) -> str:
     ends = sorted({report.ended for report in reports})
     counts = ", ".join(f"{sum(report.ended == end for report in reports)} {end}" for end in ends)
-    escapes = sum(bool(report.escapes) for report in reports)
+    kinds = [sum(kind in report.escapes for report in reports) for kind in WRONG.values()]
+    others = sum(bool({*report.escapes} - {*WRONG.values()}) for report in reports)
+    wrong = " | ".join(map(str, [*kinds, others]))
     peak = max(report.peak_bytes for report in reports) / MIB
     longest = max(report.seconds for report in reports)
-    return f"| {name} | {len(reports)} | {counts} | {escapes} | {peak:.0f} MiB | {longest:.1f} s |"
+    return f"| {name} | {len(reports)} | {counts} | {wrong} | {peak:.0f} MiB | {longest:.1f} s |"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["plain", "asserts", "call", "stdin"]  # "plain" has no tests; others forge a verdict
+# "plain" has no tests; "row" has its own, "vacuous" such as no program may be judged by; others forge a verdict
+Kind = Literal["plain", "asserts", "call", "stdin", "row", "vacuous"]
 ESCAPED = "ESCAPED"  # printed where something has succeeded that must not
 
 
@@ -18,6 +20,9 @@ class Hostile:
     name: str
     text: str
     kind: Kind = "plain"
+    tests: object = None  # of "row" and "vacuous"
+    row: Mapping[str, object] = field(default_factory=dict)
+    passes: bool = False  # it is right, and must be paid
 
     @property
     def title(self) -> str:

@@ -122,4 +122,19 @@ TIME = family(
     },
 )  # fmt: skip
 
-RESOURCES: list[Hostile] = [*PROCESSES, *MEMORY, *DISK, *DESCRIPTORS, *OUTPUT, *TIME]
+KERNEL = family(
+    "kernel memory",
+    {
+        "pairs of datagrams": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); print('ESCAPED')",
+        "pairs of packets": "socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET); print('ESCAPED')",
+        "pairs of raw sockets": "socket.socketpair(socket.AF_UNIX, socket.SOCK_RAW); print('ESCAPED')",
+        "a longer queue": "a, b = socket.socketpair(); a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22); print('ESCAPED')",
+        "a longer queue to read": "a, b = socket.socketpair(); b.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22); print('ESCAPED')",
+        "more descriptors than 32": "kept = []\nwhile True:\n    kept.append(socket.socketpair())\n    if len(kept) > 16: print('ESCAPED')",
+        "full pairs in all processes": "for _ in range(3):\n    try: os.fork()\n    except OSError: pass\nkept = []\ntry:\n    while True:\n        a, b = socket.socketpair(); kept += [a, b]\n        for s in (a, b):\n            s.setblocking(False)\n            try:\n                while True: s.send(bytes(1 << 16))\n            except BlockingIOError: pass\nexcept OSError: time.sleep(60)",
+        "full pairs in flight": "import array\nx, y = socket.socketpair(); x.setblocking(False)\nn = 0\nwhile True:\n    a, b = socket.socketpair(); a.setblocking(False)\n    try:\n        while True: a.send(bytes(1 << 16))\n    except BlockingIOError: pass\n    x.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [a.fileno(), b.fileno()]))])\n    n += 1\n    if n > 64: print('ESCAPED')",
+    },
+    before="import os, socket, time\n",
+)  # fmt: skip
+
+RESOURCES: list[Hostile] = [*PROCESSES, *MEMORY, *DISK, *DESCRIPTORS, *OUTPUT, *TIME, *KERNEL]

@@ -96,7 +96,7 @@ CHANGE_FOREIGN_MODULES = [
     "rollout/sglang/server/launcher.py",
     "rollout/sglang/server/private_files.py",
     "sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
-    "sandbox/inside/harness.py",
+    "sandbox/inside/suite.py",
     "workers/user_files.py",
 ]
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 
-_FENCE = re.compile(r"[ \t]{0,8}(?P<fence>`{3,}|~{3,})[ \t]*(?P<rest>[^`\r\n]*)\r?\n?")
+# No two parts match the same characters next to each other, so that a line is read in linear time.
+_FENCE = re.compile(r"[ \t]{0,8}(?P<fence>`{3,}|~{3,}(?!~))[ \t]*(?P<rest>(?:[^ \t`\r\n][^`\r\n]*)?)\r?\n?")
+MOST_CHARACTERS = 1 << 15  # of a program that is parsed outside of a sandbox: half a second at most
 PYTHON = ("", "python", "python3", "py")
 
 
@@ -32,12 +36,18 @@ def last_program(response: str) -> str | None:
 
 
 def code_format(response: str) -> float:
-    """Return 1.0 if the response holds a closed block of Python that parses, else 0.0."""
+    """Return 1.0 if the response holds a closed block of Python that parses, else 0.0; 0.0 also for a long one.
+
+    A block may have `MOST_CHARACTERS`.
+    """
     program = last_program(response)
-    if program is None or not program.strip():
+    if program is None or not program.strip() or len(program) > MOST_CHARACTERS:
         return 0.0
     try:
-        compile(program, "program.py", "exec", dont_inherit=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Parsed only: twenty nested `finally` would compile to gigabytes.
+            compile(program, "program.py", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return 0.0
     return 1.0

@@ -12,21 +12,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mega_rl.sandbox.inside.values import decode
 from mega_rl.sandbox.limits import Execution, Sandbox
 from mega_rl.sandbox.orders import Order, harness_text
+from mega_rl.workers.code.suites import UnknownTestsError, suite_of
 
-TOLERANCE = 1e-6  # relative and absolute, of numbers with a decimal point
-
-
-class UnknownTestsError(ValueError):
-    """A row's tests have no form that is known; the message says which there are."""
+TOLERANCE = 1e-6  # relative and absolute, where the expected number has a decimal point
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 
 
 class Case(Protocol):
@@ -55,7 +54,7 @@ class CallCase:
 
     entry: str
     arguments: Sequence[object]
-    expected: object
+    expected: object  # a text stands for itself, and for the value that it has as JSON
 
     def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
         order = Order.of_call(program, self.entry, list(self.arguments))
@@ -63,12 +62,15 @@ class CallCase:
         verdict = order.verdict(outcome)
         if "value" not in verdict:
             return False, outcome
+        wanted = [self.expected]
+        if isinstance(self.expected, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                wanted.append(json.loads(self.expected))
+        wanted += [one[0] for one in wanted if isinstance(one, list) and len(one) == 1]  # APPS wraps some results
         try:
-            value = decode(verdict["value"], _no_data)
-        except (TypeError, ValueError, KeyError, RecursionError):
+            return any(same_value(verdict["value"], one) for one in wanted), outcome
+        except (TypeError, ValueError, KeyError, OverflowError, RecursionError):  # the program's form is none
             return False, outcome
-        wrapped = isinstance(self.expected, list) and len(self.expected) == 1 and same_value(value, self.expected[0])
-        return wrapped or same_value(value, self.expected), outcome  # APPS wraps some results in a list
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,15 @@ class AssertCase:
     tests: str
     entry: str = ""
 
+    @property
+    def suite(self) -> Mapping[str, object]:
+        """Return the tests as the harness takes them. Raises UnknownTestsError."""
+        return suite_of(self.tests, self.entry)
+
     def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
-        order = Order.of_tests(program, self.tests, self.entry)
+        order = Order.of_tests(program, self.suite)
         outcome = sandbox.run(harness_text(), order.stdin, timeout_s=timeout_s)
         return order.verdict(outcome).get("passed") is True, outcome
-
-
-def _no_data(kind: str, parts: object) -> object:
-    raise ValueError(f"a result of the form {kind!r} is no data")
 
 
 def read_cases(answer: object, row: Mapping[str, object] | None = None) -> list[Case]:
@@ -133,11 +136,9 @@ def _asserts(text: str, row: Mapping[str, object]) -> AssertCase:
     setup = row.get("setup") or row.get("test_setup_code") or row.get("test_imports") or ""
     before = "\n".join(map(str, setup)) if isinstance(setup, list) else str(setup)
     tests = f"{before}\n{text}" if before else text
-    try:
-        compile(tests, "tests", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UnknownTestsError(f"the tests are not Python: {error}") from None
-    return AssertCase(tests, str(row.get("entry_point") or ""))
+    case = AssertCase(tests, str(row.get("entry_point") or ""))
+    suite_of(case.tests, case.entry)  # raises for tests that no program can be judged by
+    return case
 
 
 def _pairs(tests: Mapping[str, object], entry: str) -> list[Case]:
@@ -145,7 +146,7 @@ def _pairs(tests: Mapping[str, object], entry: str) -> list[Case]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise UnknownTestsError('"inputs" and "outputs" must be lists of one length')
     if entry:
-        return [CallCase(entry, _arguments(one), _expected(other)) for one, other in zip(inputs, outputs, strict=True)]
+        return [CallCase(entry, _arguments(one), other) for one, other in zip(inputs, outputs, strict=True)]
     return [StdioCase(_text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)]
 
 
@@ -161,20 +162,15 @@ def _arguments(value: object) -> list[object]:
         raise UnknownTestsError("the input of a call is a text, but not one JSON value a line") from None
 
 
-def _expected(value: object) -> object:
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 def _text(value: object) -> str:
-    """Return standard input or output: a text, or a list of its lines."""
+    """Return standard input or output: a text, or a list of its lines. Raises UnknownTestsError for null."""
+    if value is None or (isinstance(value, list) and None in value):
+        raise UnknownTestsError("an input or output is null; it must be a text, or a list of lines")
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def same_text(given: str, expected: str) -> bool:
-    """Return whether two outputs have the same words; numbers with a decimal point may differ by `TOLERANCE`."""
+    """Return whether two outputs have the same words; one expected with a decimal point may differ by `TOLERANCE`."""
     ours, theirs = given.split(), expected.split()
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
@@ -182,23 +178,26 @@ def same_text(given: str, expected: str) -> bool:
 def _same_word(given: str, expected: str) -> bool:
     if given == expected:
         return True
-    if not any(mark in given + expected for mark in ".eE"):
-        return False
-    try:
-        return _close(float(given), float(expected))
-    except ValueError:
-        return False
+    is_decimal = "." in expected and _NUMBER.fullmatch(expected) and _NUMBER.fullmatch(given)
+    return bool(is_decimal) and _close(float(given), float(expected))
 
 
 def same_value(given: object, expected: object) -> bool:
-    """Return whether two results are the same: a tuple is a list, and an int is no bool."""
-    if isinstance(expected, list | tuple):
-        return isinstance(given, list | tuple) and len(given) == len(expected) and all(map(same_value, given, expected))
+    """Return whether a result is the expected one: any sequence is a list, a set one in any order; an int is no bool.
+
+    given: in the form of `mega_rl.sandbox.inside.values`; it is never made a set or dict again, for keys of a program
+    may all have one hash. Raises ValueError, TypeError or KeyError for what has no form.
+    """
+    if isinstance(expected, list):
+        items = _items(given, len(expected))
+        if isinstance(given, dict) and given.keys() & {"set", "frozenset"} and items is not None:
+            items, expected = sorted(items, key=str), sorted(expected, key=str)
+        return items is not None and len(items) == len(expected) and all(map(same_value, items, expected))
     if isinstance(expected, dict):
-        if not isinstance(given, dict) or len(given) != len(expected):
+        if not isinstance(given, dict) or "dict" not in given or len(given["dict"]) != len(expected):
             return False
-        texts = {str(key): value for key, value in given.items()}  # JSON has no other keys
-        return all(str(key) in texts and same_value(texts[str(key)], value) for key, value in expected.items())
+        texts = {str(key): value for key, value in given["dict"]}  # JSON has no other keys
+        return all(key in texts and same_value(texts[key], value) for key, value in expected.items())
     if isinstance(expected, bool) or isinstance(given, bool):
         return given is expected
     if isinstance(expected, float) and isinstance(given, int | float):
@@ -206,5 +205,19 @@ def same_value(given: object, expected: object) -> bool:
     return bool(type(given) is type(expected) or isinstance(given, float)) and given == expected
 
 
+def _items(given: object, count: int) -> Sequence[object] | None:
+    """Return the items of a list or another collection, None of anything else and of a range of another length."""
+    if isinstance(given, list):
+        return given
+    if not isinstance(given, dict):
+        return None
+    ((kind, parts),) = given.items()
+    if kind == "range":
+        return range(*parts) if len(range(*parts)) == count else None
+    return parts if kind in ("tuple", "iterator", "set", "frozenset") else None
+
+
 def _close(given: float, expected: float) -> bool:
+    if not math.isfinite(expected):
+        return given == expected or (math.isnan(given) and math.isnan(expected))
     return math.isfinite(given) and math.isclose(given, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)

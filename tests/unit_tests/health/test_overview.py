@@ -16,7 +16,7 @@ import pytest
 
 from mega_rl.cli import app as cli
 from mega_rl.health.evidence import gather
-from mega_rl.health.processes import process_state, start_time
+from mega_rl.health.processes import GONE, ProcessState, process_state, start_time
 from mega_rl.health.records import LastWords, health_folder, write_record
 from mega_rl.health.report import newest_report, write_report
 from mega_rl.health.stacks import collect, find_py_spy, read_stacks
@@ -95,6 +95,25 @@ def test_the_end_decides_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFix
     write_report(tmp_path, gather(tmp_path, world_size=1), "rank 0 is at fault")
     assert cli.main(["doctor", "--run", str(tmp_path)]) == 1
     assert capsys.readouterr().out.endswith("\nrank 0 is at fault\n")
+
+
+@pytest.mark.parametrize("kind", ["done", "error"])
+def test_last_words_between_record_and_state_count(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank ends well after its record has been read, and before the kernel is asked for its process."""
+    living = {"pid": os.getpid(), "host": socket.gethostname(), "started": 0, "beat": time.time()}
+    write_record(tmp_path, record(0, world_size=1, **living))
+
+    def end(pid: int, started: int = 0) -> ProcessState:
+        write_record(tmp_path, record(0, world_size=1, ended=LastWords(kind, "", 8, ""), **living))
+        return GONE
+
+    for module in ("evidence", "overview"):
+        monkeypatch.setattr(f"mega_rl.health.{module}.process_state", end)
+    ended = gather(tmp_path, world_size=1).records[0].ended
+    assert ended is not None
+    assert ended.kind == kind
+    write_record(tmp_path, record(0, world_size=1, **living))
+    assert cli.main(["doctor", "--run", str(tmp_path)]) == int(kind == "error")
 
 
 def test_the_newest_report_is_the_last_of_a_second(tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def test_flags_decide_about_processes_sockets_and_terminals(column: int) -> None
         "user namespace": (clone, 0x10000000 | 17, 0, 0, 0, 0),
         "mount namespace": (clone, 0x00020000 | 17, 0, 0, 0, 0),
         "socketpair inet": (pair, 2, 1, 0, 0),
+        "socketpair of datagrams": (pair, 1, 2 | 0x80000, 0, 0),
+        "socketpair of packets": (pair, 1, 5, 0, 0),
         "TIOCSTI": (ioctl, 0, 0x5412, 0),
         "TIOCLINUX, with a high half": (ioctl, 0, 0x5412 | 1 << 32, 0),
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mega_rl.sandbox.inside.values import encode
 from mega_rl.workers.code.cases import UnknownTestsError, read_cases, same_text, same_value
 from tests.helpers.sandboxes import local_sandbox
 
@@ -101,7 +102,15 @@ def test_tests_of_no_known_form_say_which_there_are(answer: Any, why: str) -> No
         ("1  2 \n\n", "1 2", True),
         ("0.3333333", "0.33333333", True),
         ("0.33", "0.333", False),
-        ("1.0", "1", True),
+        ("1.0", "1", False),
+        ("1", "1.0", True),
+        ("1e18", "1000000000000000001", False),
+        ("1000000000000000000.0", "1000000000000999999", False),
+        ("0e1", "0e830400451993494058024219903391", False),
+        ("0.0", "1e-9", False),
+        ("1_0.5", "10.5", False),
+        (".5", "0.50", True),
+        ("1" * 250_000 + "x", "1.5", False),
         ("1", "2", False),
         ("1 2", "1", False),
         ("nan", "nan", True),
@@ -128,7 +137,15 @@ def test_outputs_are_compared_by_words(given: str, expected: str, same: bool) ->
         (float("nan"), 1.0, False),
         (None, None, True),
         ([1], [1, 2], False),
+        (float("nan"), float("nan"), True),
+        (float("inf"), float("inf"), True),
+        (float("-inf"), float("inf"), False),
+        (1.5, float("inf"), False),
+        ({3, 1}, [1, 3], True),
+        (range(3), [0, 1, 2], True),
+        (range(10**12), [0], False),
+        ({"set": 1}, [1], False),
     ],
 )
 def test_results_are_compared_by_type_and_value(given: Any, expected: Any, same: bool) -> None:
-    assert same_value(given, expected) == same
+    assert same_value(encode(given, repr), expected) == same
