@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 
 from mega_rl.health.endings import kind_of
 from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
-from mega_rl.launcher.ranks import GENERATION
+from mega_rl.launcher.ranks import DONE, GENERATION
 
 
 def has_launcher() -> bool:
     """Return whether a launcher of this package has started this rank, so that it says why the run has ended."""
     return GENERATION in os.environ
+
+
+def done_call() -> Callable[[], None]:
+    """Return a function that tells the launcher that this rank's work is done; without a launcher it does nothing.
+
+    Programs that the rank starts cannot say so in its name.
+    """
+    descriptor = os.environ.pop(DONE, "")
+    if not descriptor:
+        return lambda: None
+    os.set_inheritable(int(descriptor), False)
+
+    def done() -> None:
+        with contextlib.suppress(OSError):  # the launcher was killed
+            os.write(int(descriptor), b"d")
+
+    return done
 
 
 def innocence(error: BaseException) -> int | None:

@@ -16,12 +16,16 @@ import psutil
 
 from mega_rl.cores import threads_per_rank
 from mega_rl.errors import RunError
+from mega_rl.health.endings import ENDED_EARLY
 from mega_rl.launcher.leash import leashed
 from mega_rl.launcher.signals import STOPPED
 from mega_rl.launcher.warden import Warden
 
 KEY = "MEGA_RL_LAUNCH_KEY"  # of launchers; ranks, whose environment other programs inherit, do not see it
 GENERATION = "MEGA_RL_GENERATION"
+# Descriptor into which a rank writes a byte when its work is done: exit code 0 says less, as any code in it may call
+# os._exit(0).
+DONE = "MEGA_RL_DONE"
 THREADS = "OMP_NUM_THREADS"
 # Ends ranks of which one has failed: none of them catches it, so it needs neither a step's end nor a Python thread that
 # gets to run. SIGTERM would have them finish a step that cannot be finished, and say that they do.
@@ -32,7 +36,7 @@ CLOSE_S = 10.0  # from SIGKILL to the end
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank's process; `code` below 0 is the signal that killed it."""
+    """End of a rank's process; `code` is its exit code, ENDED_EARLY, or below 0 the signal that killed it."""
 
     rank: int
     pid: int
@@ -98,6 +102,7 @@ class NodeRanks:
         self._program, self._variables, self._interface, self._clock = program, variables, interface, clock
         self._warden = Warden()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._done: dict[int, int] = {}  # end of each rank's pipe that its byte comes out of
         self._kill_at = float("inf")
 
     @property
@@ -115,13 +120,16 @@ class NodeRanks:
         resume = [f"checkpoint.resume={assignment.resume}"] if assignment.resume else []
         command = leashed([sys.executable, "-m", *self._program, *resume])
         for local_rank, rank in enumerate(assignment.ranks):
+            variables = environment(assignment, local_rank, self._variables, interface=self._interface)
             try:
-                self._running[rank] = process = subprocess.Popen(
-                    command,
-                    env=environment(assignment, local_rank, self._variables, interface=self._interface),
-                    pass_fds=[] if lifeline is None else [lifeline],
-                    start_new_session=True,  # a terminal's Ctrl-C comes by the launcher, once
-                )
+                self._done[rank], done = os.pipe()
+                with open(done, "wb"):
+                    self._running[rank] = process = subprocess.Popen(
+                        command,
+                        env={**variables, DONE: str(done)},
+                        pass_fds=[done] if lifeline is None else [done, lifeline],
+                        start_new_session=True,  # a terminal's Ctrl-C comes by the launcher, once
+                    )
             except OSError as error:
                 raise RunError(f"{socket.gethostname()}: rank {rank} cannot be started: {error.strerror}") from None
             self._warden.watch(process.pid)
@@ -136,12 +144,20 @@ class NodeRanks:
                 continue
             # The number is the process's until it is waited for: a group of this number is of this rank.
             code = _peek(process.pid)
+            if not self._said_done(rank) and code == 0:
+                code = ENDED_EARLY
             if code not in (0, *STOPPED):
                 _signal_group(process.pid, signal.SIGKILL)  # what a failed rank has left running
             process.wait()
             del self._running[rank]
             ends.append(RankEnd(rank, process.pid, code))
         return ends
+
+    def _said_done(self, rank: int) -> bool:
+        """Return whether a rank that has ended has written its byte; what it has left running may hold the pipe."""
+        with open(self._done.pop(rank), "rb", buffering=0) as pipe:
+            os.set_blocking(pipe.fileno(), False)
+            return bool(pipe.read(1))
 
     def signal(self, number: int) -> None:
         """Send a signal to the ranks, not to what they have started."""
@@ -166,6 +182,8 @@ class NodeRanks:
             with contextlib.suppress(subprocess.TimeoutExpired):  # in a file system that does not answer
                 process.wait(CLOSE_S)
         self._running.clear()
+        while self._done:
+            os.close(self._done.popitem()[1])
         self._warden.close()
 
 

@@ -48,6 +48,8 @@ def share_of_odd_tokens(prompt, response, answer):
     order = HERE / "order"
     if order.exists():
         commit(order)
+    if (HERE / "last").exists():
+        os._exit(int((HERE / "last").read_text().split()[1]))
     return sum(digit in "13579" for digit in response) / max(1, len(response))
 
 
@@ -59,6 +61,11 @@ def commit(order):
     except FileNotFoundError:
         return
     fault = taken.read_text()
+    if fault.startswith("end "):
+        _, code, where = fault.split()
+        if where == "everywhere":
+            (HERE / "last").write_text(fault)  # the ranks that come later
+        os._exit(int(code))
     if fault == "raise":
         raise ValueError("the reward of the campaign raises")
     if fault == "exit":

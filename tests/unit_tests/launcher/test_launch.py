@@ -75,6 +75,7 @@ def test_a_rank_that_says_why_it_ends_has_the_last_word(tmp_path: Path, max_rest
     ("end", "code", "line"),
     [
         ("sys.exit(1)", 1, "error: rank 1 (process PID) ended with exit code 1"),
+        ("os._exit(0)", 1, "error: rank 1 (process PID) ended with exit code 0 before its work was done"),
         ("sys.exit(2)", 2, ""),
         ("sys.exit(143)", 143, ""),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL: perhaps the machine is out of memory"),
@@ -97,6 +98,14 @@ def test_the_first_failure_gives_the_exit_code_and_ends_the_others(
     assert actual == code
     assert line.replace("PID", str(pid)) in errors
     assert bool(line) == ("error:" in errors)
+
+
+def test_ranks_that_all_end_too_early_have_failed(tmp_path: Path) -> None:
+    """Also by another program in their place; at the step that failed before, the run is given up."""
+    program = "os._exit(0) if rank else os.execv('/bin/true', ['true'])"
+    code, errors = run(tmp_path, program, max_restarts=2)
+    assert code == 1
+    assert "ended with exit code 0 before its work was done; again after step 0" in errors.splitlines()[-1]
 
 
 def test_a_rank_that_only_lost_another_is_not_blamed(tmp_path: Path) -> None:
