@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from mega_rl.cores import threads_per_rank
+from mega_rl.environment import python_module
 from mega_rl.errors import RunError
 from mega_rl.health.endings import ENDED_EARLY
 from mega_rl.launcher.leash import leashed
@@ -118,7 +118,7 @@ class NodeRanks:
         assert not self._running, "ranks of an earlier generation still run"
         self._kill_at = float("inf")
         resume = [f"checkpoint.resume={assignment.resume}"] if assignment.resume else []
-        command = leashed([sys.executable, "-m", *self._program, *resume])
+        command = leashed(python_module(*self._program, *resume))
         for local_rank, rank in enumerate(assignment.ranks):
             variables = environment(assignment, local_rank, self._variables, interface=self._interface)
             try:

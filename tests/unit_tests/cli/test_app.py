@@ -263,8 +263,8 @@ def test_more_ranks_become_a_launcher(runs: list[Config], monkeypatch: pytest.Mo
     assert signal.SIGTERM in blocked, "a signal waits until the launcher takes it"
     ((path, arguments, _),) = started
     assert path == sys.executable
-    assert arguments[1:3] == ["-m", "mega_rl.launcher"]
-    assert Launch.parse(arguments[3]) == Launch(
+    assert arguments[1:4] == ["-P", "-m", "mega_rl.launcher"]
+    assert Launch.parse(arguments[4]) == Launch(
         program=("mega_rl.cli", "train", "--config", "r.yaml", *GOOD, "engine.megatron.tp=2"),
         nproc_per_node=2,
         max_restarts=DEFAULT_RESTARTS,

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -80,7 +79,7 @@ def start(folder: Path, program: str, *, key: str = "", nohup: bool = False, **s
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **({KEY: key} if key else {})}
     number, errors = tempfile.mkstemp(".txt", "errors.", folder)
     process = subprocess.Popen(
-        [sys.executable, *launch.arguments],
+        launch.command,
         cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=number, preexec_fn=signals_of_a_terminal,
     )  # fmt: skip
     os.close(number)

@@ -314,7 +314,7 @@ def test_a_stop_between_two_starts_is_the_end(tmp_path: Path) -> None:
 
 def test_a_launch_travels_as_json() -> None:
     settings = Launch(("m", "a b", 'c="ä"'), 3, max_restarts=2, run_dir="runs/x")
-    assert Launch.parse(settings.arguments[-1]) == settings
+    assert Launch.parse(settings.command[-1]) == settings
 
 
 def up(started: Started) -> list[int]:

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack, nullcontext
@@ -16,6 +15,7 @@ from typing import Self
 
 import psutil
 
+from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
@@ -31,7 +31,7 @@ __all__ = ["ServerProcess", "ServerSettings", "ServerStartError", "ServerStopErr
 
 log = logging.getLogger(__name__)
 
-PROGRAM = (sys.executable, "-m", launcher.__name__)
+PROGRAM = python_module(launcher.__name__)
 PORT_TRIES = 3
 
 _STOP_S = 20.0  # SIGKILL needs milliseconds; a GPU's driver may hold a process for seconds
