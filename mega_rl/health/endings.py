@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mega_rl.errors import HungError, StalledError
 
-ENDED_EARLY = 256  # exit code 0 of a rank that has not said to its launcher that its work is done
+UNSAID = 256  # plus the exit code of a rank whose command has not said to its launcher that it ends with that code
 
 # gloo's and NCCL's own words, and those of torch's store, which ranks meet at before they have groups.
 LOST_PEER = (

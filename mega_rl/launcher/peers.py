@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 
 from mega_rl.health.endings import kind_of
-from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
-from mega_rl.launcher.ranks import DONE, GENERATION
+from mega_rl.launcher.ranks import GENERATION, LAST_WORD, LOST_PEER, WAITED_IN_VAIN
 
 
 def has_launcher() -> bool:
@@ -16,21 +15,21 @@ def has_launcher() -> bool:
     return GENERATION in os.environ
 
 
-def done_call() -> Callable[[], None]:
-    """Return a function that tells the launcher that this rank's work is done; without a launcher it does nothing.
+def last_word() -> Callable[[int], None]:
+    """Return a function that tells the launcher the exit code of this rank's command; without a launcher, nobody.
 
-    Programs that the rank starts cannot say so in its name.
+    Programs that the rank starts have no word in it.
     """
-    descriptor = os.environ.pop(DONE, "")
+    descriptor = os.environ.pop(LAST_WORD, "")
     if not descriptor:
-        return lambda: None
+        return lambda code: None
     os.set_inheritable(int(descriptor), False)
 
-    def done() -> None:
+    def say(code: int) -> None:
         with contextlib.suppress(OSError):  # the launcher was killed
-            os.write(int(descriptor), b"d")
+            os.write(int(descriptor), bytes([code]))
 
-    return done
+    return say
 
 
 def innocence(error: BaseException) -> int | None:

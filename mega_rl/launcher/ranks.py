@@ -15,17 +15,22 @@ import psutil
 
 from mega_rl.cores import threads_per_rank
 from mega_rl.environment import python_module
-from mega_rl.errors import RunError
-from mega_rl.health.endings import ENDED_EARLY
+from mega_rl.errors import RunError, UserError
+from mega_rl.health.endings import UNSAID
 from mega_rl.launcher.leash import leashed
 from mega_rl.launcher.signals import STOPPED
 from mega_rl.launcher.warden import Warden
 
 KEY = "MEGA_RL_LAUNCH_KEY"  # of launchers; ranks, whose environment other programs inherit, do not see it
 GENERATION = "MEGA_RL_GENERATION"
-# Descriptor into which a rank writes a byte when its work is done: exit code 0 says less, as any code in it may call
-# os._exit(0).
-DONE = "MEGA_RL_DONE"
+# Descriptor into which a rank's command writes its exit code when it ends. The process's own says less: a reward
+# function or a library may call os._exit(0).
+LAST_WORD = "MEGA_RL_LAST_WORD"
+# Exit codes of ranks that a launcher has started and that did nothing wrong: the connection to another rank broke
+# (EX_TEMPFAIL of sysexits.h), or another rank did not come to a collective in time. They say nothing themselves.
+LOST_PEER, WAITED_IN_VAIN = 75, 76
+INNOCENT = (LOST_PEER, WAITED_IN_VAIN)
+MEANINGFUL = (0, UserError.exit_code, *INNOCENT, *STOPPED)  # to be believed only where the rank's command gives them
 THREADS = "OMP_NUM_THREADS"
 # Ends ranks of which one has failed: none of them catches it, so it needs neither a step's end nor a Python thread that
 # gets to run. SIGTERM would have them finish a step that cannot be finished, and say that they do.
@@ -36,7 +41,10 @@ CLOSE_S = 10.0  # from SIGKILL to the end
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank's process; `code` is its exit code, ENDED_EARLY, or below 0 the signal that killed it."""
+    """End of a rank's process.
+
+    code: its exit code, plus UNSAID where it is not to be believed; below 0 the signal that killed it.
+    """
 
     rank: int
     pid: int
@@ -102,7 +110,7 @@ class NodeRanks:
         self._program, self._variables, self._interface, self._clock = program, variables, interface, clock
         self._warden = Warden()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._done: dict[int, int] = {}  # end of each rank's pipe that its byte comes out of
+        self._last_words: dict[int, int] = {}  # end of each rank's pipe that its exit code comes out of
         self._kill_at = float("inf")
 
     @property
@@ -122,12 +130,12 @@ class NodeRanks:
         for local_rank, rank in enumerate(assignment.ranks):
             variables = environment(assignment, local_rank, self._variables, interface=self._interface)
             try:
-                self._done[rank], done = os.pipe()
-                with open(done, "wb"):
+                self._last_words[rank], word = os.pipe()
+                with open(word, "wb"):
                     self._running[rank] = process = subprocess.Popen(
                         command,
-                        env={**variables, DONE: str(done)},
-                        pass_fds=[done] if lifeline is None else [done, lifeline],
+                        env={**variables, LAST_WORD: str(word)},
+                        pass_fds=[word] if lifeline is None else [word, lifeline],
                         start_new_session=True,  # a terminal's Ctrl-C comes by the launcher, once
                     )
             except OSError as error:
@@ -144,8 +152,8 @@ class NodeRanks:
                 continue
             # The number is the process's until it is waited for: a group of this number is of this rank.
             code = _peek(process.pid)
-            if not self._said_done(rank) and code == 0:
-                code = ENDED_EARLY
+            if self._last_word(rank) != code and code in MEANINGFUL:
+                code += UNSAID
             if code not in (0, *STOPPED):
                 _signal_group(process.pid, signal.SIGKILL)  # what a failed rank has left running
             process.wait()
@@ -153,11 +161,11 @@ class NodeRanks:
             ends.append(RankEnd(rank, process.pid, code))
         return ends
 
-    def _said_done(self, rank: int) -> bool:
-        """Return whether a rank that has ended has written its byte; what it has left running may hold the pipe."""
-        with open(self._done.pop(rank), "rb", buffering=0) as pipe:
-            os.set_blocking(pipe.fileno(), False)
-            return bool(pipe.read(1))
+    def _last_word(self, rank: int) -> int | None:
+        """Return the exit code that the command of a rank has given, None where the process ended in another way."""
+        with open(self._last_words.pop(rank), "rb", buffering=0) as pipe:
+            os.set_blocking(pipe.fileno(), False)  # a process that the rank has left may hold the other end
+            return next(iter(pipe.read(1) or ()), None)
 
     def signal(self, number: int) -> None:
         """Send a signal to the ranks, not to what they have started."""
@@ -182,8 +190,8 @@ class NodeRanks:
             with contextlib.suppress(subprocess.TimeoutExpired):  # in a file system that does not answer
                 process.wait(CLOSE_S)
         self._running.clear()
-        while self._done:
-            os.close(self._done.popitem()[1])
+        while self._last_words:
+            os.close(self._last_words.popitem()[1])
         self._warden.close()
 
 

@@ -170,7 +170,7 @@ class EarlyExit(BadReward):
 
     def fire(self, run: Run) -> str:
         self.how = f"end {self.code} {'everywhere' if self.everywhere else 'once'}"
-        self.causes = ("ended with exit code " + (str(self.code) if self.code else "0 before its work was done"),)
+        self.causes = (f"ended with exit code {self.code}",)
         witness = super().fire(run)
         run.wait_for(lambda: False, deadline_s=0.5)  # ranks that wait for one another have all scored by now
         self.heal(run)

@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[float, Callable[[random.Random], Fault]]] = {
     "early exit": (
         4,
         lambda r: EarlyExit(
-            "early exit", code=r.choice([0, 0, 0, 1, 7, 75]), everywhere=r.random() < 0.5, may_start_late=False
+            "early exit", code=r.choice([0, 0, 0, 1, 2, 7, 75, 143]), everywhere=r.random() < 0.5, may_start_late=False
         ),
     ),
     "clock jump": (3, lambda r: ClockJump("clock jump", offset=r.choice([90, -3600, 86_400, -86_400, 400 * 86_400]))),
@@ -174,7 +174,7 @@ def _case(number: int, make: Callable[[random.Random], Fault], draw: random.Rand
     assert layout in LAYOUTS
     launcher = fault.launcher if isinstance(fault, ClusterFault) else "train"
     killed = isinstance(fault, KillLauncher) and fault.number == SIGKILL  # torchrun's ranks outlive it
-    believed = isinstance(fault, EarlyExit) and not fault.code  # by torchrun, where all ranks end so
+    believed = isinstance(fault, EarlyExit)  # by torchrun, where all ranks end with 0
     if launcher != "train":
         layout = draw.choice(["tp2", "dp2", "tp2-dp2"])
     elif isinstance(fault, LyingServer | LostServer):

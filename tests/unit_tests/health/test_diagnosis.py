@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mega_rl.health.diagnosis import name_cause
-from mega_rl.health.endings import ENDED_EARLY
+from mega_rl.health.endings import UNSAID
 from mega_rl.health.evidence import Evidence
 from mega_rl.health.processes import ProcessState
 from mega_rl.health.records import LastWords, PhaseRecord, Place
@@ -64,14 +64,14 @@ CASES: dict[str, tuple[Evidence, str, int | None]] = {
     ),
     "an exit with code 0 in a reward": (
         evidence(record(0, waiting=DP_OF_0), record(2, phases=(PhaseRecord("reward", 7.0),), place=REWARD),
-                 exits={2: ENDED_EARLY}),
+                 exits={2: UNSAID}),
         "rank 2 (pid 102, node7) ended with exit code 0 before its work was done, last seen in reward function score "
         "at /home/me/agent.py:31 in 'reward' of step 3",
         2,
     ),
     "an exit with code 0 elsewhere": (
-        evidence(record(0), record(2), exits={0: ENDED_EARLY, 2: ENDED_EARLY}),
-        "rank 0 (pid 100, node7) ended with exit code 0 before its work was done, last seen in 'update actor' of "
+        evidence(record(0), record(2), exits={0: UNSAID + 75, 2: UNSAID}),
+        "rank 0 (pid 100, node7) ended with exit code 75 before its work was done, last seen in 'update actor' of "
         "step 3",
         0,
     ),

@@ -22,7 +22,12 @@ WAIT_S = 60.0  # for what takes a tenth of a second on an idle machine
 PREAMBLE = """
 import atexit, os, signal, sys, time
 from pathlib import Path
-atexit.register(os.write, int(os.environ["MEGA_RL_DONE"]), b"d")  # an end by os._exit is early
+def say(code): os.write(int(os.environ["MEGA_RL_LAST_WORD"]), bytes([code]))
+def exit(code):
+    say(code if isinstance(code, int) else 1)
+    raise SystemExit(code)
+sys.exit = exit
+atexit.register(say, 0)  # the first one counts; an end by os._exit says nothing
 rank, generation = int(os.environ["RANK"]), int(os.environ["MEGA_RL_GENERATION"])
 def reached(point): Path(f"{point}.{rank}.{generation}").write_text(str(os.getpid()))
 def wait_for(point, other):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mega_rl.launcher.launch import Launch
-from mega_rl.launcher.outcome import LOST_PEER
+from mega_rl.launcher.ranks import LOST_PEER
 from mega_rl.storage.lock import lock_file
 from tests.unit_tests.launcher.programs import Started, is_gone, run, start, wait_until
 
@@ -76,6 +76,9 @@ def test_a_rank_that_says_why_it_ends_has_the_last_word(tmp_path: Path, max_rest
     [
         ("sys.exit(1)", 1, "error: rank 1 (process PID) ended with exit code 1"),
         ("os._exit(0)", 1, "error: rank 1 (process PID) ended with exit code 0 before its work was done"),
+        ("os._exit(2)", 1, "error: rank 1 (process PID) ended with exit code 2 before its work was done"),
+        ("os._exit(75)", 1, "error: rank 1 (process PID) ended with exit code 75 before its work was done"),
+        ("os._exit(143)", 1, "error: rank 1 (process PID) ended with exit code 143 before its work was done"),
         ("sys.exit(2)", 2, ""),
         ("sys.exit(143)", 143, ""),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL: perhaps the machine is out of memory"),
