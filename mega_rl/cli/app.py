@@ -40,7 +40,7 @@ from mega_rl.config import loader, render
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
-from mega_rl.errors import PeerError, RunError, UserError, UserErrors
+from mega_rl.errors import PeerError, RunError, UserError, UserErrors, limits_as_errors
 from mega_rl.health.overview import overview
 from mega_rl.launcher.peers import has_launcher, innocence, last_word
 from mega_rl.launcher.ranks import LOST_PEER, WAITED_IN_VAIN
@@ -191,7 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -> int:
     """Run a typer app with this project's exit codes and one-line errors; returns the exit code, as `main` does."""
     try:
-        outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
+        with limits_as_errors():
+            outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
     except UserError as error:
         return _report(error.problems if isinstance(error, UserErrors) else [str(error)])
     except PeerError as error:

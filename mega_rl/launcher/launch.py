@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mega_rl import __version__
 from mega_rl.environment import python_module
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError, UserError, limits_as_errors
 from mega_rl.launcher.health import health_of
 from mega_rl.launcher.nodes.channel import SILENT_S
 from mega_rl.launcher.nodes.fleet import JOIN_S, Fleet
@@ -104,7 +104,8 @@ def launch(settings: Launch, *, variables: Mapping[str, str] | None = None) -> i
     restarts = settings.max_restarts > 0 or settings.node_rank > 0
     with StopSignals() as stop, keeping_servers(possible=restarts) as kept:
         try:
-            conclusion = _run(settings, {**os.environ, **kept, **(variables or {})}, stop)
+            with limits_as_errors():
+                conclusion = _run(settings, {**os.environ, **kept, **(variables or {})}, stop)
         except (UserError, RunError) as error:
             conclusion = Conclusion(error.exit_code, str(error))
     if conclusion.line:

@@ -28,7 +28,7 @@ SETTINGS = (
     *("trainer.microbatch.max_tokens=64", "trainer.prompts_per_step=4", "trainer.minibatch_size=4", "optim.lr=1e-3"),
     *("trainer.run_dir=run", f"trainer.steps={STEPS}", f"trainer.timeout_s={TIMEOUT_S:g}"),
     *(f"checkpoint.save_interval={SAVE_INTERVAL}", "checkpoint.timeout_s=20", "checkpoint.fallback=true"),
-    *("metrics.tensorboard=false", "metrics.progress_bar=false"),
+    "metrics.progress_bar=false",
 )
 REWARD = ("reward.function=reward.py:share_of_odd_tokens", "reward.pool.workers=0")
 POOL = (REWARD[0], "reward.pool.workers=1", "reward.pool.timeout_s=2", "reward.pool.max_failed_share=0")

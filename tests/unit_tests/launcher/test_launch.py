@@ -111,6 +111,21 @@ def test_ranks_that_all_end_too_early_have_failed(tmp_path: Path) -> None:
     assert "ended with exit code 0 before its work was done; again after step 0" in errors.splitlines()[-1]
 
 
+def test_a_launcher_without_a_thread_says_so_in_one_line(tmp_path: Path) -> None:
+    """Its ranks end; the interpreter's start-up file stands for a limit that is reached."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading\n"
+        'def start(thread): raise RuntimeError("can\'t start new thread")\n'
+        "if 'mega_rl.launcher' in sys.orig_argv: threading.Thread.start = start\n"
+    )
+    started = start(tmp_path, "reached('up'); time.sleep(600)", run_dir="run")
+    code, errors = started.end()
+    assert code == 1
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("error: ")
+    assert "allows no further thread or process (can't start new thread)" in errors.splitlines()[-1]
+
+
 def test_a_rank_that_only_lost_another_is_not_blamed(tmp_path: Path) -> None:
     """Though it ends first: the one at fault may still be closing its files."""
     program = f"""
