@@ -158,6 +158,7 @@ class ServerProcess:
     def abort(self) -> None:
         """Kill the server's processes without waiting for their end; `wait_ready` in another thread then raises."""
         self._is_aborted = True
+        self._remove_keys()
         process = self._process
         if process is not None:
             process.kill()
@@ -175,13 +176,18 @@ class ServerProcess:
         if process is None:
             return
         _close_all(self._reserved)
+        self._remove_keys()
         left = process.end(deadline_s=_STOP_S)
         if left:
             raise ServerStopError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
         self._exit_code = process.close()
-        assert self._scratch is not None
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._remove_keys()
         self._process = None
+
+    def _remove_keys(self) -> None:
+        """Remove the private folder: before the server is killed, since a launcher may kill this rank meanwhile."""
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def leave(self) -> None:
         """Leave a server that is kept to the ranks that may come after this process; end any other, as `stop` does."""
@@ -196,23 +202,27 @@ class ServerProcess:
         port = self._reserved[-1].getsockname()[1]
         self._endpoint = Endpoint(self.index, f"http://{_in_url(host)}:{port}", keys)
         self._scratch = scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))  # 0700
-        keys.write(scratch / KEYS_FILE)
-        if self._meeting is not None:
-            Node(self.settings.node, self._meeting).write(scratch)
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        line_of_life = nullcontext(subprocess.PIPE) if self._kept is None else self._kept.life()
-        with self.log_file.open("ab") as output, line_of_life as life:
-            self._log_start = output.tell()
-            self._process = ChildProcess(
-                subprocess.Popen(
-                    [*PROGRAM, *arguments(self.settings, port, self._meeting)],
-                    stdin=life,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment(self.settings, scratch=scratch, packages=packages),
-                    start_new_session=True,
+        try:
+            keys.write(scratch / KEYS_FILE)
+            if self._meeting is not None:
+                Node(self.settings.node, self._meeting).write(scratch)
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            line_of_life = nullcontext(subprocess.PIPE) if self._kept is None else self._kept.life()
+            with self.log_file.open("ab") as output, line_of_life as life:
+                self._log_start = output.tell()
+                self._process = ChildProcess(
+                    subprocess.Popen(
+                        [*PROGRAM, *arguments(self.settings, port, self._meeting)],
+                        stdin=life,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env=environment(self.settings, scratch=scratch, packages=packages),
+                        start_new_session=True,
+                    )
                 )
-            )
+        except OSError:
+            self._remove_keys()
+            raise
 
     def _wait_for_start(self) -> None:
         """Wait until the process that was started is ready, on another port if need be. Raises ServerStartError."""
