@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -247,6 +247,8 @@ def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
 
 def entry_point(arguments: Sequence[str] | None = None) -> None:
     """Run the command line as a program, which ends with its exit code."""
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        _begin_with_all_streams()
     end = _End()
     atexit.register(end)  # the first to be registered is the last to be called
     try:
@@ -255,6 +257,13 @@ def entry_point(arguments: Sequence[str] | None = None) -> None:
         end.exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     sys.exit(end.exit_code)
+
+
+def _begin_with_all_streams() -> NoReturn:
+    """Begin again with /dev/null for streams that the caller has closed: the next file would get their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class _End:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -103,14 +104,17 @@ def launch(settings: Launch, *, variables: Mapping[str, str] | None = None) -> i
     # Node 0 decides for all nodes.
     restarts = settings.max_restarts > 0 or settings.node_rank > 0
     with StopSignals() as stop, keeping_servers(possible=restarts) as kept:
+        variables = {**os.environ, **kept, **(variables or {})}
+        os.environ.pop(KEY, None)  # which store and warden would inherit
         try:
             with limits_as_errors():
-                conclusion = _run(settings, {**os.environ, **kept, **(variables or {})}, stop)
+                conclusion = _run(settings, variables, stop)
         except (UserError, RunError) as error:
             conclusion = Conclusion(error.exit_code, str(error))
     if conclusion.line:
         start = ERASE_LINE if sys.stderr.isatty() else ""
-        sys.stderr.write(f"{start}error: {conclusion.line}\n")
+        with contextlib.suppress(OSError):  # whoever read it has gone
+            sys.stderr.write(f"{start}error: {conclusion.line}\n")
     return conclusion.code
 
 

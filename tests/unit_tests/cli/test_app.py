@@ -488,3 +488,12 @@ def test_doctor_tells_found_from_missing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_setting_with_dashes_is_shown_without(capfd: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["train", *GOOD, "--optim.lr=2"])
     assert_one_line(code, *capfd.readouterr(), "settings have no dashes: write optim.lr=VALUE; see mega-rl --help")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_has_closed_are_no_failure(closed: str) -> None:
+    command = f'"{sys.executable}" -m mega_rl.cli recipes show quickstart {closed}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert bool(done.stdout) == (">&-" not in closed.split())

@@ -153,6 +153,15 @@ def test_signals_reach_the_ranks_which_end_by_themselves(tmp_path: Path, number:
     assert [(tmp_path / f"saved.{rank}").read_text() for rank in range(2)] == [str(number.value)] * 2
 
 
+def test_a_stop_while_ranks_import_is_said_in_one_line(tmp_path: Path) -> None:
+    started = start(tmp_path, ENDLESS)
+    up(started)
+    started.process.send_signal(signal.SIGTERM)
+    code, errors = started.end()
+    assert code == 143
+    assert errors.splitlines()[-1] == "error: stopped by SIGTERM before the ranks could save"
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
 def test_signals_that_ranks_do_not_catch_end_them(tmp_path: Path, number: signal.Signals) -> None:
     started = start(tmp_path, f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); {ENDLESS}")
