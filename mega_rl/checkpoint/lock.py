@@ -85,11 +85,10 @@ class RunLock:
         self._close()
 
     def _remove_empty_folders(self) -> None:
-        if not self._made or [entry.name for entry in entries(self.path.parent)] != [LOCK_FILE]:
-            return
-        self.path.unlink()
-        for folder in self._made:
-            folder.rmdir()  # one that is no longer empty stays, by an OSError
+        if self._made and [entry.name for entry in entries(self.path.parent)] == [LOCK_FILE]:
+            self.path.unlink()
+            for folder in self._made:
+                folder.rmdir()  # one that is no longer empty stays, by an OSError
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # of data that could not be written, after which it is closed all the same

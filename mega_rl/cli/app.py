@@ -42,8 +42,8 @@ from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
 from mega_rl.errors import PeerError, RunError, UserError, UserErrors, limits_as_errors
 from mega_rl.health.overview import overview
-from mega_rl.launcher.peers import has_launcher, innocence, last_word
-from mega_rl.launcher.ranks import LOST_PEER, WAITED_IN_VAIN
+from mega_rl.launcher.peers import has_launcher, innocence
+from mega_rl.launcher.ranks import LAST_WORD, LOST_PEER, WAITED_IN_VAIN
 from mega_rl.schedulers.slurm.tasks import become_rank
 from mega_rl.workers.user_files import place_in_users_code
 
@@ -182,9 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0; 1 for a run that cannot go on; 2 for a mistake of the user; 130 for Ctrl-C; 128 + signal for a stopped run.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    say = last_word()
+    word = os.environ.pop(LAST_WORD, "")  # programs that a rank starts have none in how it ends
     code = run_app(app, given, prog_name="mega-rl")
-    say(code)
+    if word:
+        os.pwrite(int(word), bytes([code + 1]), int(os.environ["RANK"]))
     return code
 
 

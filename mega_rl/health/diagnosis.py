@@ -74,9 +74,9 @@ def _death(evidence: Evidence, memory_ran_out: bool) -> tuple[str, int] | None:
             memory = _of_memory(record, memory_ran_out) if memory_ran_out else ""
             return f"{_named(evidence, rank)} has died without a word{_last_seen(record)}{memory}", rank
         if code >= UNSAID:
-            seen = f", last seen {_doing(record)}" if record and record.place and record.place.users else ""
-            early = f"{_named(evidence, rank)} ended with exit code {code - UNSAID} before its work was done"
-            return early + (seen or _last_seen(record)), rank
+            users = record is not None and record.place is not None and record.place.users != ""
+            seen = f", last seen {_doing(record)}" if record and users else _last_seen(record)
+            return f"{_named(evidence, rank)} ended with exit code {code - UNSAID} before its work was done{seen}", rank
         if code not in (*USUAL, *STOPPED_CODES):
             return f"{_named(evidence, rank)} ended with exit code {code}{_last_seen(record)}", rank
     return None

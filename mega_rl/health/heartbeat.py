@@ -73,11 +73,6 @@ class RankFacts:
         """Return the seconds between beats, several of which fit into a deadline."""
         return min(LONGEST_INTERVAL_S, max(SHORTEST_INTERVAL_S, self.timeout_s / INTERVALS_PER_DEADLINE))
 
-    @property
-    def look_s(self) -> float:
-        """Return the seconds between looks at the rank's phases: a new one is recorded at once."""
-        return min(self.interval_s, max(SHORTEST_INTERVAL_S, self.world_size / RANKS_OF_A_FOLDER))
-
 
 class Heartbeat:
     """Record of this rank, written by a daemon thread from `start` on.
@@ -176,10 +171,11 @@ class Heartbeat:
             )
 
     def _run(self) -> None:
-        seen, due = _moment(), 0.0
+        seen, due = _moment(), 0.0  # a new phase is recorded soon
+        look_s = min(self.facts.interval_s, max(SHORTEST_INTERVAL_S, self.facts.world_size / RANKS_OF_A_FOLDER))
         while True:
             try:
-                request = self._requests.get(timeout=self.facts.look_s)
+                request = self._requests.get(timeout=look_s)
             except queue.Empty:
                 before, seen = seen, _moment()
                 if seen != before or time.monotonic() >= due:

@@ -30,12 +30,7 @@ class MainThread:
         self._since = time.monotonic()
 
     def look(self) -> Place | None:
-        """Return the place now; `seconds` is 0 unless the last look saw the very same call.
-
-        None for a caller that is the main thread itself.
-        """
-        if threading.get_ident() == self._ident:
-            return None
+        """Return the place now; `seconds` is 0 unless the last look saw the very same call."""
         frame = sys._current_frames().get(self._ident)
         if frame is None:
             return None

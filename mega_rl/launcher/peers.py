@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
 
 from mega_rl.health.endings import kind_of
-from mega_rl.launcher.ranks import GENERATION, LAST_WORD, LOST_PEER, WAITED_IN_VAIN
+from mega_rl.launcher.ranks import GENERATION, LOST_PEER, WAITED_IN_VAIN
 
 
 def has_launcher() -> bool:
     """Return whether a launcher of this package has started this rank, so that it says why the run has ended."""
     return GENERATION in os.environ
-
-
-def last_word() -> Callable[[int], None]:
-    """Return a function that tells the launcher the exit code of this rank's command; without a launcher, nobody.
-
-    Programs that the rank starts have no word in it.
-    """
-    descriptor = os.environ.pop(LAST_WORD, "")
-    if not descriptor:
-        return lambda code: None
-    os.set_inheritable(int(descriptor), False)
-
-    def say(code: int) -> None:
-        with contextlib.suppress(OSError):  # the launcher was killed
-            os.write(int(descriptor), bytes([code]))
-
-    return say
 
 
 def innocence(error: BaseException) -> int | None:

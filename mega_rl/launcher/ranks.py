@@ -23,8 +23,8 @@ from mega_rl.launcher.warden import Warden
 
 KEY = "MEGA_RL_LAUNCH_KEY"  # of launchers; ranks, whose environment other programs inherit, do not see it
 GENERATION = "MEGA_RL_GENERATION"
-# Descriptor into which a rank's command writes its exit code when it ends. The process's own says less: a reward
-# function or a library may call os._exit(0).
+# Descriptor of a file into which the command of each rank writes, at the rank's place, one more than its exit code. The
+# process's own code says less: a reward function or a library may call os._exit(0).
 LAST_WORD = "MEGA_RL_LAST_WORD"
 # Exit codes of ranks that a launcher has started and that did nothing wrong: the connection to another rank broke
 # (EX_TEMPFAIL of sysexits.h), or another rank did not come to a collective in time. They say nothing themselves.
@@ -110,7 +110,7 @@ class NodeRanks:
         self._program, self._variables, self._interface, self._clock = program, variables, interface, clock
         self._warden = Warden()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._last_words: dict[int, int] = {}  # end of each rank's pipe that its exit code comes out of
+        self._last_words = -1  # descriptor of the generation's file, see LAST_WORD
         self._kill_at = float("inf")
 
     @property
@@ -127,17 +127,17 @@ class NodeRanks:
         self._kill_at = float("inf")
         resume = [f"checkpoint.resume={assignment.resume}"] if assignment.resume else []
         command = leashed(python_module(*self._program, *resume))
+        self._forget_last_words()
+        self._last_words = word = os.memfd_create("last words of ranks")
         for local_rank, rank in enumerate(assignment.ranks):
             variables = environment(assignment, local_rank, self._variables, interface=self._interface)
             try:
-                self._last_words[rank], word = os.pipe()
-                with open(word, "wb"):
-                    self._running[rank] = process = subprocess.Popen(
-                        command,
-                        env={**variables, LAST_WORD: str(word)},
-                        pass_fds=[word] if lifeline is None else [word, lifeline],
-                        start_new_session=True,  # a terminal's Ctrl-C comes by the launcher, once
-                    )
+                self._running[rank] = process = subprocess.Popen(
+                    command,
+                    env={**variables, LAST_WORD: str(word)},
+                    pass_fds=[word] if lifeline is None else [word, lifeline],
+                    start_new_session=True,  # a terminal's Ctrl-C comes by the launcher, once
+                )
             except OSError as error:
                 raise RunError(f"{socket.gethostname()}: rank {rank} cannot be started: {error.strerror}") from None
             self._warden.watch(process.pid)
@@ -152,7 +152,7 @@ class NodeRanks:
                 continue
             # The number is the process's until it is waited for: a group of this number is of this rank.
             code = _peek(process.pid)
-            if self._last_word(rank) != code and code in MEANINGFUL:
+            if code in MEANINGFUL and os.pread(self._last_words, 1, rank) != bytes([code + 1]):
                 code += UNSAID
             if code not in (0, *STOPPED):
                 _signal_group(process.pid, signal.SIGKILL)  # what a failed rank has left running
@@ -160,12 +160,6 @@ class NodeRanks:
             del self._running[rank]
             ends.append(RankEnd(rank, process.pid, code))
         return ends
-
-    def _last_word(self, rank: int) -> int | None:
-        """Return the exit code that the command of a rank has given, None where the process ended in another way."""
-        with open(self._last_words.pop(rank), "rb", buffering=0) as pipe:
-            os.set_blocking(pipe.fileno(), False)  # a process that the rank has left may hold the other end
-            return next(iter(pipe.read(1) or ()), None)
 
     def signal(self, number: int) -> None:
         """Send a signal to the ranks, not to what they have started."""
@@ -190,9 +184,13 @@ class NodeRanks:
             with contextlib.suppress(subprocess.TimeoutExpired):  # in a file system that does not answer
                 process.wait(CLOSE_S)
         self._running.clear()
-        while self._last_words:
-            os.close(self._last_words.popitem()[1])
+        self._forget_last_words()
         self._warden.close()
+
+    def _forget_last_words(self) -> None:
+        if self._last_words >= 0:
+            os.close(self._last_words)
+        self._last_words = -1
 
 
 def interface_of(address: str) -> str:

@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 
 from mega_rl.launcher.nodes import messages
 from mega_rl.launcher.nodes.channel import HANDSHAKE_S, SILENT_S, Channel, ChannelLost, Greeting
@@ -93,24 +92,12 @@ class RemoteNode:
             self._lost = str(error)
 
 
-@dataclass(eq=False)
-class _Caller:
-    """A caller at the door; `channel` once it has shown that it knows the key."""
-
-    connection: socket.socket
-    address: str
-    greeting: Greeting
-    channel: Channel | None = None
-    since: float = field(default_factory=time.monotonic)
-
-
 class Door:
     """Listener of node 0: launchers that know the key come in. One thread greets all callers, and waits for none."""
 
     def __init__(self, listener: socket.socket, key: bytes, *, silent_s: float = SILENT_S) -> None:
         self._listener, self._key, self._silent_s = listener, key, silent_s
         self._arrived: queue.SimpleQueue[tuple[Channel, Joining]] = queue.SimpleQueue()
-        self._callers: dict[_Caller, None] = {}  # the oldest first
         self._lines = 0  # of calls that came to nothing
         self._is_closed = False
         self._selector = selectors.DefaultSelector()
@@ -134,60 +121,60 @@ class Door:
         self._listener.close()
 
     def _open(self) -> None:
-        with self._selector:
-            while not self._is_closed:
-                for ready, _ in self._selector.select(LOOK_S):
-                    if ready.data is None:
-                        self._take()
-                    elif ready.data in self._callers:  # not turned away for one that came with it
-                        self._hear(ready.data)
-                limit = HANDSHAKE_S if len(self._callers) <= CROWD else CROWDED_S
-                for caller in [one for one in self._callers if time.monotonic() - one.since > limit]:
-                    self._turn_away(caller, "it did not answer (timed out)")
-        for caller in self._callers:
-            caller.connection.close()
+        while not self._is_closed:
+            for ready, _ in self._selector.select(LOOK_S):
+                if ready.data is None:
+                    self._take()
+                elif self._selector.get_map().get(ready.fd) == ready:  # not turned away for one that came with it
+                    self._hear(ready.data)
+            callers = self._callers()
+            limit = HANDSHAKE_S if len(callers) <= CROWD else CROWDED_S
+            for caller in [one for one in callers if time.monotonic() - one.since > limit]:
+                self._turn_away(caller, "it did not answer (timed out)")
+        for caller in self._callers():
+            caller.close()
+        self._selector.close()
+
+    def _callers(self) -> list[Greeting]:
+        """Return the callers that are not let in, the oldest first."""
+        return [entry.data for entry in self._selector.get_map().values() if entry.data is not None]
 
     def _take(self) -> None:
         try:
             connection, address = self._listener.accept()
-            caller = _Caller(connection, address[0], Greeting(connection, self._key))
+            caller = Greeting(connection, address[0], self._key)
         except OSError as error:  # a caller that is gone again, the network's trouble, or too many open files
             self._warn(f"a launcher's call could not be taken: {error.strerror or error}")
             self._make_room()
             time.sleep(RETRY_S)
             return
-        self._callers[caller] = None
         self._selector.register(connection, selectors.EVENT_READ, caller)
-        if len(self._callers) > MAX_CALLERS:
+        if len(self._selector.get_map()) > MAX_CALLERS:
             self._make_room()
 
     def _make_room(self) -> None:
         """Turn away the oldest caller of the address that has most; a launcher answers at once, and is none of them."""
-        strangers = [caller for caller in self._callers if caller.channel is None]
+        strangers = [caller for caller in self._callers() if caller.channel is None]
         counts = Counter(caller.address for caller in strangers)
         if strangers:
             self._turn_away(max(strangers, key=lambda one: counts[one.address]), "too many callers wait")
 
-    def _hear(self, caller: _Caller) -> None:
+    def _hear(self, caller: Greeting) -> None:
         try:
             if caller.channel is None:
-                caller.channel = caller.greeting.advance(silent_s=self._silent_s)
+                caller.advance(silent_s=self._silent_s)
             if caller.channel is not None and (received := caller.channel.receive()):
                 self._arrived.put((caller.channel, messages.joining(received[0])))
-                self._forget(caller)
+                self._selector.unregister(caller.connection)
         except (ChannelLost, ValueError) as error:
             self._turn_away(caller, str(error))
 
-    def _turn_away(self, caller: _Caller, reason: str) -> None:
-        self._forget(caller)
-        (caller.connection if caller.channel is None else caller.channel).close()
+    def _turn_away(self, caller: Greeting, reason: str) -> None:
+        self._selector.unregister(caller.connection)
+        caller.close()
         self._warn(f"a caller from {caller.address} is not let in as a launcher: {reason}")
 
     def _warn(self, text: str) -> None:
         self._lines += 1
         if self._lines <= MAX_LINES:
             log.warning("%s%s", text, "; nothing will be said of further calls" * (self._lines == MAX_LINES))
-
-    def _forget(self, caller: _Caller) -> None:
-        self._selector.unregister(caller.connection)
-        del self._callers[caller]

@@ -43,10 +43,11 @@ def open_pair(listener: socket.socket, *, silent_s: float = 30.0) -> tuple[Chann
 
     def greet() -> None:
         connection, _ = listener.accept()
-        greeting = Greeting(connection, KEY)
-        while not accepted:
+        caller = Greeting(connection, "127.0.0.1", KEY)
+        while caller.channel is None:
             select.select([connection], [], [])
-            accepted.extend(filter(None, [greeting.advance(silent_s=silent_s)]))
+            caller.advance(silent_s=silent_s)
+        accepted.append(caller.channel)
 
     thread = threading.Thread(target=greet)
     thread.start()

@@ -158,7 +158,7 @@ class ServerProcess:
     def abort(self) -> None:
         """Kill the server's processes without waiting for their end; `wait_ready` in another thread then raises."""
         self._is_aborted = True
-        self._remove_keys()
+        _remove(self._scratch)
         process = self._process
         if process is not None:
             process.kill()
@@ -176,18 +176,13 @@ class ServerProcess:
         if process is None:
             return
         _close_all(self._reserved)
-        self._remove_keys()
+        _remove(self._scratch)
         left = process.end(deadline_s=_STOP_S)
         if left:
             raise ServerStopError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
         self._exit_code = process.close()
-        self._remove_keys()
+        _remove(self._scratch)
         self._process = None
-
-    def _remove_keys(self) -> None:
-        """Remove the private folder: before the server is killed, since a launcher may kill this rank meanwhile."""
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def leave(self) -> None:
         """Leave a server that is kept to the ranks that may come after this process; end any other, as `stop` does."""
@@ -221,7 +216,7 @@ class ServerProcess:
                     )
                 )
         except OSError:
-            self._remove_keys()
+            _remove(self._scratch)
             raise
 
     def _wait_for_start(self) -> None:
@@ -244,6 +239,12 @@ class ServerProcess:
             url = self._endpoint.url
             log.warning("%s: another program took %s meanwhile; trying another port", self.name, url)
             self._spawn()
+
+
+def _remove(scratch: Path | None) -> None:
+    """Remove a server's private folder: before it is killed as well, since a launcher may kill this rank meanwhile."""
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _close_all(sockets: list[socket.socket]) -> None:
