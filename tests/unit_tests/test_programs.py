@@ -28,8 +28,9 @@ PROGRAMS = (
     "mega_rl.verify.rank",
     "mega_rl.workers.reward_pool.program",
 )
-# The harness starts the candidate of a sandbox, whose folder holds nothing else.
-STARTS_PYTHON_ITSELF = ["environment.py", "sandbox/inside/harness.py"]
+# The command line begins again as the user has started it; the harness starts the candidate of a sandbox, whose folder
+# holds nothing else.
+STARTS_PYTHON_ITSELF = ["cli/app.py", "environment.py", "sandbox/inside/harness.py"]
 # Modules that each program imports, and one that libraries try to.
 NAMES = (
     "argparse",
