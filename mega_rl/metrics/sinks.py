@@ -136,40 +136,38 @@ class TensorBoardSink(NullSink):
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Add every metric as a scalar."""
-        event = self._events.Event
-        self._write([event(step=step, summary=self._summaries.scalar(name, value)) for name, value in metrics.items()])
+        self._write(step, [self._summaries.scalar(name, value) for name, value in metrics.items()])
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Add the rows as a table in Markdown."""
         if rows:
-            self._write([self._text("val_rollouts" if validation else "rollouts", _markdown_table(rows), step)])
+            name = "val_rollouts" if validation else "rollouts"
+            self._write(step, [self._summaries.text(name, _markdown_table(rows))])
 
-    def _text(self, name: str, text: str, step: int) -> Any:
-        return self._events.Event(step=step, summary=self._summaries.text(name, text))
-
-    def _first_events(self) -> list[Any]:
-        """Return the beginning of a file: TensorBoard hides what earlier files of the folder hold from its step on."""
-        step, event = _first_stale_step(self._resume_step), self._events.Event
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        config = f"```yaml\n{self._config_text}```" if self._config_text else ""
-        texts = [self._text("config", config, self._resume_step)] if config else []
-        return [event(step=step, file_version="brain.Event:2"), event(step=step, session_log=start), *texts]
-
-    def _write(self, events: list[Any]) -> None:
-        """Append events to the file, which is gone with its folder or made here. Raises OSError."""
+    def _write(self, step: int, summaries: Sequence[object]) -> None:
+        """Append summaries to the file, which is made here, also when it is gone. Raises OSError."""
+        event = self._events.Event
+        events = [event(step=step, summary=one) for one in summaries]
         if self._file is not None and not self._file.exists():
-            step = events[0].step
             logger.error("%s is gone with the events before step %d: new ones begin", self._directory, step)
             self._file = None
         if self._file is None:
+            # TensorBoard hides what earlier event files of the folder hold from the first event's step on.
+            purge_step, start = _first_stale_step(self._resume_step), self._events.SessionLog.START
+            first = [event(file_version="brain.Event:2"), event(session_log=self._events.SessionLog(status=start))]
+            if self._config_text:
+                first.append(event(summary=self._summaries.text("config", f"```yaml\n{self._config_text}```")))
+            for one in first:
+                one.step = purge_step
+            events = [*first, *events]
             seconds, rest = divmod(time.time_ns(), 10**9)
-            name = f"events.out.tfevents.{seconds}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._file, events = self._directory / name, [*self._first_events(), *events]
+            name = f"events.out.tfevents.{seconds}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
+            self._file = self._directory / name
         content = io.BytesIO()
-        for event in events:
-            event.wall_time = time.time()
-            self._make_writer(content).write(event.SerializeToString())
+        for one in events:
+            one.wall_time = time.time()
+            self._make_writer(content).write(one.SerializeToString())
         with self._file.open("ab") as file:
             file.write(content.getvalue())
 
