@@ -231,6 +231,7 @@ test-triton: setup
 # make test-versions                                     the newest of everything that pyproject.toml allows
 # make test-versions WITH='transformers==5.17.0'         with some of them given
 # make test-versions WITH="$$(python tests/oldest.py)"     the oldest of everything
+# Deprecations that our calls meet are errors: each has a release at which it ends.
 WITH ?=
 VERSIONS_TESTS := tests/unit_tests/test_transformers_contract.py tests/unit_tests/test_versions.py tests/unit_tests/rollout \
 	tests/unit_tests/engines tests/unit_tests/converters tests/unit_tests/models tests/unit_tests/data \
@@ -238,7 +239,8 @@ VERSIONS_TESTS := tests/unit_tests/test_transformers_contract.py tests/unit_test
 test-versions:
 	@$(PYTHON) -m venv --clear .versions
 	@.versions/bin/python -m pip install -qq -e '.[dev]' $(WITH)
-	@OMP_NUM_THREADS=1 .versions/bin/python -m pytest $(VERSIONS_TESTS)
+	@OMP_NUM_THREADS=1 .versions/bin/python -m pytest -W error::FutureWarning \
+		-o 'filterwarnings=error::DeprecationWarning:transformers' $(VERSIONS_TESTS)
 
 # Programs on four ranks by themselves; `make test` runs them, too.
 special-distributed: setup

@@ -1,4 +1,4 @@
-"""Environment of a run's processes: variables that CUDA, NCCL, cuBLAS and torch's allocator read once, as they start.
+"""Start of a run's processes: their commands, and variables that CUDA, NCCL, cuBLAS and torch's allocator read once.
 
 All of them are decided here (docs/gpus.md). What the user has set stays as it is.
 """
@@ -6,6 +6,7 @@ All of them are decided here (docs/gpus.md). What the user has set stays as it i
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,14 @@ DETERMINISTIC = {
 # The trainer's allocator. Segments that expand cannot be released by SGLang's memory saver, nor shared over CUDA IPC.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _set_by_run: set[str] = set()  # and not by the user
+
+
+def python_module(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Return the command that runs a Python module as a program, without the working folder on its path.
+
+    Without -P that folder comes before all that is installed: its h2.py runs where a library tries `import h2`.
+    """
+    return [python, "-P", "-m", module, *arguments]
 
 
 def variables_of(engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerConfig) -> dict[str, str]:

@@ -908,6 +908,22 @@ TRANSFORMER_ENGINE = (
         "models/test_transformer_engine.py",
     ),
 )
+LAUNCHER = (
+    fault(
+        "launcher",
+        "exit code 0 believed without the rank's last word",
+        "if code in MEANINGFUL and os.pread(self._last_words, 1, rank) != bytes([code + 1]):",
+        "if code in MEANINGFUL[1:] and os.pread(self._last_words, 1, rank) != bytes([code + 1]):",
+        "launcher/test_launch.py -k too_early",
+    ),
+    fault(
+        "launcher",
+        "the working folder first on the path of programs",
+        'return [python, "-P", "-m", module, *arguments]',
+        'return [python, "-m", module, *arguments]',
+        "test_programs.py",
+    ),
+)
 FAULTS: tuple[Fault, ...] = (
     *ALGORITHMS,
     *ADVANTAGES,
@@ -933,4 +949,5 @@ FAULTS: tuple[Fault, ...] = (
     *REWARDS,
     *GPU,
     *TRANSFORMER_ENGINE,
+    *LAUNCHER,
 )

@@ -74,23 +74,26 @@ class RunLock:
         recover(root)
 
     def release(self) -> None:
-        """Free the lock, and remove the folders that `take` made if they are still empty: of a run that never began."""
-        if self._fd is not None:
-            os.ftruncate(self._fd, 0)
-            self._remove_empty_folders()
+        """Free the lock, and remove the folders that `take` made if they are still empty: of a run that never began.
+
+        A disk that fails is no error here: the error of what was written to it is the cause of a run's end.
+        """
+        with contextlib.suppress(OSError, UserError):
+            if self._fd is not None:
+                os.ftruncate(self._fd, 0)
+                self._remove_empty_folders()
         self._close()
 
     def _remove_empty_folders(self) -> None:
-        if not self._made or [entry.name for entry in entries(self.path.parent)] != [LOCK_FILE]:
-            return
-        with contextlib.suppress(OSError):  # a folder that is no longer empty stays
+        if self._made and [entry.name for entry in entries(self.path.parent)] == [LOCK_FILE]:
             self.path.unlink()
             for folder in self._made:
-                folder.rmdir()
+                folder.rmdir()  # one that is no longer empty stays, by an OSError
 
     def _close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
+        with contextlib.suppress(OSError):  # of data that could not be written, after which it is closed all the same
+            if self._fd is not None:
+                os.close(self._fd)
         self._fd = None
 
     def _holder(self) -> str:

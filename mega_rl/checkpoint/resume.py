@@ -86,11 +86,11 @@ def _complete_at(root: Path, settings: CheckpointConfig) -> list[Path]:
     if wanted == "never":
         return []
     if wanted == "auto":
-        for folder, why in folders.torn(root):
-            log.warning("%s is not a complete checkpoint and is ignored: %s", folder, why)
         damaged = [f"{folder}: {why}" for folder, why in folders.damaged(root)]
         if damaged and not settings.fallback:
             raise UserError(damaged[-1] if RESUME_HINT in damaged[-1] else f"{damaged[-1]}; {RESUME_HINT}")
+        for folder, why in folders.torn(root):
+            log.warning("%s is not a complete checkpoint and is ignored: %s", folder, why)
         return folders.complete(root)[::-1]
     path = Path(wanted).absolute()
     if (path / COMMIT_FILE).exists():

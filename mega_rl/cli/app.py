@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -40,10 +40,10 @@ from mega_rl.config import loader, render
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
-from mega_rl.errors import PeerError, RunError, UserError, UserErrors
+from mega_rl.errors import PeerError, RunError, UserError, UserErrors, limits_as_errors
 from mega_rl.health.overview import overview
-from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
 from mega_rl.launcher.peers import has_launcher, innocence
+from mega_rl.launcher.ranks import LAST_WORD, LOST_PEER, WAITED_IN_VAIN
 from mega_rl.schedulers.slurm.tasks import become_rank
 from mega_rl.workers.user_files import place_in_users_code
 
@@ -182,13 +182,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0; 1 for a run that cannot go on; 2 for a mistake of the user; 130 for Ctrl-C; 128 + signal for a stopped run.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    return run_app(app, given, prog_name="mega-rl")
+    word = os.environ.pop(LAST_WORD, "")  # programs that a rank starts have none in how it ends
+    code = run_app(app, given, prog_name="mega-rl")
+    if word:
+        os.pwrite(int(word), bytes([code + 1]), int(os.environ["RANK"]))
+    return code
 
 
 def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -> int:
     """Run a typer app with this project's exit codes and one-line errors; returns the exit code, as `main` does."""
     try:
-        outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
+        with limits_as_errors():
+            outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)
     except UserError as error:
         return _report(error.problems if isinstance(error, UserErrors) else [str(error)])
     except PeerError as error:
@@ -243,6 +248,8 @@ def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
 
 def entry_point(arguments: Sequence[str] | None = None) -> None:
     """Run the command line as a program, which ends with its exit code."""
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        _begin_with_all_streams()
     end = _End()
     atexit.register(end)  # the first to be registered is the last to be called
     try:
@@ -251,6 +258,13 @@ def entry_point(arguments: Sequence[str] | None = None) -> None:
         end.exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     sys.exit(end.exit_code)
+
+
+def _begin_with_all_streams() -> NoReturn:
+    """Begin again with /dev/null for streams that the caller has closed: the next file would get their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 class _End:

@@ -110,4 +110,4 @@ def become(launch: Launch) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes now waits until the launcher takes it
-    os.execve(sys.executable, [sys.executable, *launch.arguments], os.environ)
+    os.execve(sys.executable, launch.command, os.environ)

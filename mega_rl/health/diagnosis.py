@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mega_rl.errors import name_of_signal
+from mega_rl.health.endings import UNSAID
 from mega_rl.health.evidence import INNOCENT, Evidence, by_call, gather, in_phase, in_words, same_call
 from mega_rl.health.processes import STATES, kills_for_memory, memory_limit, memory_of_host
 from mega_rl.health.records import RankRecord
@@ -72,6 +73,10 @@ def _death(evidence: Evidence, memory_ran_out: bool) -> tuple[str, int] | None:
         if code is None:
             memory = _of_memory(record, memory_ran_out) if memory_ran_out else ""
             return f"{_named(evidence, rank)} has died without a word{_last_seen(record)}{memory}", rank
+        if code >= UNSAID:
+            users = record is not None and record.place is not None and record.place.users != ""
+            seen = f", last seen {_doing(record)}" if record and users else _last_seen(record)
+            return f"{_named(evidence, rank)} ended with exit code {code - UNSAID} before its work was done{seen}", rank
         if code not in (*USUAL, *STOPPED_CODES):
             return f"{_named(evidence, rank)} ended with exit code {code}{_last_seen(record)}", rank
     return None

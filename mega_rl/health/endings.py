@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mega_rl.errors import HungError, StalledError
 
+UNSAID = 256  # plus the exit code of a rank whose command has not said to its launcher that it ends with that code
+
 # gloo's and NCCL's own words, and those of torch's store, which ranks meet at before they have groups.
 LOST_PEER = (
     "Connection closed by peer",
@@ -36,7 +38,7 @@ BACKENDS = ("gloo", "NCCL", "nccl", "TCPStore", "store", "c10d", "rendezvous", "
 
 def kind_of(error: BaseException) -> str:
     """Return "lost peer" or "timeout" of an error that another rank has caused, "hung", "stopped", or "error"."""
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception | SystemExit):
         return "stopped"
     if isinstance(error, StalledError | HungError):
         return "timeout" if isinstance(error, StalledError) else "hung"

@@ -15,6 +15,7 @@ from mega_rl.health.diagnosis import diagnose
 from mega_rl.health.endings import kind_of
 from mega_rl.health.evidence import INNOCENT, in_phase
 from mega_rl.health.heartbeat import Heartbeat, RankFacts
+from mega_rl.health.places import place_of_error
 from mega_rl.health.processes import process_state
 from mega_rl.health.records import LastWords, health_folder, read_records
 from mega_rl.health.stacks import WITHIN_S, collect, write_stacks
@@ -43,9 +44,16 @@ class Guard:
         heartbeat, facts = self._heartbeat, self._heartbeat.facts
         if error is None or heartbeat.ended is not None:  # said by a guard further inside
             return
-        words = heartbeat.end(kind_of(error), str(error) or type(error).__name__, error=error)
+        text = str(error) or type(error).__name__
+        if isinstance(error, SystemExit):  # of a user's code or a library; exit code 0 would say that all is well
+            place = place_of_error(error)
+            where = "" if place is None else f" (at {place.file}:{place.line} in {place.function})"
+            text = f"SystemExit({error.code}) was raised inside of the run{where}"
+        words = heartbeat.end(kind_of(error), text, error=error)
         if isinstance(error, UserError) and words.step is None:
             heartbeat.withdraw()
+        if isinstance(error, SystemExit):
+            raise RunError(text) from error
         if words.kind not in (*INNOCENT, "hung"):
             return
         own = "".join(traceback.format_exception(error))

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 LONGEST_INTERVAL_S = 5.0
 SHORTEST_INTERVAL_S = 0.2
 INTERVALS_PER_DEADLINE = 10
+RANKS_OF_A_FOLDER = 200  # that may write a record in one second
 WRITE_S = 2 * LONGEST_INTERVAL_S  # a file system that hangs holds up the rank's end no longer
 LOOKS = 6  # beats after which the recorder is asked also about a rank that moves
 STACKS_SIGNAL = signal.SIGUSR2  # a rank with a record answers it with the stacks of its threads
@@ -170,11 +171,16 @@ class Heartbeat:
             )
 
     def _run(self) -> None:
+        seen, due = _moment(), 0.0  # a new phase is recorded soon
+        look_s = min(self.facts.interval_s, max(SHORTEST_INTERVAL_S, self.facts.world_size / RANKS_OF_A_FOLDER))
         while True:
             try:
-                request = self._requests.get(timeout=self.facts.interval_s)
+                request = self._requests.get(timeout=look_s)
             except queue.Empty:
-                self.beat()
+                before, seen = seen, _moment()
+                if seen != before or time.monotonic() >= due:
+                    due = time.monotonic() + self.facts.interval_s
+                    self.beat()
                 continue
             if request is None:
                 return
@@ -213,6 +219,11 @@ class Heartbeat:
             memory={"resident": resident_bytes(os.getpid()), "device": self._device_bytes()},
             log=tuple(self._tail.lines),
         )
+
+
+def _moment() -> list[tuple[str, float]]:
+    """Return the phases in progress, and of rounds how many are done."""
+    return [(phase.name, phase.done if phase.rounds else 0.0) for phase in progress.active()]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mega_rl.checkpoint.format.untrusted import read_file
 from mega_rl.errors import UserError, in_units
+from mega_rl.health.endings import UNSAID
 from mega_rl.health.evidence import Evidence, by_call, in_words
 from mega_rl.health.processes import STATES
 from mega_rl.health.records import RankRecord, health_folder
@@ -85,7 +86,7 @@ def _rank_lines(evidence: Evidence, rank: int, record: RankRecord) -> Iterator[s
         "" if state is None else f", {STATES.get(state.state, 'gone')}" + (f" in {state.wait}" if state.wait else "")
     )
     code = evidence.exits.get(rank)
-    ended = "" if code is None else f", exit code {code}"
+    ended = "" if code is None else f", exit code {code % UNSAID if code > 0 else code}"
     yield f"  rank {rank}: pid {record.pid} on {record.host}{process}{ended}, {_steps(record)}"
     silent_s = record.silent_s(evidence.now)
     if silent_s:

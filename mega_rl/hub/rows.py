@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from urllib.parse import quote
 from huggingface_hub import HfApi, constants
 
 from mega_rl import progress
+from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.hub.errors import FAILURES, is_unreachable, reason
 from mega_rl.hub.names import DatasetName, FolderName, Role
@@ -111,7 +111,7 @@ def folder_files(name: FolderName, *, role: Role, label: str) -> list[Path]:
 
 def _read(request: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Return what the program that reads a split has to say. Raises UserError."""
-    program = [sys.executable, "-m", _PROGRAM, json.dumps(request)]
+    program = python_module(_PROGRAM, json.dumps(request))
     try:
         done = subprocess.run(program, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False, text=True)
         return dict(json.loads(done.stdout.splitlines()[-1]))

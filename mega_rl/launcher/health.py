@@ -13,8 +13,7 @@ from mega_rl.health.records import RankRecord, clear, health_folder, read_record
 from mega_rl.health.stacks import collect
 from mega_rl.health.watch import RunWatch
 from mega_rl.launcher.beside import RepeatedCall, within
-from mega_rl.launcher.outcome import INNOCENT
-from mega_rl.launcher.ranks import RankEnd
+from mega_rl.launcher.ranks import INNOCENT, RankEnd
 
 Value = TypeVar("Value")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -13,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mega_rl import __version__
-from mega_rl.errors import RunError, UserError
+from mega_rl.environment import python_module
+from mega_rl.errors import RunError, UserError, limits_as_errors
 from mega_rl.launcher.health import health_of
 from mega_rl.launcher.nodes.channel import SILENT_S
 from mega_rl.launcher.nodes.fleet import JOIN_S, Fleet
@@ -38,7 +40,7 @@ MIN_KEY = 16  # characters
 
 @dataclass(frozen=True)
 class Launch:
-    """Ranks of one node, in JSON the argument of `python -m mega_rl.launcher`.
+    """Ranks of one node, in JSON the argument of the program `mega_rl.launcher`.
 
     program: a module and its arguments. run_dir: folder of the ranks' checkpoints and records; empty: they have none.
     resume: checkpoint.resume of the first start.
@@ -61,14 +63,14 @@ class Launch:
 
     @classmethod
     def parse(cls, text: str) -> Launch:
-        """Return the launch that `arguments` has written."""
+        """Return the launch that `command` has written."""
         fields = json.loads(text)
         return cls(**{**fields, "program": tuple(fields["program"])})
 
     @property
-    def arguments(self) -> list[str]:
-        """Return the arguments of the interpreter that start this launch as a process."""
-        return ["-m", "mega_rl.launcher", json.dumps(asdict(self), ensure_ascii=False)]
+    def command(self) -> list[str]:
+        """Return the command that runs this launch as a process."""
+        return python_module("mega_rl.launcher", json.dumps(asdict(self), ensure_ascii=False))
 
     @property
     def has_others(self) -> bool:
@@ -79,7 +81,7 @@ class Launch:
     def digest(self) -> str:
         """Return a digest that is equal on all nodes of a run."""
         same = replace(self, node_rank=0, max_restarts=0)
-        return hashlib.sha256(f"{__version__} {same.arguments[-1]}".encode()).hexdigest()
+        return hashlib.sha256(f"{__version__} {same.command[-1]}".encode()).hexdigest()
 
 
 def key_of(environment: Mapping[str, str]) -> bytes:
@@ -102,13 +104,17 @@ def launch(settings: Launch, *, variables: Mapping[str, str] | None = None) -> i
     # Node 0 decides for all nodes.
     restarts = settings.max_restarts > 0 or settings.node_rank > 0
     with StopSignals() as stop, keeping_servers(possible=restarts) as kept:
+        variables = {**os.environ, **kept, **(variables or {})}
+        os.environ.pop(KEY, None)  # which store and warden would inherit
         try:
-            conclusion = _run(settings, {**os.environ, **kept, **(variables or {})}, stop)
+            with limits_as_errors():
+                conclusion = _run(settings, variables, stop)
         except (UserError, RunError) as error:
             conclusion = Conclusion(error.exit_code, str(error))
     if conclusion.line:
         start = ERASE_LINE if sys.stderr.isatty() else ""
-        sys.stderr.write(f"{start}error: {conclusion.line}\n")
+        with contextlib.suppress(OSError):  # whoever read it has gone
+            sys.stderr.write(f"{start}error: {conclusion.line}\n")
     return conclusion.code
 
 

@@ -14,6 +14,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from mega_rl.environment import python_module
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -23,7 +25,7 @@ def leashed(program: Sequence[str]) -> list[str]:
     The kernel's signal comes at the end of the thread that starts it: call it from one that lives as long as the
     process.
     """
-    return [sys.executable, "-m", "mega_rl.launcher.leash", str(os.getpid()), *program]
+    return python_module("mega_rl.launcher.leash", str(os.getpid()), *program)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mega_rl.errors import RunError, UserError, name_of_signal
-from mega_rl.launcher.ranks import RankEnd
+from mega_rl.health.endings import UNSAID
+from mega_rl.launcher.ranks import INNOCENT, LOST_PEER, RankEnd
 from mega_rl.launcher.signals import STOPPED
-
-# Exit codes of ranks that a launcher has started and that did nothing wrong: the connection to another rank broke
-# (EX_TEMPFAIL of sysexits.h), or another rank did not come to a collective in time. They say nothing themselves.
-LOST_PEER, WAITED_IN_VAIN = 75, 76
-INNOCENT = (LOST_PEER, WAITED_IN_VAIN)
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,14 @@ def failure_of(ends: Sequence[RankEnd], *, world_size: int) -> RunFailure | None
         what = "lost the connection to" if first.code == LOST_PEER else "waited trainer.timeout_s in a collective for"
         tail = ", which had not ended" if missing else ", which says no more"
         return RunFailure(f"{who} {what} {others}{tail}", RunError.exit_code)
-    code = first.code if first.code > 0 else 128 - first.code
-    return RunFailure(f"{who} {ending(first.code)}", code, rank=first.rank, said=first.code > 0)
+    said = 0 < first.code < UNSAID
+    return RunFailure(f"{who} {ending(first.code)}", _exit_code(first), rank=first.rank, said=said)
 
 
 def ending(exit_code: int) -> str:
-    """Return how a process ended, from its exit code; below 0 it is the signal that killed it."""
+    """Return how a rank ended, from the code of its end; see `RankEnd`."""
+    if exit_code >= UNSAID:
+        return f"ended with exit code {exit_code - UNSAID} before its work was done"
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     name = name_of_signal(-exit_code)
@@ -82,9 +80,14 @@ def stop_code(ends: Sequence[RankEnd], number: int) -> int:
 
     A run that had come to its end has ended well.
     """
-    codes = [end.code if end.code >= 0 else 128 - end.code for end in ends]
+    codes = [_exit_code(end) for end in ends]
     others = [code for code in codes if code not in (0, 128 + number, 128 + signal.SIGKILL, *STOPPED, *INNOCENT)]
     return 0 if ends and not any(codes) else next(iter(others), 128 + number)
+
+
+def _exit_code(end: RankEnd) -> int:
+    """Return the exit code of a run that ends as this rank has."""
+    return RunError.exit_code if end.code >= UNSAID else end.code if end.code >= 0 else 128 - end.code
 
 
 def _in_words(ranks: Sequence[int]) -> str:

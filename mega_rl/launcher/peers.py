@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from mega_rl.health.endings import kind_of
-from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
-from mega_rl.launcher.ranks import GENERATION
+from mega_rl.launcher.ranks import GENERATION, LOST_PEER, WAITED_IN_VAIN
 
 
 def has_launcher() -> bool:

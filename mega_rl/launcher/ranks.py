@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,23 @@ from dataclasses import dataclass
 import psutil
 
 from mega_rl.cores import threads_per_rank
-from mega_rl.errors import RunError
+from mega_rl.environment import python_module
+from mega_rl.errors import RunError, UserError
+from mega_rl.health.endings import UNSAID
 from mega_rl.launcher.leash import leashed
 from mega_rl.launcher.signals import STOPPED
 from mega_rl.launcher.warden import Warden
 
 KEY = "MEGA_RL_LAUNCH_KEY"  # of launchers; ranks, whose environment other programs inherit, do not see it
 GENERATION = "MEGA_RL_GENERATION"
+# Descriptor of a file into which the command of each rank writes, at the rank's place, one more than its exit code. The
+# process's own code says less: a reward function or a library may call os._exit(0).
+LAST_WORD = "MEGA_RL_LAST_WORD"
+# Exit codes of ranks that a launcher has started and that did nothing wrong: the connection to another rank broke
+# (EX_TEMPFAIL of sysexits.h), or another rank did not come to a collective in time. They say nothing themselves.
+LOST_PEER, WAITED_IN_VAIN = 75, 76
+INNOCENT = (LOST_PEER, WAITED_IN_VAIN)
+MEANINGFUL = (0, UserError.exit_code, *INNOCENT, *STOPPED)  # to be believed only where the rank's command gives them
 THREADS = "OMP_NUM_THREADS"
 # Ends ranks of which one has failed: none of them catches it, so it needs neither a step's end nor a Python thread that
 # gets to run. SIGTERM would have them finish a step that cannot be finished, and say that they do.
@@ -32,7 +41,10 @@ CLOSE_S = 10.0  # from SIGKILL to the end
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank's process; `code` below 0 is the signal that killed it."""
+    """End of a rank's process.
+
+    code: its exit code, plus UNSAID where it is not to be believed; below 0 the signal that killed it.
+    """
 
     rank: int
     pid: int
@@ -98,6 +110,7 @@ class NodeRanks:
         self._program, self._variables, self._interface, self._clock = program, variables, interface, clock
         self._warden = Warden()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._last_words = -1  # descriptor of the generation's file, see LAST_WORD
         self._kill_at = float("inf")
 
     @property
@@ -113,13 +126,16 @@ class NodeRanks:
         assert not self._running, "ranks of an earlier generation still run"
         self._kill_at = float("inf")
         resume = [f"checkpoint.resume={assignment.resume}"] if assignment.resume else []
-        command = leashed([sys.executable, "-m", *self._program, *resume])
+        command = leashed(python_module(*self._program, *resume))
+        self._forget_last_words()
+        self._last_words = word = os.memfd_create("last words of ranks")
         for local_rank, rank in enumerate(assignment.ranks):
+            variables = environment(assignment, local_rank, self._variables, interface=self._interface)
             try:
                 self._running[rank] = process = subprocess.Popen(
                     command,
-                    env=environment(assignment, local_rank, self._variables, interface=self._interface),
-                    pass_fds=[] if lifeline is None else [lifeline],
+                    env={**variables, LAST_WORD: str(word)},
+                    pass_fds=[word] if lifeline is None else [word, lifeline],
                     start_new_session=True,  # a terminal's Ctrl-C comes by the launcher, once
                 )
             except OSError as error:
@@ -136,6 +152,8 @@ class NodeRanks:
                 continue
             # The number is the process's until it is waited for: a group of this number is of this rank.
             code = _peek(process.pid)
+            if code in MEANINGFUL and os.pread(self._last_words, 1, rank) != bytes([code + 1]):
+                code += UNSAID
             if code not in (0, *STOPPED):
                 _signal_group(process.pid, signal.SIGKILL)  # what a failed rank has left running
             process.wait()
@@ -166,7 +184,13 @@ class NodeRanks:
             with contextlib.suppress(subprocess.TimeoutExpired):  # in a file system that does not answer
                 process.wait(CLOSE_S)
         self._running.clear()
+        self._forget_last_words()
         self._warden.close()
+
+    def _forget_last_words(self) -> None:
+        if self._last_words >= 0:
+            os.close(self._last_words)
+        self._last_words = -1
 
 
 def interface_of(address: str) -> str:

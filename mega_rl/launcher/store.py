@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.launcher.signals import blocked
 
@@ -34,7 +35,7 @@ class RankStore:
         # still want their store while they save.
         read, self.lifeline = os.pipe()
         own = str(listener.getsockname()[0])
-        command = [sys.executable, "-m", "mega_rl.launcher.store", own, str(listener.fileno()), str(read)]
+        command = python_module("mega_rl.launcher.store", own, str(listener.fileno()), str(read))
         try:
             with listener, blocked():
                 self._process = subprocess.Popen(

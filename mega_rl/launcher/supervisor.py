@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, name_of_signal
 from mega_rl.launcher.health import RankHealth
 from mega_rl.launcher.nodes.fleet import Fleet
 from mega_rl.launcher.outcome import Conclusion, RunFailure, stop_code
@@ -125,6 +125,8 @@ class Supervisor:
         failure = watch.failure
         if self._hand_on(None):
             code = stop_code(watch.ends, self._stopped_by)
+            if code in STOPPED and not any(end.code in (0, UserError.exit_code, *STOPPED) for end in watch.ends):
+                return Conclusion(code, f"stopped by {name_of_signal(code - 128)} before the ranks could save")
             is_said = code in (0, UserError.exit_code, 128 + self._stopped_by, *STOPPED)
             return Conclusion(code, "" if failure is None or is_said else failure.cause)
         if failure is None:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from mega_rl.environment import python_module
 from mega_rl.errors import RunError
 from mega_rl.launcher.signals import blocked
 
@@ -36,7 +37,7 @@ class Warden:
         Raises RunError when the machine allows no further process.
         """
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "mega_rl.launcher.warden", str(its.fileno()), str(save_s)]
+        command = python_module("mega_rl.launcher.warden", str(its.fileno()), str(save_s))
         try:
             with its, blocked():
                 self._process = subprocess.Popen(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.launcher.outcome import INNOCENT, WAITED_IN_VAIN, RunFailure, failure_of
-from mega_rl.launcher.ranks import RankEnd
+from mega_rl.launcher.outcome import RunFailure, failure_of
+from mega_rl.launcher.ranks import INNOCENT, WAITED_IN_VAIN, RankEnd
 from mega_rl.launcher.signals import SIGNALS, STOPPED
 from mega_rl.launcher.warden import SAVE_S
 

@@ -6,10 +6,13 @@ removed, so a resumed run's files read as if it had never stopped; a run from st
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import re
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from mega_rl.types import Metrics
 
 logger = logging.getLogger(__name__)
 
-# What a full disk, a vanished folder or TensorBoard's writer thread raise.
+# What a full disk, a vanished folder or a client of a tracker raise.
 _RUNTIME_FAILURES = (OSError, RuntimeError, ValueError)
 _DUMP_NAME = re.compile(r"(?:step|val)_(\d+)\.jsonl")
 
@@ -113,48 +116,60 @@ def _is_record_before(line: str, step: int) -> bool:
 
 
 class TensorBoardSink(NullSink):
-    """Scalars in TensorBoard event files; the config and sampled rollouts as texts."""
+    """Scalars in TensorBoard event files; the config and sampled rollouts as texts.
+
+    They are written in the caller's thread: where the disk is full, the thread of TensorBoard's writer dies with a
+    traceback.
+    """
 
     def __init__(self, directory: Path, *, resume_step: int, config_text: str = "") -> None:
         """config_text: the config as YAML. Raises ImportError without the tensorboard package."""
-        from torch.utils.tensorboard import SummaryWriter  # a second of import time that only this sink needs
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import summary  # a second of import time that only this sink needs
 
         self._directory = directory
         self._resume_step = resume_step
         self._config_text = config_text
-        self._make_writer = SummaryWriter
-        self._writer: Any = None
+        self._events, self._summaries, self._make_writer = event_pb2, summary, RecordWriter
+        self._file: Path | None = None
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Add every metric as a scalar."""
-        writer = self._open(step)
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
+        self._write(step, [self._summaries.scalar(name, value) for name, value in metrics.items()])
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Add the rows as a table in Markdown."""
         if rows:
-            self._open(step).add_text("val_rollouts" if validation else "rollouts", _markdown_table(rows), step)
+            name = "val_rollouts" if validation else "rollouts"
+            self._write(step, [self._summaries.text(name, _markdown_table(rows))])
 
-    def close(self, *, failed: bool = False) -> None:
-        """Flush and close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-
-    def _open(self, step: int) -> Any:
-        if self._writer is not None and not self._directory.is_dir():
+    def _write(self, step: int, summaries: Sequence[object]) -> None:
+        """Append summaries to the file, which is made here, also when it is gone. Raises OSError."""
+        event = self._events.Event
+        events = [event(step=step, summary=one) for one in summaries]
+        if self._file is not None and not self._file.exists():
             logger.error("%s is gone with the events before step %d: new ones begin", self._directory, step)
-            self._directory.mkdir(parents=True)  # without it the thread of the old writer would die with a traceback
-            self._writer.close()
-            self._writer = None
-        if self._writer is None:
-            # TensorBoard hides what earlier event files of the folder hold from the purge step on.
-            purge_step = _first_stale_step(self._resume_step)
-            self._writer = self._make_writer(str(self._directory), purge_step=purge_step)
+            self._file = None
+        if self._file is None:
+            # TensorBoard hides what earlier event files of the folder hold from the first event's step on.
+            purge_step, start = _first_stale_step(self._resume_step), self._events.SessionLog.START
+            first = [event(file_version="brain.Event:2"), event(session_log=self._events.SessionLog(status=start))]
             if self._config_text:
-                self._writer.add_text("config", f"```yaml\n{self._config_text}```", self._resume_step)
-        return self._writer
+                first.append(event(summary=self._summaries.text("config", f"```yaml\n{self._config_text}```")))
+            for one in first:
+                one.step = purge_step
+            events = [*first, *events]
+            seconds, rest = divmod(time.time_ns(), 10**9)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{seconds}.{socket.gethostname()}.{os.getpid()}.{rest:09d}"
+            self._file = self._directory / name
+        content = io.BytesIO()
+        for one in events:
+            one.wall_time = time.time()
+            self._make_writer(content).write(one.SerializeToString())
+        with self._file.open("ab") as file:
+            file.write(content.getvalue())
 
 
 def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:

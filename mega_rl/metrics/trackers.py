@@ -9,7 +9,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from mega_rl.environment import python_module
 from mega_rl.metrics.tracker_clients import TrackedRun
 from mega_rl.types import Metrics
 
@@ -104,7 +104,7 @@ class TrackerSink:
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         with (self._folder / f"{self._tracker}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "mega_rl.metrics.tracker_process", self._tracker],
+                python_module("mega_rl.metrics.tracker_process", self._tracker),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

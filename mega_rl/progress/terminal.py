@@ -38,7 +38,15 @@ LOGGERS = ("", "mega_rl", "mega_rl.config")  # whose levels commands set
 @cache
 def standard_error() -> Console:
     """Return the one console of standard error: what another one wrote would tear the live line."""
-    return Console(stderr=True)
+    return _StandardError(stderr=True)
+
+
+class _StandardError(Console):
+    """A console that outlives its reader, as `| head`: a run goes on, and writes into nothing."""
+
+    def on_broken_pipe(self) -> None:
+        """Send what comes to /dev/null; rich would end the program."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class Display:

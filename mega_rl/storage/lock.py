@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -17,8 +18,10 @@ def lock_file(path: Path) -> int:
         OSError: the file cannot be opened, or is a link.
     """
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
+            with contextlib.suppress(OSError):  # another user's file
+                os.fchmod(fd, 0o600)  # whoever may read a file may hold its lock
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
                 return fd

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from mega_rl.accelerator.gpus import HIDDEN
+from mega_rl.environment import python_module
 from mega_rl.errors import RunError, name_of_signal
 from mega_rl.launcher.leash import leashed
 from mega_rl.launcher.ranks import Assignment, environment
@@ -72,7 +72,7 @@ def _start(command: Sequence[str], environment: Mapping[str, str], *, log: Path)
     """Start a Python module with its arguments, its output in `log`."""
     with log.open("wb") as output:
         return subprocess.Popen(
-            leashed([sys.executable, "-m", *command]),
+            leashed(python_module(*command)),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -1,6 +1,6 @@
-// Makes writes and syncs below checkpoints/, and the making of files there, fail while the file named by FAILING_WRITES
-// exists. It holds the number of the error: EIO of a broken disk, ENOSPC of a full one, EROFS of one that was made
-// read-only, which refuses new files, new names and removals, too.
+// Makes writes and syncs below checkpoints/ and tensorboard/, and the making of files there, fail while the file named by
+// FAILING_WRITES exists. It holds the number of the error: EIO of a broken disk, ENOSPC of a full one, EROFS of one that
+// was made read-only, which refuses new files, new names and removals, too.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -27,8 +27,8 @@ static int order(void) {
   return atoi(text);
 }
 
-static int is_checkpoint(const char *path) {
-  return strstr(path, "/checkpoints/") != NULL;
+static int is_target(const char *path) {
+  return strstr(path, "/checkpoints/") || strstr(path, "/tensorboard/");
 }
 
 static int fails(int fd) {
@@ -39,11 +39,11 @@ static int fails(int fd) {
   ssize_t size = readlink(link, path, sizeof path - 1);
   if (size < 0) return 0;
   path[size] = 0;
-  return is_checkpoint(path) ? error : 0;
+  return is_target(path) ? error : 0;
 }
 
 static int is_read_only(const char *path) {
-  return path && is_checkpoint(path) && order() == EROFS;
+  return path && is_target(path) && order() == EROFS;
 }
 
 #define FAIL_OR(name, result, types, values)                            \
@@ -87,6 +87,8 @@ FAIL_OR(pwrite64, ssize_t, (int fd, const void *data, size_t size, off64_t at), 
 FAIL_OR(writev, ssize_t, (int fd, const struct iovec *parts, int count), (fd, parts, count))
 FAIL_OR(pwritev, ssize_t, (int fd, const struct iovec *parts, int count, off_t at), (fd, parts, count, at))
 FAIL_OR(pwritev64, ssize_t, (int fd, const struct iovec *parts, int count, off64_t at), (fd, parts, count, at))
+FAIL_OR(ftruncate, int, (int fd, off_t size), (fd, size))
+FAIL_OR(ftruncate64, int, (int fd, off64_t size), (fd, size))
 FAIL_OR(fsync, int, (int fd), (fd))
 FAIL_OR(fdatasync, int, (int fd), (fd))
 OPEN_OR(open, (const char *path, int flags, ...), (path, flags, mode))

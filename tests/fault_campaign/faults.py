@@ -161,6 +161,26 @@ class BadReward(Fault):
 
 
 @dataclass
+class EarlyExit(BadReward):
+    """A rank, or every rank, ends by os._exit while it scores; exit code 0 is no success."""
+
+    code: int = 0
+    everywhere: bool = False
+    reward: tuple[str, ...] = REWARD
+
+    def fire(self, run: Run) -> str:
+        self.how = f"end {self.code} {'everywhere' if self.everywhere else 'once'}"
+        self.causes = (f"ended with exit code {self.code}",)
+        witness = super().fire(run)
+        run.wait_for(lambda: False, deadline_s=0.5)  # ranks that wait for one another have all scored by now
+        self.heal(run)
+        return witness
+
+    def heal(self, run: Run) -> None:
+        (run.folder / "last").unlink(missing_ok=True)
+
+
+@dataclass
 class ClockJump(Fault):
     """The wall clock of all processes jumps by so many seconds, by a preloaded library; the monotonic one goes on."""
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 COMMAND_LINE = ["-m", "mega_rl.cli"]
-STORE = ["-m", "mega_rl.launcher.store"]
-LEASH = ["-m", "mega_rl.launcher.leash"]
-LAUNCHER = ["-m", "mega_rl.launcher"]
+STORE = ["-P", "-m", "mega_rl.launcher.store"]
+LEASH = ["-P", "-m", "mega_rl.launcher.leash"]
+LAUNCHER = ["-P", "-m", "mega_rl.launcher"]
+RANK = ["-P", *COMMAND_LINE]
 
 
 def run_command(command: Sequence[str]) -> NoReturn:
@@ -41,9 +42,9 @@ def _become(path: str, command: Sequence[str], environment: Mapping[str, str]) -
     from mega_rl.launcher.launch import Launch, launch
     from mega_rl.progress.terminal import show_progress
 
-    assert list(command[1:3]) == LAUNCHER, command
+    assert list(command[1:4]) == LAUNCHER, command
     show_progress(live=False, beside_ranks=True)
-    _end(lambda: launch(Launch.parse(command[3])))
+    _end(lambda: launch(Launch.parse(command[4])))
 
 
 def _end(main: Callable[[], int | None]) -> NoReturn:
@@ -69,12 +70,12 @@ class _Subprocess:
 
     def Popen(self, command: Sequence[str], **options: Any) -> Any:
         words = list(command)
-        if words[1:3] == STORE:
+        if words[1:4] == STORE:
             from mega_rl.launcher import store
 
-            return ForkedProcess(words, lambda: store.main(words[3:]), **options)
-        if words[1:3] == LEASH and words[5:7] == COMMAND_LINE:
-            return ForkedProcess(words, lambda: _rank(words[3], words[7:]), **options)
+            return ForkedProcess(words, lambda: store.main(words[4:]), **options)
+        if words[1:4] == LEASH and words[6:9] == RANK:
+            return ForkedProcess(words, lambda: _rank(words[4], words[9:]), **options)
         return subprocess.Popen(command, **options)
 
 

@@ -28,7 +28,7 @@ SETTINGS = (
     *("trainer.microbatch.max_tokens=64", "trainer.prompts_per_step=4", "trainer.minibatch_size=4", "optim.lr=1e-3"),
     *("trainer.run_dir=run", f"trainer.steps={STEPS}", f"trainer.timeout_s={TIMEOUT_S:g}"),
     *(f"checkpoint.save_interval={SAVE_INTERVAL}", "checkpoint.timeout_s=20", "checkpoint.fallback=true"),
-    *("metrics.tensorboard=false", "metrics.progress_bar=false"),
+    "metrics.progress_bar=false",
 )
 REWARD = ("reward.function=reward.py:share_of_odd_tokens", "reward.pool.workers=0")
 POOL = (REWARD[0], "reward.pool.workers=1", "reward.pool.timeout_s=2", "reward.pool.max_failed_share=0")
@@ -48,6 +48,8 @@ def share_of_odd_tokens(prompt, response, answer):
     order = HERE / "order"
     if order.exists():
         commit(order)
+    if (HERE / "last").exists():
+        os._exit(int((HERE / "last").read_text().split()[1]))
     return sum(digit in "13579" for digit in response) / max(1, len(response))
 
 
@@ -59,6 +61,11 @@ def commit(order):
     except FileNotFoundError:
         return
     fault = taken.read_text()
+    if fault.startswith("end "):
+        _, code, where = fault.split()
+        if where == "everywhere":
+            (HERE / "last").write_text(fault)  # the ranks that come later
+        os._exit(int(code))
     if fault == "raise":
         raise ValueError("the reward of the campaign raises")
     if fault == "exit":

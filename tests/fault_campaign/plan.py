@@ -13,6 +13,7 @@ from tests.fault_campaign.cluster_faults import HOW, ClusterFault
 from tests.fault_campaign.faults import (
     BadReward,
     ClockJump,
+    EarlyExit,
     Fault,
     KillLauncher,
     KillRank,
@@ -54,6 +55,12 @@ KINDS: dict[str, tuple[float, Callable[[random.Random], Fault]]] = {
             "reward function",
             ("reward",),
             how=r.choice(["raise", "exit", "system exit", "hang", "spin", "output"]),
+        ),
+    ),
+    "early exit": (
+        4,
+        lambda r: EarlyExit(
+            "early exit", code=r.choice([0, 0, 0, 1, 2, 7, 75, 143]), everywhere=r.random() < 0.5, may_start_late=False
         ),
     ),
     "clock jump": (3, lambda r: ClockJump("clock jump", offset=r.choice([90, -3600, 86_400, -86_400, 400 * 86_400]))),
@@ -167,11 +174,12 @@ def _case(number: int, make: Callable[[random.Random], Fault], draw: random.Rand
     assert layout in LAYOUTS
     launcher = fault.launcher if isinstance(fault, ClusterFault) else "train"
     killed = isinstance(fault, KillLauncher) and fault.number == SIGKILL  # torchrun's ranks outlive it
+    believed = isinstance(fault, EarlyExit)  # by torchrun, where all ranks end with 0
     if launcher != "train":
         layout = draw.choice(["tp2", "dp2", "tp2-dp2"])
     elif isinstance(fault, LyingServer | LostServer):
         layout = draw.choice(["tp2", "dp2"])
-    elif fault.nodes == 1 and not killed and draw.random() < 0.04:
+    elif fault.nodes == 1 and not killed and not believed and draw.random() < 0.04:
         launcher = "torchrun"
     elif fault.nodes == 2 or draw.random() < 0.12:
         launcher = "nodes"

@@ -16,6 +16,8 @@ for name in (
     "mega_rl.preflight",
     "torch.distributed.run",
     "datasets",
+    "tensorboard.summary.writer.record_writer",
+    "torch.utils.tensorboard",
 ):
     importlib.import_module(name)
 assert tests.helpers.preloaded.threading.active_count() == 1, threading.enumerate()

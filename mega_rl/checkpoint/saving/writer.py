@@ -26,10 +26,11 @@ from typing import Any, ClassVar
 
 import mega_rl
 from mega_rl.checkpoint.saving.job import SaveJob, SaveOutcome, perform
+from mega_rl.environment import python_module
 from mega_rl.errors import name_of_signal
 from mega_rl.storage.disk import SaveError
 
-COMMAND = (sys.executable, "-m", "mega_rl.checkpoint.saving.writer")
+COMMAND = python_module("mega_rl.checkpoint.saving.writer")
 SEND_TIMEOUT_S = 60.0  # for an idle process to receive a job
 END_TIMEOUT_S = 10.0  # for a killed process; one that waits for a dead disk cannot end
 TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

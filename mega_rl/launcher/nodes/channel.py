@@ -122,28 +122,43 @@ class Channel:
                 return
 
 
-def accept(connection: socket.socket, key: bytes, *, silent_s: float = SILENT_S) -> Channel:
-    """Return a channel to a launcher that has called, once both have shown that they know the key.
+class Greeting:
+    """A caller of node 0, until it has shown that it knows the key and got its `channel`. No call waits for it."""
 
-    Raises ChannelLost when the caller does not, or not in time.
-    """
-    connection.settimeout(HANDSHAKE_S)
-    deadline = time.monotonic() + HANDSHAKE_S
-    own = secrets.token_bytes(_NONCE)
-    try:
-        connection.sendall(MAGIC + own)
-        answer = _read(connection, _NONCE + _CODE, deadline)
-        nonces = own + answer[:_NONCE]
-        if not hmac.compare_digest(answer[_NONCE:], _mac(key, b"client" + nonces)):
-            raise ChannelLost("it does not know the key")
-        connection.sendall(_mac(key, b"server" + nonces))
-    except OSError as error:
-        raise ChannelLost(f"it did not answer ({error.strerror or error})") from None
-    return Channel(connection, _mac(key, b"session" + nonces), is_server=True, silent_s=silent_s)
+    def __init__(self, connection: socket.socket, address: str, key: bytes) -> None:
+        """Send the challenge. Raises OSError for a caller that is gone."""
+        self.connection, self.address, self._key = connection, address, key
+        self.channel: Channel | None = None
+        self.since = time.monotonic()
+        self._own, self._answer = secrets.token_bytes(_NONCE), b""
+        connection.setblocking(False)
+        connection.sendall(MAGIC + self._own)
+
+    def advance(self, *, silent_s: float) -> None:
+        """Read what has come of the answer. Raises ChannelLost when the caller does not know the key, or is gone."""
+        try:
+            part = self.connection.recv(_NONCE + _CODE - len(self._answer))
+            if not part:
+                raise ChannelLost("it closed the connection")
+            self._answer += part
+            if len(self._answer) < _NONCE + _CODE:
+                return
+            nonces = self._own + self._answer[:_NONCE]
+            if not hmac.compare_digest(self._answer[_NONCE:], _mac(self._key, b"client" + nonces)):
+                raise ChannelLost("it does not know the key")
+            self.connection.sendall(_mac(self._key, b"server" + nonces))
+        except OSError as error:
+            raise ChannelLost(f"its connection is broken ({error.strerror or error})") from None
+        session = _mac(self._key, b"session" + nonces)
+        self.channel = Channel(self.connection, session, is_server=True, silent_s=silent_s)
+
+    def close(self) -> None:
+        """Close the connection."""
+        (self.connection if self.channel is None else self.channel).close()
 
 
 def connect(address: str, port: int, key: bytes, *, silent_s: float = SILENT_S) -> Channel:
-    """Return a channel to the launcher of node 0; see `accept`.
+    """Return a channel to the launcher of node 0; see `Greeting`.
 
     Raises:
         OSError: nobody answers there yet.

@@ -50,6 +50,7 @@ class DecodingLoop:
         max_new_tokens: int,
         stop_token_ids: Tensor,  # [number of stop ids] int64
         cache: Cache,  # empty
+        cache_argument: str,  # of the model's forward
     ) -> None:
         self._prompt_of_row = prompt_of_row
         self._keys = keys
@@ -57,7 +58,7 @@ class DecodingLoop:
         self._greedy = greedy
         self._max_new_tokens = max_new_tokens
         self._stop_token_ids = stop_token_ids
-        self._cache = cache
+        self._cache, self._cache_argument = cache, cache_argument
 
     def run(self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Decoded:
         """Return the responses of all rows; a loop runs once, since it fills its cache.
@@ -106,9 +107,9 @@ class DecodingLoop:
             input_ids=input_ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_argument: self._cache},
         )
         return output.logits[:, -1]
 

@@ -18,7 +18,7 @@ from mega_rl.converters.live.transformers_names import weights_on_disk
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.embedded.decoding import Decoded, DecodingLoop
-from mega_rl.rollout.embedded.kv_cache import ATTENTION, make_cache
+from mega_rl.rollout.embedded.kv_cache import ATTENTION, cache_argument, make_cache
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
@@ -61,6 +61,7 @@ class HFRolloutEngine:
         self._batch_size = batch_size
         config = read_model_config(Path(model_path))
         self._model = _build_model(config, dtype=dtype, device=self._device)
+        self._cache_argument = cache_argument(self._model)
         self._max_positions: int = config.max_position_embeddings
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
@@ -167,6 +168,7 @@ class HFRolloutEngine:
             max_new_tokens=new_tokens,
             stop_token_ids=self._stop_token_ids,
             cache=make_cache(self._model.config, max_tokens=longest),
+            cache_argument=self._cache_argument,
         )
         input_ids, attention_mask = _left_padded(token_ids, self._device)
         return _cut(loop.run(self._model, input_ids, attention_mask), limits)

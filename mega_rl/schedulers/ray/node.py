@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -20,11 +19,12 @@ import psutil
 from mega_rl.checkpoint.folders import complete
 from mega_rl.checkpoint.lock import LOCK_FILE
 from mega_rl.checkpoint.previous import CHECKPOINTS
+from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.launcher.leash import leashed
 from mega_rl.storage.lock import lock_file
 
-TRAIN = (sys.executable, "-m", "mega_rl.cli", "train")
+TRAIN = python_module("mega_rl.cli", "train")
 LOCK_WAIT_S = 300.0  # in which ranks of a lost node end; after it the run itself says who holds the folder
 LINES_KEPT = 20_000  # of output that the driver has not read
 LINES_PER_CALL = 1_000

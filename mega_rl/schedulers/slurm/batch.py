@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 
 from mega_rl.checkpoint.lock import LOCK_FILE
 from mega_rl.checkpoint.previous import CHECKPOINTS
+from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.launcher.ranks import KEY
 from mega_rl.schedulers.slurm import script
@@ -192,7 +193,7 @@ def render(run: SbatchRun) -> str:
 
 def train_command(run: SbatchRun) -> list[str]:
     """Return the launcher's command but for what each job and task adds: address, port and the node's number."""
-    program = ["mega-rl"] if run.image else [run.python, "-m", "mega_rl.cli"]
+    program = ["mega-rl"] if run.image else python_module("mega_rl.cli", python=run.python)
     options = ["--nnodes", str(run.nodes), "--nproc-per-node", str(run.nproc_per_node)]
     options += ["--max-restarts", str(run.max_restarts)]
     recipe = (run.inside(run.recipe) or run.recipe) if run.recipe.startswith("/") else run.recipe

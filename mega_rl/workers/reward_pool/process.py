@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mega_rl
-from mega_rl.environment import of_other_programs
+from mega_rl.environment import of_other_programs, python_module
 from mega_rl.errors import name_of_signal
 from mega_rl.workers.reward_calls import SHOWN_CHARACTERS
 from mega_rl.workers.reward_pool.called import CalledFunction
@@ -26,7 +26,7 @@ from mega_rl.workers.scoring.sets import subject_of
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-P", "-m", "mega_rl.workers.reward_pool.program")
+COMMAND = python_module("mega_rl.workers.reward_pool.program")
 GRACE_S = 2.0  # for asynchronous calls that are cancelled at their deadline to end
 START_S = 300.0  # for imports of the function's file, from a busy file server
 ANSWER_BYTES = 1 << 20  # of one answer, of which a message is the largest part

@@ -320,6 +320,22 @@ def test_the_lock_is_refused_to_a_second_process(root: Path) -> None:
         pass
 
 
+def test_a_dead_disk_does_not_hide_the_error_of_a_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def fail() -> None:
+        with RunLock(root):
+            monkeypatch.setattr(os, "ftruncate", dead)
+            raise ValueError("the checkpoint of step 8 failed")
+
+    with pytest.raises(ValueError, match="the checkpoint of step 8 failed"):
+        fail()
+    monkeypatch.undo()
+    with RunLock(root):
+        assert (root / ".lock").stat().st_mode & 0o777 == 0o600, "others could hold the lock of a file that they read"
+
+
 @pytest.mark.parametrize("content", ["", "{", '{"host": 1}', "x" * 10_000, '{"pid": "\\u0000"}', "[]"])
 def test_a_lock_file_that_was_left_behind_does_no_harm(content: str, root: Path) -> None:
     root.mkdir(parents=True)

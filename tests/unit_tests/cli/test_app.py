@@ -263,8 +263,8 @@ def test_more_ranks_become_a_launcher(runs: list[Config], monkeypatch: pytest.Mo
     assert signal.SIGTERM in blocked, "a signal waits until the launcher takes it"
     ((path, arguments, _),) = started
     assert path == sys.executable
-    assert arguments[1:3] == ["-m", "mega_rl.launcher"]
-    assert Launch.parse(arguments[3]) == Launch(
+    assert arguments[1:4] == ["-P", "-m", "mega_rl.launcher"]
+    assert Launch.parse(arguments[4]) == Launch(
         program=("mega_rl.cli", "train", "--config", "r.yaml", *GOOD, "engine.megatron.tp=2"),
         nproc_per_node=2,
         max_restarts=DEFAULT_RESTARTS,
@@ -488,3 +488,12 @@ def test_doctor_tells_found_from_missing(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_setting_with_dashes_is_shown_without(capfd: pytest.CaptureFixture[str]) -> None:
     code = cli.main(["train", *GOOD, "--optim.lr=2"])
     assert_one_line(code, *capfd.readouterr(), "settings have no dashes: write optim.lr=VALUE; see mega-rl --help")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_has_closed_are_no_failure(closed: str) -> None:
+    command = f'"{sys.executable}" -m mega_rl.cli recipes show quickstart {closed}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert bool(done.stdout) == (">&-" not in closed.split())

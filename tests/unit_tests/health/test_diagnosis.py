@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mega_rl.health.diagnosis import name_cause
+from mega_rl.health.endings import UNSAID
 from mega_rl.health.evidence import Evidence
 from mega_rl.health.processes import ProcessState
 from mega_rl.health.records import LastWords, PhaseRecord, Place
@@ -60,6 +61,19 @@ CASES: dict[str, tuple[Evidence, str, int | None]] = {
         evidence(late(0, DP_OF_0, "lost peer"), record(2), exits={2: 3, 0: 75}),
         "rank 2 (pid 102, node7) ended with exit code 3, last seen in 'update actor' of step 3",
         2,
+    ),
+    "an exit with code 0 in a reward": (
+        evidence(record(0, waiting=DP_OF_0), record(2, phases=(PhaseRecord("reward", 7.0),), place=REWARD),
+                 exits={2: UNSAID}),
+        "rank 2 (pid 102, node7) ended with exit code 0 before its work was done, last seen in reward function score "
+        "at /home/me/agent.py:31 in 'reward' of step 3",
+        2,
+    ),
+    "an exit with code 0 elsewhere": (
+        evidence(record(0), record(2), exits={0: UNSAID + 75, 2: UNSAID}),
+        "rank 0 (pid 100, node7) ended with exit code 75 before its work was done, last seen in 'update actor' of "
+        "step 3",
+        0,
     ),
     "NCCL's watchdog aborts the innocent": (
         evidence(record(0, waiting=call("dp", 17, 0, 2, age_s=601.0)), record(2), exits={0: -6}),

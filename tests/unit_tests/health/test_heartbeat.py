@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from mega_rl import progress
+from mega_rl.errors import RunError
 from mega_rl.health import heartbeat
-from mega_rl.health.heartbeat import Heartbeat, RankFacts
+from mega_rl.health.guard import Guard
+from mega_rl.health.heartbeat import Heartbeat, RankFacts, beating
 from mega_rl.health.records import Collective, RankRecord, read_records
 
 FACTS = {"rank": 0, "world_size": 1, "generation": 0, "timeout_s": 60.0, "launched": False}
@@ -34,6 +38,31 @@ def test_last_words_are_on_disk_when_they_are_said(tmp_path: Path) -> None:
     beat.end("done", "")
     assert read_records(tmp_path)[0].ended == words, "the first ones stay"
     beat.stop()
+
+
+def test_a_new_phase_is_on_disk_long_before_the_next_beat(tmp_path: Path) -> None:
+    with beating(RankFacts(tmp_path, **FACTS), NoFlights()), progress.rounds("training", 8) as steps:  # type: ignore[arg-type]
+        for done in (0, 1):
+            with progress.phase("reward"):
+                deadline = time.monotonic() + 4.0  # beats are 5 s apart
+                while (record := read_records(tmp_path)[0]).phase != "reward" or record.step != done:
+                    assert time.monotonic() < deadline, record
+                    time.sleep(0.02)
+            steps.advance()
+
+
+def test_system_exit_inside_of_a_run_is_its_failure(tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            RunError, match=r"^SystemExit\(0\) was raised inside of the run \(at .*test_heartbeat.py:\d+ in test_"
+        ),
+        beating(RankFacts(tmp_path, **FACTS), NoFlights()) as beat,  # type: ignore[arg-type]
+        Guard(beat),
+    ):
+        raise SystemExit(0)
+    words = read_records(tmp_path)[0].ended
+    assert words is not None
+    assert words.kind == "error"
 
 
 def test_a_file_system_that_hangs_does_not_hold_the_end(

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -21,8 +20,15 @@ ROOT = Path(__file__).parents[3]
 WAIT_S = 60.0  # for what takes a tenth of a second on an idle machine
 # In front of every rank's program: its place, and a file that says that it has come to a point.
 PREAMBLE = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 from pathlib import Path
+last_word = [0]
+def exit(code):
+    last_word.append(code if isinstance(code, int) else 1)
+    raise SystemExit(code)
+sys.exit = exit
+# An end by os._exit says nothing.
+atexit.register(lambda: os.pwrite(int(os.environ["MEGA_RL_LAST_WORD"]), bytes([last_word[-1] + 1]), rank))
 rank, generation = int(os.environ["RANK"]), int(os.environ["MEGA_RL_GENERATION"])
 def reached(point): Path(f"{point}.{rank}.{generation}").write_text(str(os.getpid()))
 def wait_for(point, other):
@@ -79,7 +85,7 @@ def start(folder: Path, program: str, *, key: str = "", nohup: bool = False, **s
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **({KEY: key} if key else {})}
     number, errors = tempfile.mkstemp(".txt", "errors.", folder)
     process = subprocess.Popen(
-        [sys.executable, *launch.arguments],
+        launch.command,
         cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=number, preexec_fn=signals_of_a_terminal,
     )  # fmt: skip
     os.close(number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
+import select
 import socket
 import threading
 import time
@@ -11,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mega_rl.launcher.nodes import channel, messages
-from mega_rl.launcher.nodes.channel import MAGIC, Channel, ChannelLost, accept, connect
+from mega_rl.launcher.nodes import channel, messages, remote
+from mega_rl.launcher.nodes.channel import MAGIC, Channel, ChannelLost, Greeting, connect
 from mega_rl.launcher.nodes.messages import Joining
 from mega_rl.launcher.nodes.remote import Door
 from mega_rl.launcher.ranks import Assignment, RankEnd
@@ -38,7 +40,16 @@ def pair(listener: socket.socket) -> Iterator[tuple[Channel, Channel]]:
 
 def open_pair(listener: socket.socket, *, silent_s: float = 30.0) -> tuple[Channel, Channel]:
     accepted: list[Channel] = []
-    thread = threading.Thread(target=lambda: accepted.append(accept(listener.accept()[0], KEY, silent_s=silent_s)))
+
+    def greet() -> None:
+        connection, _ = listener.accept()
+        caller = Greeting(connection, "127.0.0.1", KEY)
+        while caller.channel is None:
+            select.select([connection], [], [])
+            caller.advance(silent_s=silent_s)
+        accepted.append(caller.channel)
+
+    thread = threading.Thread(target=greet)
     thread.start()
     client = connect("127.0.0.1", listener.getsockname()[1], KEY, silent_s=silent_s)
     thread.join()
@@ -141,8 +152,8 @@ def test_another_program_at_the_port_is_named(listener: socket.socket) -> None:
 def test_strangers_do_not_keep_launchers_out(
     listener: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silent ones, noise, another key, a wrong first message: each has a thread of its own, and a deadline."""
-    monkeypatch.setattr(channel, "HANDSHAKE_S", 0.5)
+    """Silent ones, noise, another key, a wrong first message: none is waited for, and each has a deadline."""
+    monkeypatch.setattr(remote, "HANDSHAKE_S", 0.5)
     port = listener.getsockname()[1]
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
     door = Door(listener, KEY)
@@ -168,6 +179,50 @@ def test_strangers_do_not_keep_launchers_out(
     door.close()
     for connection in (*silent, noise):
         connection.close()
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_crowd_of_silent_callers_keeps_no_launcher_out(
+    listener: socket.socket, caplog: pytest.LogCaptureFixture, renewed: bool
+) -> None:
+    """1,600 of them: those that are turned away may call again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    port, threads = listener.getsockname()[1], threading.active_count()
+    door, ended = Door(listener, KEY), threading.Event()
+    crowd: list[socket.socket] = []
+
+    def call() -> None:
+        while not ended.is_set() and (renewed or len(crowd) < 1600):
+            crowd.append(socket.create_connection(("127.0.0.1", port)))
+            if len(crowd) > 1600:
+                crowd.pop(0).close()
+                time.sleep(0.0005)
+
+    try:
+        caller = threading.Thread(target=call)
+        caller.start()
+        deadline = time.monotonic() + 60
+        while len(crowd) < 1600:
+            assert time.monotonic() < deadline, "the door takes no more calls"
+            time.sleep(0.01)
+        begin = time.monotonic()
+        good = connect("127.0.0.1", port, KEY)
+        good.send(messages.of(messages.JOIN, Joining(1, "h", "c")))
+        arrived: list[object] = []
+        while not arrived and time.monotonic() < begin + 5.0:
+            arrived += [joined for _, joined in door.arrivals()]
+            time.sleep(0.01)
+        assert arrived == [Joining(1, "h", "c")]
+        assert threading.active_count() <= threads + 4, "nobody has a thread of its own"
+        assert len(caplog.records) <= remote.MAX_LINES
+    finally:
+        ended.set()
+        caller.join()
+        door.close()
+        for connection in crowd:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mega_rl.launcher.launch import Launch
-from mega_rl.launcher.outcome import LOST_PEER
+from mega_rl.launcher.ranks import LOST_PEER
 from mega_rl.storage.lock import lock_file
 from tests.unit_tests.launcher.programs import Started, is_gone, run, start, wait_until
 
@@ -75,6 +75,10 @@ def test_a_rank_that_says_why_it_ends_has_the_last_word(tmp_path: Path, max_rest
     ("end", "code", "line"),
     [
         ("sys.exit(1)", 1, "error: rank 1 (process PID) ended with exit code 1"),
+        ("os._exit(0)", 1, "error: rank 1 (process PID) ended with exit code 0 before its work was done"),
+        ("os._exit(2)", 1, "error: rank 1 (process PID) ended with exit code 2 before its work was done"),
+        ("os._exit(75)", 1, "error: rank 1 (process PID) ended with exit code 75 before its work was done"),
+        ("os._exit(143)", 1, "error: rank 1 (process PID) ended with exit code 143 before its work was done"),
         ("sys.exit(2)", 2, ""),
         ("sys.exit(143)", 143, ""),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL: perhaps the machine is out of memory"),
@@ -97,6 +101,29 @@ def test_the_first_failure_gives_the_exit_code_and_ends_the_others(
     assert actual == code
     assert line.replace("PID", str(pid)) in errors
     assert bool(line) == ("error:" in errors)
+
+
+def test_ranks_that_all_end_too_early_have_failed(tmp_path: Path) -> None:
+    """Also by another program in their place; at the step that failed before, the run is given up."""
+    program = "os._exit(0) if rank else os.execv('/bin/true', ['true'])"
+    code, errors = run(tmp_path, program, max_restarts=2)
+    assert code == 1
+    assert "ended with exit code 0 before its work was done; again after step 0" in errors.splitlines()[-1]
+
+
+def test_a_launcher_without_a_thread_says_so_in_one_line(tmp_path: Path) -> None:
+    """Its ranks end; the interpreter's start-up file stands for a limit that is reached."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading\n"
+        'def start(thread): raise RuntimeError("can\'t start new thread")\n'
+        "if 'mega_rl.launcher' in sys.orig_argv: threading.Thread.start = start\n"
+    )
+    started = start(tmp_path, "reached('up'); time.sleep(600)", run_dir="run")
+    code, errors = started.end()
+    assert code == 1
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("error: ")
+    assert "allows no further thread or process (can't start new thread)" in errors.splitlines()[-1]
 
 
 def test_a_rank_that_only_lost_another_is_not_blamed(tmp_path: Path) -> None:
@@ -124,6 +151,15 @@ def test_signals_reach_the_ranks_which_end_by_themselves(tmp_path: Path, number:
     started.process.send_signal(number)
     assert started.end()[0] == 128 + number
     assert [(tmp_path / f"saved.{rank}").read_text() for rank in range(2)] == [str(number.value)] * 2
+
+
+def test_a_stop_while_ranks_import_is_said_in_one_line(tmp_path: Path) -> None:
+    started = start(tmp_path, ENDLESS)
+    up(started)
+    started.process.send_signal(signal.SIGTERM)
+    code, errors = started.end()
+    assert code == 143
+    assert errors.splitlines()[-1] == "error: stopped by SIGTERM before the ranks could save"
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
@@ -305,7 +341,7 @@ def test_a_stop_between_two_starts_is_the_end(tmp_path: Path) -> None:
 
 def test_a_launch_travels_as_json() -> None:
     settings = Launch(("m", "a b", 'c="ä"'), 3, max_restarts=2, run_dir="runs/x")
-    assert Launch.parse(settings.arguments[-1]) == settings
+    assert Launch.parse(settings.command[-1]) == settings
 
 
 def up(started: Started) -> list[int]:

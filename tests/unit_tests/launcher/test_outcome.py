@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl.launcher.outcome import LOST_PEER, RunFailure, ending, failure_of, stop_code
-from mega_rl.launcher.ranks import RankEnd
+from mega_rl.health.endings import UNSAID
+from mega_rl.launcher.outcome import RunFailure, ending, failure_of, stop_code
+from mega_rl.launcher.ranks import LOST_PEER, RankEnd
 from mega_rl.launcher.restarts import RestartPolicy
 
 KILLED = RunFailure("rank 1 was killed", 137, rank=1)
@@ -18,6 +19,7 @@ SAID = RunFailure("rank 0 ended with exit code 1", 1, rank=0, said=True)
         (1, "ended with exit code 1"),
         (-9, "was killed by SIGKILL: perhaps the machine is out of memory"),
         (-11, "was killed by SIGSEGV"),
+        (UNSAID + 75, "ended with exit code 75 before its work was done"),
         (-39, "was killed by signal 39"),  # a real-time signal, which has no name
     ],
 )
@@ -48,6 +50,7 @@ def test_lost_connections_of_all_ranks_name_no_rank_to_blame() -> None:
         ((2, 143), 2),
         ((-9, -9), 143),  # they took too long
         ((-11, 143), 139),
+        ((0, UNSAID), 1),
     ],
 )
 def test_exit_codes_of_a_stopped_run(codes: tuple[int, ...], code: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
 from mega_rl.launcher.peers import innocence
+from mega_rl.launcher.ranks import LOST_PEER, WAITED_IN_VAIN
 
 GONE = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
 LATE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 8000ms for recv")

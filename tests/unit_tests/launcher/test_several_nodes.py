@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mega_rl.launcher.nodes.channel import MAGIC
@@ -251,6 +252,7 @@ def test_several_nodes_need_a_key(tmp_path: Path) -> None:
 def test_the_key_is_in_no_command_line(node: Start) -> None:
     first, second = node(0, WAITS), node(1, WAITS)
     pids = [first.reached("up", rank) for rank in range(2)]
+    pids += [child.pid for one in (first, second) for child in psutil.Process(one.process.pid).children()]
     for pid in (*pids, first.process.pid, second.process.pid):
         assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     assert all(KEY.encode() not in Path(f"/proc/{pid}/environ").read_bytes() for pid in pids)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
-from mega_rl.launcher.ranks import RankEnd
+from mega_rl.launcher.ranks import LOST_PEER, WAITED_IN_VAIN, RankEnd
 from mega_rl.launcher.warden import SAVE_S
 from mega_rl.launcher.watch import GIVE_UP_S, INNOCENT_S, KILL_S, LATE_S, SETTLE_S, Due, GenerationWatch
 

@@ -162,6 +162,26 @@ def test_a_deleted_folder_of_events_begins_anew(
     assert [event.step for event in events.Scalars("reward/mean")] == [2, 3]
 
 
+def test_a_full_disk_costs_tensorboard_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    sink = MultiSink([TensorBoardSink(tmp_path / "tb", resume_step=1), JsonlSink(tmp_path / "m.jsonl", resume_step=1)])
+    sink.log(1, {"reward/mean": 1.0})
+    (events,) = (tmp_path / "tb").iterdir()
+    events.unlink()
+    events.symlink_to("/dev/full")
+    for step in (2, 3):
+        sink.log(step, {"reward/mean": 1.0})
+    sink.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "TensorBoardSink failed and is off for the rest of the run: OSError: [Errno 28] No space left on device"
+    ]
+    assert not died
+    assert steps_of(tmp_path / "m.jsonl") == [1, 2, 3]
+
+
 # -- rollouts ---------------------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import re
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -139,3 +141,13 @@ def test_a_silent_phase_shows_that_time_passes_and_log_lines_stand_above_the_lin
     (frame,) = [line for line in kept.splitlines() if "┏" in line]
     assert frame.startswith("┏"), "a table begins on a line of its own"
     assert kept.rstrip().endswith("the end"), "the line is gone at the end"
+
+
+def test_a_program_outlives_the_reader_of_its_lines(tmp_path: Path) -> None:
+    """As of `| head`: rich would end the program at the next line."""
+    program = "import logging, time; from mega_rl.progress import show_progress; show_progress()\n"
+    program += "for number in range(3): logging.getLogger('mega_rl').info('line %d', number); time.sleep(0.3)\n"
+    program += "open('whole', 'w')"
+    command = f'"{sys.executable}" -c "$0" 2>&1 | head -1'
+    assert "line 0" in subprocess.check_output(["sh", "-c", command, program], cwd=tmp_path, text=True)
+    assert (tmp_path / "whole").exists()

@@ -140,8 +140,8 @@ def test_the_launcher_gets_settings_as_they_are_and_a_key_that_no_argument_shows
     assert process.wait(30) == 0
     arguments = (tmp_path / "arguments").read_text().splitlines()
     program = arguments[arguments.index("launcher") + 1 :]
-    assert program[:4] == ["/env/bin/python", "-m", "mega_rl.cli", "train"]
-    options = dict(zip(program[4::2], program[5::2], strict=False))
+    assert program[:5] == ["/env/bin/python", "-P", "-m", "mega_rl.cli", "train"]
+    options = dict(zip(program[5::2], program[6::2], strict=False))
     assert (options["--nnodes"], options["--nproc-per-node"], options["--config"]) == ("4", "8", "quickstart")
     assert program[-5:] == [RUN.overrides[0], "--master-addr", "gpu07", "--master-port", "12017"]
     assert 'exec "$@" --node-rank "$SLURM_NODEID"' in arguments
@@ -302,7 +302,7 @@ def test_the_command_prints_a_script_of_this_environment(
     monkeypatch.setenv("TOKEN", "a secret")
     assert main([*SBATCH_ARGUMENTS, "--env=TOKEN", "--env=A=b c", "--sbatch=--constraint=h100"]) == 0
     text = capsys.readouterr().out
-    assert f"train=({sys.executable} -m mega_rl.cli train" in text
+    assert f"train=({sys.executable} -P -m mega_rl.cli train" in text
     assert "#SBATCH --constraint=h100" in text
     assert f"#SBATCH --chdir={Path.cwd()}" in text
     assert "export A='b c'" in text

@@ -122,6 +122,7 @@ class ServerRecord:
 
     def end(self) -> list[int]:
         """End what is left of the server; returns processes that are still there after SIGKILL."""
+        shutil.rmtree(self.scratch, ignore_errors=True)  # before, since this process may be killed meanwhile
         left = [] if self.main.is_replaced else group.end(self.main.pid, deadline_s=_END_S)
         shutil.rmtree(self.scratch, ignore_errors=True)
         return left

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack, nullcontext
@@ -17,6 +16,7 @@ from typing import Self
 
 import psutil
 
+from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
@@ -32,7 +32,7 @@ __all__ = ["ServerProcess", "ServerSettings", "ServerStartError", "ServerStopErr
 
 log = logging.getLogger(__name__)
 
-PROGRAM = (sys.executable, "-m", launcher.__name__)
+PROGRAM = python_module(launcher.__name__)
 PORT_TRIES = 3
 
 _STOP_S = 20.0  # SIGKILL needs milliseconds; a GPU's driver may hold a process for seconds
@@ -160,6 +160,7 @@ class ServerProcess:
     def abort(self) -> None:
         """Kill the server's processes without waiting for their end; `wait_ready` in another thread then raises."""
         self._is_aborted = True
+        _remove(self._scratch)
         process = self._process
         if process is not None:
             process.kill()
@@ -177,12 +178,12 @@ class ServerProcess:
         if process is None:
             return
         _close_all(self._reserved)
+        _remove(self._scratch)
         left = process.end(deadline_s=_STOP_S)
         if left:
             raise ServerStopError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
         self._exit_code = process.close()
-        assert self._scratch is not None
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        _remove(self._scratch)
         self._process = None
 
     def leave(self) -> None:
@@ -198,26 +199,30 @@ class ServerProcess:
         port = self._reserved[-1].getsockname()[1]
         self._endpoint = Endpoint(self.index, f"http://{_in_url(host)}:{port}", keys)
         self._scratch = scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))  # 0700
-        keys.write(scratch / KEYS_FILE)
-        if self._meeting is not None:
-            Node(self.settings.node, self._meeting).write(scratch)
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        # A server that is started again draws other noise than it did; far from the seeds of the run's other servers.
-        own = replace(self.settings, seed=(self.settings.seed + (self._spawned << 16)) % (1 << 31))
-        self._spawned += 1
-        line_of_life = nullcontext(subprocess.PIPE) if self._kept is None else self._kept.life()
-        with self.log_file.open("ab") as output, line_of_life as life:
-            self._log_start = output.tell()
-            self._process = ChildProcess(
-                subprocess.Popen(
-                    [*PROGRAM, *arguments(own, port, self._meeting)],
-                    stdin=life,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment(self.settings, scratch=scratch, packages=packages),
-                    start_new_session=True,
+        try:
+            keys.write(scratch / KEYS_FILE)
+            if self._meeting is not None:
+                Node(self.settings.node, self._meeting).write(scratch)
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            # A server that is started again draws other noise than it did; far from the seeds of the run's other servers.
+            own = replace(self.settings, seed=(self.settings.seed + (self._spawned << 16)) % (1 << 31))
+            self._spawned += 1
+            line_of_life = nullcontext(subprocess.PIPE) if self._kept is None else self._kept.life()
+            with self.log_file.open("ab") as output, line_of_life as life:
+                self._log_start = output.tell()
+                self._process = ChildProcess(
+                    subprocess.Popen(
+                        [*PROGRAM, *arguments(own, port, self._meeting)],
+                        stdin=life,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env=environment(self.settings, scratch=scratch, packages=packages),
+                        start_new_session=True,
+                    )
                 )
-            )
+        except OSError:
+            _remove(self._scratch)
+            raise
 
     def _wait_for_start(self) -> None:
         """Wait until the process that was started is ready, on another port if need be. Raises ServerStartError."""
@@ -239,6 +244,12 @@ class ServerProcess:
             url = self._endpoint.url
             log.warning("%s: another program took %s meanwhile; trying another port", self.name, url)
             self._spawn()
+
+
+def _remove(scratch: Path | None) -> None:
+    """Remove a server's private folder: before it is killed as well, since a launcher may kill this rank meanwhile."""
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _close_all(sockets: list[socket.socket]) -> None:

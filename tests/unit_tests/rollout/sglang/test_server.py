@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -268,6 +269,27 @@ def test_every_start_has_a_seed_of_its_own(scripted: Any) -> None:
         process.stop()
         process.start()
     assert seeds == [SETTINGS.seed, SETTINGS.seed + (1 << 16)]
+
+
+def test_keys_are_gone_before_the_server_is_killed(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher may kill the rank while it waits for the server's end."""
+    process, seen = scripted("hangs"), []
+    scratch, end = process._scratch, process._process.end
+    assert scratch.exists()
+    monkeypatch.setattr(process._process, "end", lambda **deadline: seen.append(scratch.exists()) or end(**deadline))
+    process.stop()
+    assert seen == [False]
+    assert not scratch.exists()
+
+
+def test_a_server_that_cannot_be_started_leaves_no_keys(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "logs").write_text("no folder")
+    with pytest.raises(FileExistsError):
+        scripted("hangs")
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
 def test_a_port_that_was_taken_meanwhile_is_replaced(
