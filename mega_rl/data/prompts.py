@@ -6,14 +6,15 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mega_rl.data.chat import ChatTemplate
+from mega_rl.data.chat import ChatTemplate, TemplateOwner
 from mega_rl.data.columns import RowColumns
+from mega_rl.data.conversation import RowProblem
 from mega_rl.data.ordering import SPLIT, permutation
-from mega_rl.data.rows import PromptRow, RowProblem, parse_row, read_rows
+from mega_rl.data.rows import PromptRow, parse_row, read_rows
 from mega_rl.data.source import RowSource
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
@@ -24,15 +25,11 @@ MAX_PROBLEMS_SHOWN = 20
 TOKENIZER_BATCH = 1024  # texts handed to the tokenizer at once: enough to use its threads
 
 
-class Tokenizer(Protocol):
+class Tokenizer(TemplateOwner, Protocol):
     """Hugging Face tokenizer, as far as prompts need it."""
 
     def __call__(self, texts: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
         """`{"input_ids": [[...], ...]}`, one list of ids per text."""
-        ...
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **settings: Any) -> Any:
-        """Return the conversation as one string (with tokenize=False)."""
         ...
 
 
@@ -73,6 +70,12 @@ class PromptReading:
             fatal=fatal,
             bad=bad,
         )
+        unread = [row for row in parsed if row.unread]
+        if unread and not first:  # for people: once, not for each block of a stream
+            names = ", ".join(sorted(unread[0].unread))
+            logger.warning(
+                "%s: the row sets %s for a chat template, and its prompt does not show it", unread[0].where, names
+            )
         _report(fatal, bad, long, malformed=self.malformed, overlong=self.overlong)
         return prompts, index - first
 
@@ -163,18 +166,7 @@ def _tokenise(
             elif len(ids) > max_tokens:
                 long.append(f"{row.where}: the prompt has {len(ids)} tokens, above data.max_prompt_tokens={max_tokens}")
             else:
-                prompts.append(
-                    Prompt(
-                        index=row.index,
-                        token_ids=tuple(ids),
-                        text=row.text,
-                        answer=row.answer,
-                        messages=row.messages,
-                        row=row.columns,
-                        source=row.source,
-                        difficulty=row.difficulty,
-                    )
-                )
+                prompts.append(replace(row.prompt, token_ids=tuple(ids)))
     return prompts, long
 
 

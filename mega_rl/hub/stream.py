@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mega_rl.data.columns import RowColumns
+from mega_rl.data.rows import with_short_floats
 from mega_rl.errors import UserError
 from mega_rl.hub.errors import FAILURES, why_unreadable
 from mega_rl.hub.names import DatasetName
@@ -28,12 +30,14 @@ class HubShard:
     def identity(self) -> str:
         return self.name
 
-    def rows(self, columns: object, *, skip: int) -> Iterator[tuple[str, object]]:
+    def rows(self, columns: RowColumns, *, skip: int) -> Iterator[tuple[str, object]]:
         """Yield (place, row) from row `skip` on. Raises UserError for what the Hub or the library refuses."""
         with _readable(self.pinned, self.name):
             shard = self.dataset.shard(num_shards=self.num_shards, index=self.number)
+            schema = getattr(self.dataset.features, "arrow_schema", None)  # None of JSONL, whose floats are wide
             for number, row in enumerate(shard.skip(skip) if skip else shard, start=skip + 1):
-                yield f"{self.name}: row {number}", row
+                short = row if schema is None else with_short_floats(row, columns.answer, schema)
+                yield f"{self.name}: row {number}", short
 
 
 def hub_shards(pinned: DatasetName) -> list[HubShard]:

@@ -31,7 +31,7 @@ class ByteTokenizer:
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
         assert not tokenize
-        if conversation[0]["role"] == "robot":
+        if conversation[0]["content"] == "robot":
             raise ValueError("no robots")
         turns = "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation)
         return turns + "<assistant>" * add_generation_prompt
@@ -178,7 +178,7 @@ def test_bad_rows_can_be_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         ([], "is an empty list of messages"),
         (["a"], "message 1 of 'prompt' is not an object"),
         ([{"role": "user", "content": "a"}, {"role": "user", "content": 1}], "message 2 of 'prompt'"),
-        ([{"role": "robot", "content": "a"}], "the tokenizer's chat template refuses it: no robots"),
+        ([{"role": "user", "content": "robot"}], "the tokenizer's chat template refuses it: no robots"),
     ],
 )
 def test_bad_messages(tmp_path: Path, prompt: Any, expected: str) -> None:
