@@ -42,6 +42,7 @@ class ChatTemplate:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str = ""
     date: datetime.date | None = None  # that the template writes; None is today's
+    of_strings: bool = True  # a string is a message of the user; False: it is the text of the prompt
 
     def complete(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages after the system prompt; a conversation that has a system message keeps it."""

@@ -175,7 +175,8 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
         messages = [{"role": "user", "content": given}]
     elif isinstance(given, list):
         if template is None:
-            raise RowProblem(f"{prompt_key!r} is a list of messages, which needs data.chat.template=true")
+            need = "data.chat.template=true or auto, and a tokenizer that has a chat template"
+            raise RowProblem(f"{prompt_key!r} is a list of messages, which needs {need}")
         messages = conversation(given, prompt_key)
     else:
         raise RowProblem(f"{prompt_key!r} is {kind_of(given)}, not a string or a list of messages")
@@ -183,7 +184,7 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
     if not text.strip():
         raise RowProblem(f"{prompt_key!r} is empty")
     variables = template_columns(row)
-    if template is None:
+    if template is None or not (template.of_strings or isinstance(given, list)):
         messages, model_text, unread = [], text, frozenset(variables)
     else:
         messages = template.complete(messages)

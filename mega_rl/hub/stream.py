@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.data.columns import RowColumns
-from mega_rl.data.rows import with_short_floats
 from mega_rl.errors import UserError
 from mega_rl.hub.errors import FAILURES, why_unreadable
 from mega_rl.hub.names import DatasetName
@@ -27,17 +25,20 @@ class HubShard:
     def name(self) -> str:
         return f"{self.pinned} shard {self.number + 1} of {self.num_shards}"
 
+    @property
+    def schema(self) -> object:
+        """pyarrow.Schema of the rows; None where the library does not know it, as of JSONL."""
+        return getattr(self.dataset.features, "arrow_schema", None)
+
     def identity(self) -> str:
         return self.name
 
-    def rows(self, columns: RowColumns, *, skip: int) -> Iterator[tuple[str, object]]:
+    def rows(self, columns: object, *, skip: int) -> Iterator[tuple[str, object]]:
         """Yield (place, row) from row `skip` on. Raises UserError for what the Hub or the library refuses."""
         with _readable(self.pinned, self.name):
             shard = self.dataset.shard(num_shards=self.num_shards, index=self.number)
-            schema = getattr(self.dataset.features, "arrow_schema", None)  # None of JSONL, whose floats are wide
             for number, row in enumerate(shard.skip(skip) if skip else shard, start=skip + 1):
-                short = row if schema is None else with_short_floats(row, columns.answer, schema)
-                yield f"{self.name}: row {number}", short
+                yield f"{self.name}: row {number}", row
 
 
 def hub_shards(pinned: DatasetName) -> list[HubShard]:

@@ -6,13 +6,22 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jinja2
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mega_rl.data.chat import TEMPLATE_ERRORS
 from mega_rl.errors import UserError
 
 log = logging.getLogger(__name__)
 
+_TEMPLATE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    jinja2.TemplateError,
+)
 _ANSWER = "Zq7answer"  # stands for an answer in a rendered turn; no template has it
 
 
@@ -83,7 +92,7 @@ def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except TEMPLATE_ERRORS:  # a template that refuses such turns says so of the data's
+    except _TEMPLATE_ERRORS:  # a template that refuses such turns says so of the data's
         return None
     _, separator, rest = rendered.rpartition(_ANSWER)
     ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if separator and rest else []

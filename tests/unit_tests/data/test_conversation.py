@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import pytest
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.conversation import RowProblem, conversation
-from mega_rl.data.prompts import PromptReading, load_prompts
-from mega_rl.data.stream.blocks import StreamPlan, StreamReader
+from mega_rl.data.prompts import PromptReading, load_prompts, split
+from mega_rl.data.stream.blocks import Position, StreamPlan, StreamReader
 from mega_rl.data.stream.shards import FileShard
 from mega_rl.errors import UserErrors
 from mega_rl.types import Prompt
@@ -235,3 +236,53 @@ def test_doubled_keys_are_refused(tmp_path: Path, line: str) -> None:
 def test_an_empty_parquet_file_holds_no_rows(tmp_path: Path) -> None:
     with pytest.raises(UserErrors, match=r"rows\.parquet: holds no rows"):
         read(write(tmp_path, [], pa.schema({"prompt": pa.string(), "answer": pa.string()}))[1])
+
+
+def reverse(text: str) -> str:
+    return text[::-1]
+
+
+@pytest.mark.parametrize("way", ["long", "malformed", "empty", "split", "mixture", "stream"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_every_prompt_keeps_the_answer_of_its_row(tmp_path: Path, way: str, suffix: str) -> None:
+    """The answer is a function of the prompt; rows are dropped between, held out, and read as parts and blocks."""
+    given = [{"prompt": f"row {number}", "answer": reverse(f"row {number}")} for number in range(40)]
+    for place in (0, 7, 8, 25, 39):
+        given[place] |= {"long": {"prompt": "x" * 99}, "empty": {"prompt": " "}}.get(way, {"answer": None})
+    (tmp_path / "other").mkdir()
+    files = [
+        next(file for file in write(folder, rows) if file.suffix == suffix)
+        for folder, rows in ((tmp_path, given[:30]), (tmp_path / "other", given[30:]))
+    ]
+    reading = PromptReading(Letters(), 1 << 21, COLUMNS, ChatTemplate(Letters()), 40, "drop", "drop")
+    if way == "stream":
+        shards = [FileShard(file) for file in files]
+        blocks = StreamReader("data.train_files", shards, reading, StreamPlan(7, shuffle=True, seed=3)).blocks(
+            Position()
+        )
+        prompts = [prompt for _ in range(6) for prompt in next(blocks).prompts]
+    else:
+        settings = {name: getattr(reading, name) for name in ("tokenizer", "vocab_size", "columns", "template")}
+        load = partial(load_prompts, max_prompt_tokens=40, overlong="drop", malformed="drop", **settings)
+        parts = [[file] for file in files] if way == "mixture" else [files]
+        prompts = [prompt for part in parts for prompt in load(part)]
+    if way == "split":
+        train, held_out = split(prompts, 9, seed=1)
+        assert (len(train), len(held_out)) == (26, 9)
+        prompts = train + held_out
+    assert len({prompt.text for prompt in prompts}) == 35
+    for prompt in prompts:
+        assert prompt.answer == reverse(prompt.text)
+        assert shown([prompt]) == [f"<user>{prompt.text}<assistant>"]
+
+
+def test_narrow_floats_of_a_shard_with_a_schema_are_short(tmp_path: Path) -> None:
+    """As those of the Hub, which the datasets library gives as Python's floats."""
+
+    class HubLike(FileShard):
+        schema = pa.schema({"prompt": pa.string(), "answer": pa.float32()})
+
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": 0.10000000149011612}\n')
+    reading = PromptReading(Letters(), 1 << 21, COLUMNS, None, 40)
+    reader = StreamReader("data.train_files", [HubLike(tmp_path / "a.jsonl")], reading, StreamPlan(7, False, 0))
+    assert [prompt.answer for prompt in reader.first_block()] == ["0.1"]
