@@ -13,6 +13,13 @@ RESUMED = "trainer/order/test_resumed_orders.py"
 ORDER = (
     fault(
         "order",
+        "the answer of the next row after each dropped one",
+        "prompts.append(replace(row.prompt, token_ids=tuple(ids)))",
+        "prompts.append(replace(row.prompt, token_ids=tuple(ids), answer=rows[len(prompts)].prompt.answer))",
+        "data/test_conversation.py",
+    ),
+    fault(
+        "order",
         "success rates left out of checkpoints",
         "if prompts.rates is not None or prompts.steps.numbers():",
         "if prompts.rates is None and prompts.steps.numbers():",

@@ -58,7 +58,7 @@ def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
             Path(config.model.path),
             tokenizer,
             extra=config.rollout.stop_token_ids,
-            chat_template=config.data.chat.template,
+            chat_template=config.data.chat.template != "false",
             is_writer=is_writer,
         )
     return Tokens(tokenizer, stop_ids, config.reward.skip_special_tokens)
@@ -117,6 +117,7 @@ def load_data(
             held_out = []
         else:
             prompts, held_out = split(prompts, data.val_size, seed=config.trainer.seed)
+        warn_of_prompts(tokens, data.chat, [*prompts, *held_out])
         main = [PromptSet("", held_out)] if held_out else []
         return prompts, main + [
             PromptSet(name, load(files_of(files))) for name, files in config.validation.sets.items()
@@ -195,16 +196,44 @@ def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], r
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate | None:
     """Return the rendering of conversations, None without a chat template."""
-    if not chat.template:
+    if chat.template == "false" or (chat.template == "auto" and not tokenizer.chat_template):
         return None
     day = date.fromisoformat(chat.date) if chat.date else None
-    return ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt, day)
+    of_strings = chat.template == "true"
+    return ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt, day, of_strings=of_strings)
+
+
+def warn_of_prompts(tokens: Tokens, chat: ChatConfig, prompts: Sequence[Prompt]) -> None:
+    """Log a warning for plain text without the tokenizer's chat template, and for control tokens in messages."""
+    texts = ["\n".join(content for _, content in prompt.messages) for prompt in prompts]
+    special = [str(token) for token in tokens.tokenizer.added_tokens_decoder.values() if token.special]
+    present = [token for token in special if any(token in text for text in texts)]
+    if count := sum(any(token in text for token in present) for text in texts):
+        log.warning(
+            "%d of %d prompts hold control tokens of the tokenizer in the text of a message, as %s; the model takes "
+            "them for ends and beginnings of turns",
+            *(count, len(texts), ", ".join(present[:3])),
+        )
+    if chat.template == "auto" and tokens.tokenizer.chat_template and not all(prompt.messages for prompt in prompts):
+        log.warning(
+            "prompts are plain text, and the tokenizer has a chat template; data.chat.template=true renders each as a "
+            "message of the user, data.chat.template=false says that plain text is meant"
+        )
+
+
+def prompt_line(tokens: Tokens, prompts: Sequence[Prompt]) -> str:
+    """Return how the prompts are written, their mean length, and how the first one ends; "" without prompts."""
+    if not prompts:
+        return ""
+    kind = "chat template of the tokenizer" if prompts[0].messages else "plain text"
+    mean = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
+    return f"{kind}, {mean:.0f} tokens, end {tokens.render(prompts[0].token_ids)[-24:]!r}"
 
 
 def warn_of_date(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
     """Log a warning where prompts depend on the day of the run's start."""
     template = chat_template(tokenizer, chat)
-    if template is not None and template.changes_daily():
+    if template is not None and template.of_strings and template.changes_daily():
         log.warning(
             "the chat template writes today's date into the prompts, so a checkpoint cannot be resumed on another day; "
             "set data.chat.date=%s",

@@ -245,6 +245,6 @@ def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Deco
         own,
         template=own.chat_template,
         same_tokenizer=len(digests) == 1 and None not in digests,
-        rollout_template=tokenizer.chat_template if config.data.chat.template else None,
+        rollout_template=tokenizer.chat_template if config.data.chat.template == "true" else None,
         decode=decode,
     )

@@ -19,6 +19,7 @@ from mega_rl.assemble.data import (
     Tokens,
     agreed_fingerprint,
     load_data,
+    prompt_line,
     read_tokens,
     warn_of_date,
     warn_of_few,
@@ -211,7 +212,9 @@ def _open_records(parts: _LoadedRun) -> MetricsSink:
     )
     if is_writer:
         tokens = parts.inputs.tokens
-        show_startup(role_facts(config, roles), stop_tokens=name_stop_tokens(tokens.tokenizer, tokens.stop_ids))
+        stop_tokens = name_stop_tokens(tokens.tokenizer, tokens.stop_ids)
+        prompts = prompt_line(tokens, parts.inputs.train)
+        show_startup(role_facts(config, roles), prompts=prompts, stop_tokens=stop_tokens)
     return metrics
 
 

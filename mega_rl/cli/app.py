@@ -191,6 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -> int:
     """Run a typer app with this project's exit codes and one-line errors; returns the exit code, as `main` does."""
+    if "WORLD_SIZE" not in os.environ:
+        os.environ.pop("RANK", None)  # a launcher sets both: left over, it would silence a process that is the only one
     try:
         with limits_as_errors():
             outcome = command(args=list(arguments), prog_name=prog_name, standalone_mode=False)

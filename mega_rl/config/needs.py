@@ -263,7 +263,7 @@ _NEEDS = (
     Need(
         ("data.chat.template_kwargs", "data.chat.system_prompt", "data.chat.date"),
         "data.chat.template=true",
-        lambda config: config.data.chat.template,
+        lambda config: config.data.chat.template == "true",
     ),
     Need(("data.val_size",), "no data.val_files", lambda config: not config.data.val_files),
     Need(

@@ -38,6 +38,8 @@ def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
     if isinstance(kind, types.GenericAlias):
         *_, item = kind.__args__
         return _coerce_mapping(value, item) if kind.__origin__ is dict else _coerce_list(value, item, field)
+    if isinstance(value, bool) and str(value).lower() in (field.metadata["choices"] or ()):
+        value = str(value).lower()
     number_given = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is float and number_given:
         value = float(value)  # type: ignore[arg-type]

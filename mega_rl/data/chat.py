@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import jinja2
@@ -14,15 +15,21 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.defaults import DEFAULT_NAMESPACE
 
+from mega_rl.data.conversation import Message
+
 OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run itself sets
 _DATE = "strftime_now"  # function that templates call with a format
 _FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", _DATE}
+# A template is a program of the model's author, and may end with any of these.
+TEMPLATE_ERRORS = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, jinja2.TemplateError,
+)  # fmt: skip
 
 
 class TemplateOwner(Protocol):
     """Hugging Face tokenizer with its chat template."""
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], **settings: Any) -> Any:
+    def apply_chat_template(self, conversation: list[Message], **settings: Any) -> Any:
         """Return the conversation as one string (with tokenize=False)."""
         ...
 
@@ -35,28 +42,43 @@ class ChatTemplate:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str = ""
     date: datetime.date | None = None  # that the template writes; None is today's
+    of_strings: bool = True  # a string is a message of the user; False: it is the text of the prompt
 
-    def complete(self, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    def complete(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages after the system prompt; a conversation that has a system message keeps it."""
         if not self.system_prompt or messages[0]["role"] == "system":
             return list(messages)
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: list[Message], variables: Mapping[str, object]) -> str:
         """Return the text of the messages, ready for the assistant's turn.
 
-        Raises ValueError or jinja2.TemplateError where the template refuses them.
+        variables: of the row, over those of the run. Raises one of TEMPLATE_ERRORS where the template refuses them.
         """
-        kwargs = {**self.kwargs} if self.date is None else {**self.kwargs, _DATE: self.date.strftime}
+        kwargs = {**self.kwargs, **variables} | ({} if self.date is None else {_DATE: self.date.strftime})
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
+
+    @cached_property
+    def _reads(self) -> frozenset[str] | None:
+        """Return the variables that the tokenizer's templates read; None where that is not known."""
+        given = getattr(self.tokenizer, "chat_template", None)
+        texts: list[Any] = list(given.values()) if isinstance(given, dict) else [given]
+        try:
+            return frozenset().union(*map(template_variables, texts))
+        except (TypeError, jinja2.TemplateSyntaxError):  # no template, or one that rendering refuses
+            return None
+
+    def unread(self, names: Iterable[str]) -> frozenset[str]:
+        """Return which of these variables no template of the tokenizer reads."""
+        return frozenset() if self._reads is None else frozenset(names) - self._reads
 
     def changes_daily(self) -> bool:
         """Return whether prompts depend on the day on which they are rendered."""
         question = [{"role": "user", "content": "?"}]
         days = (datetime.date(2001, 2, 3), datetime.date(2004, 5, 6))
         try:
-            return self.date is None and len({replace(self, date=day).render(question) for day in days}) > 1
-        except (ValueError, jinja2.TemplateError):
+            return self.date is None and len({replace(self, date=day).render(question, {}) for day in days}) > 1
+        except TEMPLATE_ERRORS:
             return False  # the rows say it
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mega_rl.data.conversation import TOOLS, VARIABLES
+
 
 @dataclass(frozen=True)
 class RewardColumns:
@@ -34,7 +36,7 @@ class RowColumns:
 
     def read_of(self, names: Sequence[str]) -> list[str] | None:
         """Return which columns of those that a file has are read; None for all."""
-        keys = dict.fromkeys((self.prompt, self.answer, self.difficulty, self.source))
+        keys = dict.fromkeys((self.prompt, self.answer, self.difficulty, self.source, TOOLS, VARIABLES))
         return None if self.reward.every else [key for key in keys if key in names]
 
     def source_of(self, row: Mapping[str, Any]) -> str:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from mega_rl.data.chat import ChatTemplate
+from mega_rl.data.chat import ChatTemplate, TemplateOwner
 from mega_rl.data.columns import RowColumns
+from mega_rl.data.conversation import RowProblem
 from mega_rl.data.ordering import SPLIT, permutation
-from mega_rl.data.rows import PromptRow, RowProblem, parse_row, read_rows
+from mega_rl.data.rows import PromptRow, parse_row, read_rows
 from mega_rl.data.source import RowSource
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
@@ -24,15 +28,15 @@ MAX_PROBLEMS_SHOWN = 20
 TOKENIZER_BATCH = 1024  # texts handed to the tokenizer at once: enough to use its threads
 
 
-class Tokenizer(Protocol):
+# Beginning of "train.jsonl:17: ..." and "train.parquet: row 17: ...".
+_PLACE = re.compile(r"(.*?):( row )?(\d+): ", re.DOTALL)
+
+
+class Tokenizer(TemplateOwner, Protocol):
     """Hugging Face tokenizer, as far as prompts need it."""
 
     def __call__(self, texts: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
         """`{"input_ids": [[...], ...]}`, one list of ids per text."""
-        ...
-
-    def apply_chat_template(self, conversation: list[dict[str, str]], **settings: Any) -> Any:
-        """Return the conversation as one string (with tokenize=False)."""
         ...
 
 
@@ -57,24 +61,33 @@ class PromptReading:
         """
         bad: list[str] = []
         parsed: list[PromptRow] = []
-        index = first
-        for where, content in rows:
+        sizes: Counter[str] = Counter()
+        for index, (where, content) in enumerate(rows, start=first):
+            sizes[where.rpartition(":")[0]] += 1
             try:
                 parsed.append(parse_row(content, where, index, self.columns, self.template))
             except RowProblem as problem:
                 bad.append(f"{where}: {problem}")
-            index += 1
         prompts, long = _tokenise(
             parsed,
             self.tokenizer,
-            add_special_tokens=self.template is None,
             max_tokens=self.max_prompt_tokens,
             vocab_size=self.vocab_size,
             fatal=fatal,
             bad=bad,
         )
-        _report(fatal, bad, long, malformed=self.malformed, overlong=self.overlong)
-        return prompts, index - first
+        unread = [row for row in parsed if row.unread]
+        if unread and not first:  # for people: once, not for each block of a stream
+            names = ", ".join(sorted(unread[0].unread))
+            logger.warning(
+                "%s: the row sets %s for a chat template, and its prompt does not show it", unread[0].where, names
+            )
+        problems = {
+            "data.malformed_rows": (self.malformed, bad),
+            "data.overlong_prompts": (self.overlong, long),
+        }
+        _report(fatal, problems, sizes)
+        return prompts, sizes.total()
 
 
 def load_prompts(
@@ -140,7 +153,6 @@ def _tokenise(
     rows: Sequence[PromptRow],
     tokenizer: Tokenizer,
     *,
-    add_special_tokens: bool,
     max_tokens: int,
     vocab_size: int,
     fatal: list[str],
@@ -149,9 +161,13 @@ def _tokenise(
     """Return (prompts that fit, one line for each that is too long)."""
     prompts: list[Prompt] = []
     long: list[str] = []
-    for first in range(0, len(rows), TOKENIZER_BATCH):
-        chunk = rows[first : first + TOKENIZER_BATCH]
-        encoded = tokenizer([row.model_text for row in chunk], add_special_tokens=add_special_tokens)["input_ids"]
+    numbered = enumerate(rows)
+    for (_, is_text), group in groupby(
+        numbered, key=lambda one: (one[0] // TOKENIZER_BATCH, not one[1].prompt.messages)
+    ):
+        chunk = [row for _, row in group]
+        # A template puts special tokens by itself.
+        encoded = tokenizer([row.model_text for row in chunk], add_special_tokens=is_text)["input_ids"]
         for row, ids in zip(chunk, encoded, strict=True):
             if not ids:
                 bad.append(f"{row.where}: the prompt has no tokens")
@@ -163,39 +179,45 @@ def _tokenise(
             elif len(ids) > max_tokens:
                 long.append(f"{row.where}: the prompt has {len(ids)} tokens, above data.max_prompt_tokens={max_tokens}")
             else:
-                prompts.append(
-                    Prompt(
-                        index=row.index,
-                        token_ids=tuple(ids),
-                        text=row.text,
-                        answer=row.answer,
-                        messages=row.messages,
-                        row=row.columns,
-                        source=row.source,
-                        difficulty=row.difficulty,
-                    )
-                )
+                prompts.append(replace(row.prompt, token_ids=tuple(ids)))
     return prompts, long
 
 
-def _report(fatal: list[str], bad: list[str], long: list[str], *, malformed: str, overlong: str) -> None:
-    """Log the dropped rows, and raise for the other problems."""
-    problems = list(fatal)
-    for lines, policy, key in ((bad, malformed, "data.malformed_rows"), (long, overlong, "data.overlong_prompts")):
-        if not lines:
+def _report(fatal: list[str], problems: Mapping[str, tuple[str, list[str]]], sizes: Counter[str]) -> None:
+    """Log the dropped rows, and raise for the other problems.
+
+    problems: of rows by the setting that says what happens to them, each with its value. sizes: rows of each file.
+    """
+    lines, hints = list(fatal), []
+    for key, (policy, own) in problems.items():
+        if own and policy == "drop":
+            logger.warning("%s=drop: %d rows are dropped, the first is %s", key, len(own), own[0])
             continue
-        if policy == "error":
-            problems += lines
-        else:
-            logger.warning("%s=drop: %d rows are dropped, the first is %s", key, len(lines), lines[0])
-    if not problems:
+        lines += own
+        if own and not fatal and 2 * len(own) < sizes.total():
+            hints.append(f"set {key}=drop to go on without them")
+    if not lines:
         return
-    shown = problems[:MAX_PROBLEMS_SHOWN]
-    if len(problems) > len(shown):
-        shown.append(f"... and {len(problems) - len(shown)} more")
-    hints = [
-        f"set {key}=drop to go on without them"
-        for lines, policy, key in ((bad, malformed, "data.malformed_rows"), (long, overlong, "data.overlong_prompts"))
-        if lines and policy == "error" and not fatal
-    ]
+    lines = _grouped(lines, sizes)
+    shown = lines[:MAX_PROBLEMS_SHOWN]
+    if len(lines) > len(shown):
+        shown.append(f"... and {len(lines) - len(shown)} more")
     raise UserErrors([*shown, *hints])
+
+
+def _grouped(lines: Sequence[str], sizes: Counter[str]) -> list[str]:
+    """Return one line for each kind of problem of a file: problems that differ only in numbers are of one kind."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        place = _PLACE.match(line)
+        kind = (place[1], re.sub(r"\d+", "0", line[place.end() :])) if place else ("", line)
+        kinds.setdefault(kind, []).append(line)
+    grouped = []
+    for (file, _), (first, *others) in kinds.items():
+        place = _PLACE.match(first)
+        if others and place:
+            many = "all" if len(others) + 1 == sizes[file] else f"{len(others) + 1} of"
+            where = f"{'row' if place[2] else 'line'} {place[3]}"
+            first = f"{many} {sizes[file]} rows of {file} (first: {where}): {first[place.end() :]}"
+        grouped.append(first)
+    return grouped

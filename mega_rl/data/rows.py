@@ -1,7 +1,7 @@
 """Rows of JSONL and Parquet files: read, checked one by one, and rendered as text; not tokenised yet.
 
 A JSONL file is read line by line here: Hugging Face `datasets` infers one schema for the whole file, fails on columns
-that no setting names, and cannot say which line is at fault. Parquet goes through `datasets`.
+that no setting names, and cannot say which line is at fault.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
-
-from mega_rl.data.chat import ChatTemplate
+from mega_rl.data.chat import TEMPLATE_ERRORS, ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
+from mega_rl.data.conversation import Message, RowProblem, conversation, kind_of, template_columns
 from mega_rl.data.source import RowSource
 from mega_rl.errors import UserError, no_such
-from mega_rl.types import Answer
+from mega_rl.types import Answer, Prompt
+
+if TYPE_CHECKING:
+    import pyarrow
+
+BATCH_ROWS = 1024  # of a Parquet file that are decoded at once
 
 
 @dataclass(frozen=True)
@@ -27,18 +33,9 @@ class PromptRow:
     """A readable row that is not tokenised yet."""
 
     where: str  # "train.jsonl:17"
-    index: int  # row number over all files
-    text: str  # what the reward function sees
+    prompt: Prompt  # without its tokens
     model_text: str  # what the model sees
-    answer: Answer
-    messages: tuple[tuple[str, str], ...]  # with a chat template alone
-    source: str
-    difficulty: float
-    columns: Mapping[str, Any] | None  # all of them, where the reward reads them
-
-
-class RowProblem(Exception):
-    """A row cannot be used; the message says why."""
+    unread: frozenset[str]  # columns for the chat template that the prompt does not show
 
 
 def read_rows(
@@ -52,10 +49,9 @@ def read_rows(
         yield from _read(file, columns, fatal)
 
 
-def _read(file: Path, columns: RowColumns, fatal: list[str]) -> Iterator[tuple[str, Any]]:
+def _read(file: Path, columns: RowColumns, fatal: list[str]) -> Iterator[tuple[str, object]]:
     """Yield (place, row) of one file, a RowProblem for an unreadable row; problems of the file go to `fatal`."""
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if file.suffix not in readers:
+    if file.suffix not in (".jsonl", ".parquet"):
         fatal.append(f"{file}: unknown suffix {file.suffix!r}: prompt files are .jsonl or .parquet")
         return
     if not file.is_file():
@@ -63,7 +59,7 @@ def _read(file: Path, columns: RowColumns, fatal: list[str]) -> Iterator[tuple[s
         return
     empty = True
     try:
-        for place in readers[file.suffix](file, columns):
+        for place in read_parquet(file, columns) if file.suffix == ".parquet" else read_jsonl(file):
             empty = False
             yield place
     except OSError as error:
@@ -82,10 +78,6 @@ def one_line(error: Exception) -> str:
     return " ".join(reason.split())
 
 
-def _read_jsonl(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
-    return read_jsonl(file)
-
-
 def read_jsonl(file: Path, *, skip: int = 0) -> Iterator[tuple[str, object]]:
     """Yield (place, row) of a JSONL file from row `skip` on, a RowProblem for an unreadable row."""
     with file.open("rb") as lines:
@@ -96,7 +88,8 @@ def read_jsonl(file: Path, *, skip: int = 0) -> Iterator[tuple[str, object]]:
                 skip -= 1
                 continue
             try:
-                row: Any = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                row: object = json.loads(text, object_pairs_hook=_object)
             except UnicodeDecodeError as error:
                 row = RowProblem(f"is not UTF-8 (byte {error.start + 1} of the line)")
             except json.JSONDecodeError as error:
@@ -106,23 +99,64 @@ def read_jsonl(file: Path, *, skip: int = 0) -> Iterator[tuple[str, object]]:
             yield f"{file}:{number}", row
 
 
-def _read_parquet(file: Path, columns: RowColumns) -> Iterator[tuple[str, Any]]:
-    """Yield rows with only the columns that are read; streaming, so that nothing is copied to a cache."""
-    import datasets  # takes more than a second to import, and JSONL does without
-    import pyarrow
-    import pyarrow.parquet
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object. Raises ValueError for a key that stands in it twice."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands in it twice")
+    return members
+
+
+def read_parquet(file: Path, columns: RowColumns, *, skip: int = 0) -> Iterator[tuple[str, object]]:
+    """Yield (place, row) of a Parquet file from row `skip` on, with the columns that are read.
+
+    Row groups that lie before `skip` are not read. Raises UserError, and OSError.
+    """
+    from pyarrow import ArrowException, parquet
 
     try:
-        names = pyarrow.parquet.read_schema(file).names
-        missing = [key for key in columns.needed if key not in names]
-        if missing:
-            raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(names)}")
-        read = columns.read_of(names)
-        stream = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True, columns=read)
-        for number, row in enumerate(stream, start=1):
-            yield f"{file}: row {number}", row
-    except (pyarrow.ArrowException, datasets.exceptions.DatasetGenerationError) as error:
+        with parquet.ParquetFile(file, memory_map=True) as table:
+            names = table.schema_arrow.names
+            if missing := [key for key in columns.needed if key not in names]:
+                raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(names)}")
+            groups, before = _groups_from(table.metadata, skip)
+            batches = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns.read_of(names))
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(islice(rows, skip - before, None), start=skip + 1):
+                yield f"{file}: row {number}", with_short_floats(row, columns.answer, table.schema_arrow)
+    except (ArrowException, OverflowError) as error:  # OverflowError: of a date that Python has no word for
         raise UserError(f"{file}: is not a readable Parquet file: {one_line(error)}") from error
+
+
+def _groups_from(metadata: pyarrow.parquet.FileMetaData, skip: int) -> tuple[list[int], int]:
+    """Return the row groups of a Parquet file that hold rows from `skip` on, and the number of rows before them."""
+    before, first = 0, 0
+    while first < metadata.num_row_groups and before + metadata.row_group(first).num_rows <= skip:
+        before += metadata.row_group(first).num_rows
+        first += 1
+    return list(range(first, metadata.num_row_groups)), before
+
+
+def with_short_floats(row: dict[str, Any], key: str, schema: pyarrow.Schema) -> dict[str, object]:
+    """Return a row whose column `key` has its float32 and float16 as their shortest decimals: 0.1 is 0.1."""
+    if key in row and key in schema.names:
+        row[key] = _short_float(row[key], schema.field(key).type)
+    return row
+
+
+def _short_float(value: Any, kind: pyarrow.DataType) -> object:
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if types.is_struct(kind):
+        return {field.name: _short_float(value[field.name], field.type) for field in kind}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_short_float(item, kind.value_type) for item in value]
+    return value
 
 
 def parse_row(row: object, where: str, index: int, columns: RowColumns, template: ChatTemplate | None) -> PromptRow:
@@ -131,60 +165,68 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
     if isinstance(row, RowProblem):
         raise row
     if not isinstance(row, dict):
-        raise RowProblem(f"is {_kind(row)}, not an object with {prompt_key!r} and {answer_key!r}")
+        raise RowProblem(f"is {kind_of(row)}, not an object with {prompt_key!r} and {answer_key!r}")
     for key in columns.needed:
         if key not in row:
             raise RowProblem(f"has no {key!r}; its keys are {', '.join(map(repr, row)) or 'none'}")
     answer = _answer(row.get(answer_key), answer_key, columns.reward)
-    prompt = row[prompt_key]
-    if isinstance(prompt, str):
-        text, messages = prompt, [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, list):
+    given = row[prompt_key]
+    if isinstance(given, str):
+        messages = [{"role": "user", "content": given}]
+    elif isinstance(given, list):
         if template is None:
-            raise RowProblem(f"{prompt_key!r} is a list of messages, which needs data.chat.template=true")
-        messages = _messages(prompt, prompt_key)
-        text = messages[-1]["content"]
+            need = "data.chat.template=true or auto, and a tokenizer that has a chat template"
+            raise RowProblem(f"{prompt_key!r} is a list of messages, which needs {need}")
+        messages = conversation(given, prompt_key)
     else:
-        raise RowProblem(f"{prompt_key!r} is {_kind(prompt)}, not a string or a list of messages")
+        raise RowProblem(f"{prompt_key!r} is {kind_of(given)}, not a string or a list of messages")
+    text = messages[-1]["content"]
     if not text.strip():
         raise RowProblem(f"{prompt_key!r} is empty")
-    messages = [] if template is None else template.complete(messages)
-    model_text = text if template is None else _render(messages, template)
+    variables = template_columns(row)
+    if template is None or not (template.of_strings or isinstance(given, list)):
+        messages, model_text, unread = [], text, frozenset(variables)
+    else:
+        messages = template.complete(messages)
+        model_text, unread = _render(messages, template, variables), template.unread(variables)
     _check_unicode((prompt_key, model_text), (answer_key, json.dumps(answer, ensure_ascii=False)))
-    turns = tuple((turn["role"], turn["content"]) for turn in messages)
-    return PromptRow(
-        where=where,
-        index=index,
+    prompt = Prompt(
+        index,
+        token_ids=(),
         text=text,
-        model_text=model_text,
         answer=answer,
-        messages=turns,
+        messages=tuple((turn["role"], turn["content"] or "") for turn in messages),
+        row=row if columns.reward.every else None,
         source=columns.source_of(row),
         difficulty=_difficulty(row[columns.difficulty], columns.difficulty) if columns.difficulty else 0.0,
-        columns=row if columns.reward.every else None,
     )
+    return PromptRow(where, prompt, model_text, unread)
 
 
 def _answer(value: object, key: str, reward: RewardColumns) -> Answer:
     """Return a row's answer, a number as a string; None where there is none and none is needed. Raises RowProblem."""
     if isinstance(value, str) or (value is None and not reward.answer):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
+    if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
+        number = Decimal(str(value)) if isinstance(value, float) else Decimal(value)
+        if not number.is_finite():
+            raise RowProblem(f"{key!r} is {value}, not a finite number")
+        text = f"{number:f}" if number else "0"
+        return text.rstrip("0").rstrip(".") if "." in text else text
     if reward.structured and isinstance(value, (bool, list, dict)):
         try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:  # a date or bytes in a Parquet file
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:  # a date or bytes in a Parquet file, NaN
             raise RowProblem(f"{key!r} holds something that JSON has no word for: {error}") from error
         return value
     legal = "a string, a number, a list or an object" if reward.structured else "a string or a number"
-    raise RowProblem(f"{key!r} is {_kind(value)}, not {legal}")
+    raise RowProblem(f"{key!r} is {kind_of(value)}, not {legal}")
 
 
 def _difficulty(value: object, key: str) -> float:
     """Return a row's number in a column. Raises RowProblem."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RowProblem(f"{key!r} (data.curriculum.key) is {_kind(value)}, not a number")
+        raise RowProblem(f"{key!r} (data.curriculum.key) is {kind_of(value)}, not a number")
     if not math.isfinite(value):
         raise RowProblem(f"{key!r} (data.curriculum.key) is {value}, not a finite number")
     return float(value)
@@ -199,24 +241,9 @@ def _check_unicode(*texts: tuple[str, str]) -> None:
             raise RowProblem(f"{key!r} holds {text[error.start]!r}, half a surrogate pair") from error
 
 
-def _messages(prompt: list[Any], prompt_key: str) -> list[dict[str, str]]:
-    if not prompt:
-        raise RowProblem(f"{prompt_key!r} is an empty list of messages")
-    for number, message in enumerate(prompt, start=1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise RowProblem(f"message {number} of {prompt_key!r} is not an object with strings 'role' and 'content'")
-    return prompt
-
-
-def _render(messages: list[dict[str, str]], template: ChatTemplate) -> str:
+def _render(messages: list[Message], template: ChatTemplate, variables: Mapping[str, object]) -> str:
     try:
-        return template.render(messages)
-    except (ValueError, jinja2.TemplateError) as error:
-        raise RowProblem(f"the tokenizer's chat template refuses it: {one_line(error)}") from error
-
-
-def _kind(value: object) -> str:
-    """Return a value's type in JSON's words."""
-    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string"}
-    names |= {list: "a list", dict: "an object"}
-    return names.get(type(value), f"of type {type(value).__name__}")
+        return template.render(messages, variables)
+    except TEMPLATE_ERRORS as error:
+        reason = one_line(error) or type(error).__name__
+        raise RowProblem(f"the tokenizer's chat template refuses it: {reason}") from error

@@ -24,7 +24,7 @@ from mega_rl.plan.request import smallest_world
 from mega_rl.preflight.data import check_data, check_validation
 from mega_rl.types import Prompt
 
-LINE = 160  # characters of a prompt, or of an answer, that are shown
+LINE = 240  # characters of a prompt, or of an answer, that are shown: half from each end
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def overview_lines(recipe: Path, overrides: Sequence[str], *, prompts: int, as_j
         for number, prompt in enumerate(own, start=1):
             shown = _shown(prompt, tokens, LINE)
             yield f"  {number}. {shown['prompt']}"
+            yield f"     last token ids: {' '.join(map(str, prompt.token_ids[-10:]))}"
             yield f"     answer: {shown['answer']}"
 
 
@@ -171,11 +172,14 @@ def _table(sets: Sequence[SetOverview]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-def _shown(prompt: Prompt, tokens: Tokens, limit: int | None) -> dict[str, str]:
-    """Return prompt, as the model sees it, and answer, on one line each and not longer than a limit."""
+def _shown(prompt: Prompt, tokens: Tokens, limit: int | None) -> dict[str, object]:
+    """Return prompt, as the model sees it, its last ids, and answer; with a limit as lines, cut in the middle."""
     answer = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, ensure_ascii=False)
     texts = {"prompt": tokens.render(prompt.token_ids), "answer": answer}
-    if limit is None:
-        return texts
-    lines = {name: text.replace("\n", "\\n") for name, text in texts.items()}
-    return {name: line if len(line) <= limit else f"{line[: limit - 3]}..." for name, line in lines.items()}
+    if limit is not None:
+        lines = {name: text.replace("\n", "\\n") for name, text in texts.items()}
+        half = limit // 2
+        texts = {
+            name: line if len(line) <= limit else f"{line[:half]} [...] {line[-half:]}" for name, line in lines.items()
+        }
+    return {**texts, "last_token_ids": prompt.token_ids[-10:]}

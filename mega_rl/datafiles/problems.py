@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mega_rl.workers.reward_functions import final_answer
+from mega_rl.workers.reward_functions import final_answer, plain_number
 
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."  # that the reward math_verify looks for
-_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ def number_after_hashes(solution: str) -> str | None:
     """Return the number after "####" without separators of thousands or a currency: "#### $1,200" gives "1200"."""
     if "####" not in solution:
         return None
-    answer = solution.rpartition("####")[2].strip().replace(",", "").replace("$", "").rstrip(".")
-    return answer if _NUMBER.fullmatch(answer) else None
+    number = plain_number(solution.rpartition("####")[2])
+    return None if number is None else f"{number:f}"
 
 
 def boxed(solution: str) -> str | None:

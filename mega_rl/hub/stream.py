@@ -25,6 +25,11 @@ class HubShard:
     def name(self) -> str:
         return f"{self.pinned} shard {self.number + 1} of {self.num_shards}"
 
+    @property
+    def schema(self) -> object:
+        """pyarrow.Schema of the rows; None where the library does not know it, as of JSONL."""
+        return getattr(self.dataset.features, "arrow_schema", None)
+
     def identity(self) -> str:
         return self.name
 

@@ -33,12 +33,14 @@ class RoleFacts:
     trains: bool = False
 
 
-def show_startup(roles: Sequence[RoleFacts], *, stop_tokens: str = "", console: Console | None = None) -> None:
+def show_startup(
+    roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "", console: Console | None = None
+) -> None:
     """Print a table of the run's roles: a frame on a terminal wide enough, else one line for each role.
 
     For one rank only. A column that says nothing of any role is left out. Where a terminal is too narrow, what is the
-    same for all models goes into a line below, and paths get lines of their own. stop_tokens: those that end a
-    response, as a person reads them, for the last line. console: standard error unless given.
+    same for all models goes into a line below, and paths get lines of their own. prompts, stop_tokens: how prompts are
+    written, and what ends a response, for the last lines. console: standard error unless given.
     """
     console = console or standard_error()
     rows = [_TITLES, *(_cells(role) for role in roles)]
@@ -50,8 +52,7 @@ def show_startup(roles: Sequence[RoleFacts], *, stop_tokens: str = "", console: 
         console.print(_framed(columns))
     else:
         lines = _narrow(columns)
-    if stop_tokens:
-        lines.append(f"responses end at {stop_tokens}")
+    lines += [f"prompts: {prompts}"] * bool(prompts) + [f"responses end at {stop_tokens}"] * bool(stop_tokens)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

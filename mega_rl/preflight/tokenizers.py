@@ -59,11 +59,11 @@ def _settings(directory: Path, data: DataConfig | None) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    if data is None or not data.chat.template:
+    if data is None or data.chat.template != "true":
         return
     template = _template(directory, settings, tools="tools" in data.chat.template_kwargs)
     if template is None:
-        yield f"{directory}: the tokenizer has no chat template; set data.chat.template=false"
+        yield f"{directory}: the tokenizer has no chat template; set data.chat.template=auto"
     else:
         yield from _variables(directory, template, data.chat)
         for name, source in data.mixture.named().items():

@@ -13,6 +13,15 @@ from mega_rl.errors import UserError
 
 log = logging.getLogger(__name__)
 
+_TEMPLATE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    jinja2.TemplateError,
+)
 _ANSWER = "Zq7answer"  # stands for an answer in a rendered turn; no template has it
 
 
@@ -83,7 +92,7 @@ def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except (ValueError, jinja2.TemplateError):  # a template that refuses such turns says so of the data's
+    except _TEMPLATE_ERRORS:  # a template that refuses such turns says so of the data's
         return None
     _, separator, rest = rendered.rpartition(_ANSWER)
     ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if separator and rest else []

@@ -26,8 +26,21 @@ RewardFunction = Callable[..., object]
 MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
 MOST_DIGITS = 1e6  # of a number in an answer that is computed: a second or so
 MOST_LEVELS = 200  # of an expression's nesting that is looked into
-_NUMBER = re.compile(r"(?:(?<![\d.)])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-_LAST_LINE = re.compile(r"#### ?-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)%?\.?")
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_SPELLINGS = str.maketrans(_FULL_WIDTH | dict.fromkeys(map(ord, "\u2012\u2013\u2212\ufe63"), "-"))
+_SPELLINGS |= dict.fromkeys(map(ord, "\u00a3\u00a5\u20a9\u20ac\u20b9"), "$")
+_VALUE = r"(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_PLAIN = re.compile(rf"\$?\s*(?P<sign>[+-]?)\s*\$?\s*(?P<value>{_VALUE})(?P<exponent>[eE][+-]?\d{{1,4}})?")
+_OPERATOR = re.compile(r"[^\w$=]*[-+*/^<>|~\u00d7\u00f7\u00b1\u2248][^\w$=]*|.*[-+/^\d]")
+_FACTOR = re.compile(  # a number next to such a word is part of another one
+    "and|or|to|over|by|plus|minus|negative|times|point|below|squared|cubed|factorial|pi|sqrt|mod|[eikmnxyz]|mn|bn|lakh|"
+    "crore|hundred|thousand|dozens?|(?:m|b|tr)illions?|hal(?:f|ves)|thirds?|quarters?|fifths?|eighths?|ninths?|"
+    "(?:four|six|seven|ten|hundred|thousand|million)ths?"
+)
+_UNIT = re.compile(r"(?:[a-zA-Z]{3,}|of|in|per|[ckm]m|[km]g|ml|lb|ft|oz|hr)\.?")
+_NEGATION = re.compile(r"\\(?:not|neg|lnot|sim|prime)(?![a-zA-Z])|[\u00ac']")
+_FONT = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|mbox)\s*\{([^{}\\]*)\}")
+_THIN_SPACE = re.compile(r"(?<=\d)(?:\\[,;:! ]|[~\u00a0\u2009\u202f])\s*(?=\d{3}(?!\d))")
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
@@ -47,10 +60,16 @@ def math_verify(prompt: str, response: str, answer: str) -> float:
     import math_verify as verifier  # brings sympy: too slow to import where it is not used
 
     timeout = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else 0
-    gold_text = final_answer(answer)
-    gold_text = answer.strip() if gold_text is None else gold_text
+    gold_text, response_text = final_answer(answer), final_answer(response)
+    gold_text = _formula(answer if gold_text is None else gold_text)
+    if response_text is not None:
+        response_text = _formula(response_text)
+        texts = [_words(text) for text in (response_text, gold_text)]
+        if None not in texts:
+            return float(texts[0] == texts[1])
+        if len(_NEGATION.findall(response_text)) != len(_NEGATION.findall(gold_text)):
+            return 0.0
     gold = verifier.parse(_boxed(gold_text), parsing_timeout=timeout)
-    response_text = final_answer(response)
     parsed = verifier.parse(response if response_text is None else _boxed(response_text), parsing_timeout=timeout)
     if not gold or not parsed:
         return 0.0
@@ -62,12 +81,17 @@ def math_verify(prompt: str, response: str, answer: str) -> float:
 def number_match(response: str, answer: str) -> float:
     """Return 1.0 if the number that the response ends with is that of the reference, else 0.0; never raises.
 
-    It stands in the last \\boxed{...} or after the last "####"; in a response without either it is the last number of
-    the text. Signs of currency, separators of thousands and units do not count: "#### $1,200.00" is 1200. The reference
-    may be a whole solution of GSM8K. Far cheaper than `math_verify`, and for plain numbers alone.
+    It stands in the last \\boxed{...} or after the last "####" and is all that stands there; in a response without
+    either it is the last word with a digit. Signs of currency, separators of thousands, "%" and units do not count:
+    "#### -$1,200.00" is -1200. Fractions, powers, ranges, exponents and numbers with other separators are not read.
+    The reference may be a whole solution of GSM8K, and may have an exponent. Far cheaper than `math_verify`.
     """
-    reference = _number(answer)
-    return float(reference is not None and _number(response) == reference)
+    final = final_answer(answer)
+    reference = plain_number(answer if final is None else final, exponent=True)
+    if reference is None:
+        return 0.0
+    final = final_answer(response)
+    return float((_last_number(response) if final is None else plain_number(final)) == reference)
 
 
 def has_final_answer(response: str) -> float:
@@ -79,14 +103,55 @@ def has_final_answer(response: str) -> float:
         return 0.0
     if "\\boxed" in response:
         return float(bool(final_answer(response)))
-    return float(_LAST_LINE.fullmatch(response.rstrip().rpartition("\n")[2]) is not None)
+    last_line = response.rstrip().rpartition("\n")[2]
+    return float(last_line.startswith("####") and plain_number(last_line[4:]) is not None)
 
 
-def _number(text: str) -> Decimal | None:
-    """Return the final answer of a text as a number; None without one."""
-    final = final_answer(text)
-    numbers = _NUMBER.findall(text if final is None else final)
-    return Decimal(numbers[0 if final is not None else -1].replace(",", "")) if numbers else None
+def plain_number(text: str, *, exponent: bool = False) -> Decimal | None:
+    """Return the number that a text is as a whole, perhaps with currency and unit; None for everything else."""
+    text = _plain_text(text).strip(" \t\n*_`")
+    match = _PLAIN.match(text)
+    if match is None or (match["exponent"] and not exponent):
+        return None
+    rest = re.sub(r"(?<!\.)[.,;:]$", "", text[match.end() :])
+    unit = re.sub(r"^\s*(?:[%$]|\^?\{?(?:\\circ|\u00b0)\}?)|(?<=[a-z])(?:\^\{?[23]\}?|[\u00b2\u00b3])$", "", rest)
+    words = re.split(r"[\s/-]+", unit.strip()) if unit.strip() else []
+    if unit[:1].isalpha() or not all(_UNIT.fullmatch(word) and not _FACTOR.fullmatch(word.lower()) for word in words):
+        return None
+    return Decimal(match["sign"] + match["value"].replace(",", "") + (match["exponent"] or ""))
+
+
+def _last_number(text: str) -> Decimal | None:
+    """Return the last word of a text that has a digit, as a number; None where it is part of something else."""
+    words = ["", *_plain_text(text).split(), ""]
+    place = next((place for place in range(len(words) - 1, 0, -1) if re.search(r"\d", words[place])), 0)
+    left, _, word = words[place].rpartition("=")
+    neighbours = (words[place + 1] if place else "", "" if left else words[place - 1])
+    if any(_OPERATOR.fullmatch(near) or _FACTOR.fullmatch(near.strip(".,;:*$").lower()) for near in neighbours):
+        return None
+    return plain_number(re.sub(r"(?<!\.)[.,;:]$", "", word).strip("\"'()[]"))
+
+
+def _plain_text(text: str) -> str:
+    """Return a text without LaTeX's spaces, fonts and delimiters, with one spelling of minus signs and currencies."""
+    text = _FONT.sub(lambda match: match[1] if re.search(r"\d", match[1]) else f" {match[1]}", text)
+    text = text.replace("{,}", ",").replace(",\\!", ",").translate(_SPELLINGS)
+    return re.sub(r"\\(?=[$%])|\\[()\[\]]|\\!", "", re.sub(r"\\[,;: ]", " ", text))
+
+
+def _words(text: str) -> str | None:
+    """Return a text of letters and white space only, in lower case; None for others."""
+    words = text.strip("() ").lower().split()
+    return " ".join(words) if "".join(words).isalpha() else None
+
+
+def _formula(text: str) -> str:
+    """Return an answer in the spelling that the verifier reads: without a full stop, thin spaces, names of fonts."""
+    text = re.sub(r"\\not\s*=", r"\\ne ", _THIN_SPACE.sub("", text.translate(_FULL_WIDTH).strip()))
+    text = re.sub(r"(?<!\.)\.$", "", re.sub(r"^[\u2012\u2013\ufe63]", "-", text)).strip()
+    text = re.sub(r"^(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)$", r"\1 \\times 10^{\2}", text)
+    only = _FONT.fullmatch(text)
+    return re.sub(r"\^(-\d+)", r"^{\1}", only[1].strip() if only else text)
 
 
 def final_answer(text: str) -> str | None:

@@ -189,7 +189,7 @@ def test_all_missing_shards_are_listed_and_whole_ones_pass() -> None:
 def test_no_chat_template() -> None:
     Path("m/tokenizer_config.json").unlink()
     (line,) = problems("data.chat.template=true")
-    assert line == "model.path: m: the tokenizer has no chat template; set data.chat.template=false"
+    assert line == "model.path: m: the tokenizer has no chat template; set data.chat.template=auto"
     Path("m/chat_template.jinja").write_text("{{ messages }}")
     assert preflight(None, [*BASE, "data.chat.template=true"])
 

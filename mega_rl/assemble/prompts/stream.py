@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mega_rl import progress
-from mega_rl.assemble.data import Tokens, chat_of, chat_template
+from mega_rl.assemble.data import Tokens, chat_of, chat_template, warn_of_prompts
 from mega_rl.config.schema import Config, SourceConfig
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import PromptReading, fingerprint
@@ -77,6 +77,7 @@ def open_streams(
             first += prompts
             content = [name, str(reader.plan), *(shard.identity() for shard in reader.shards), fingerprint(prompts)]
             digest.update("\n".join(content).encode() + b"\n")
+        warn_of_prompts(tokens, config.data.chat, first)
         check(first)
         return digest.hexdigest()
 

@@ -30,7 +30,7 @@ def mixture(data: DataConfig) -> Iterator[str]:
     yield from _shares(data.mixture)
     for name, source in data.mixture.named().items():
         for key in ("system_prompt", "template_kwargs"):
-            if getattr(source, key) and not data.chat.template:
+            if getattr(source, key) and data.chat.template != "true":
                 yield f"{_SOURCES}.{name}.{key} has no effect: it needs data.chat.template=true"
 
 

@@ -15,7 +15,12 @@ from mega_rl.config.schema.setting import ATTENTION, setting
 class ChatConfig:
     """Prompts as conversations."""
 
-    template: bool = setting(False, "Apply the tokenizer's chat template to the prompt.")
+    template: str = setting(
+        "auto",
+        "Whether the tokenizer's chat template renders prompts. auto: only lists of messages; true: strings too, each "
+        "as a message of the user; false: strings stay as they are, and lists are errors.",
+        choices=("auto", "true", "false"),
+    )
     template_kwargs: dict[str, Any] = setting(
         {},
         "Variables of the chat template, as {enable_thinking: false}, or tools: [...] for templates that take tools. "
@@ -29,6 +34,10 @@ class ChatConfig:
         "Date that chat templates such as Llama's and GPT-OSS's write into prompts, as 2026-01-31; empty takes the "
         "start's, so that a checkpoint cannot be resumed on another day.",
     )
+
+    def __post_init__(self) -> None:
+        """Take true and false of YAML and Python as the words."""
+        object.__setattr__(self, "template", str(self.template).lower())
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from mega_rl.data.ordering import STREAM, permutation
 from mega_rl.data.prompts import PromptReading
+from mega_rl.data.rows import with_short_floats
 from mega_rl.data.stream.shards import StreamShard
 from mega_rl.errors import RunError, UserError
 from mega_rl.types import Prompt
@@ -116,8 +117,11 @@ class StreamReader:
             order = permutation(len(self.shards), key=(self.plan.seed, STREAM, 0, at.epoch, *self.plan.key))
         for place in range(at.shard, len(order)):
             skip = at.row if place == at.shard else 0
-            rows = self.shards[order[place]].rows(self.reading.columns, skip=skip)
-            for number, (where, content) in enumerate(rows, start=skip + 1):
+            shard, columns = self.shards[order[place]], self.reading.columns
+            schema = getattr(shard, "schema", None)  # of rows of the Hub, whose floats are as wide as Python's
+            for number, (where, content) in enumerate(shard.rows(columns, skip=skip), start=skip + 1):
+                if schema is not None and isinstance(content, dict):
+                    content = with_short_floats(content, columns.answer, schema)
                 yield _StreamRow(where, content, place, number)
 
 

@@ -283,6 +283,7 @@ def test_a_launcher_inside_a_launcher_is_refused(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     code = cli.main(["train", "--nproc-per-node", "2", *GOOD])
     line = "--nproc-per-node=2 under a launcher that already started ranks; leave it out"
     assert_one_line(code, *capfd.readouterr(), line)
@@ -388,10 +389,21 @@ def test_completion_for_the_shell() -> None:
     assert "_MEGA_RL_COMPLETE" in done.stdout
 
 
+def test_a_rank_left_over_in_the_environment_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert_one_line(
+        cli.main(["train", "nonsense"]), *capfd.readouterr(), "override 'nonsense': needs the form section.key=value"
+    )
+    assert "RANK" not in os.environ
+
+
 def test_other_ranks_speak_only_when_nobody_ended_them(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     slept: list[float] = []
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("time.sleep", slept.append)

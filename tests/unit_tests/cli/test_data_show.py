@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from mega_rl.cli.app import main
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
@@ -37,6 +38,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mix.yaml").write_text(RECIPE)
 
 
+def ids(text: str) -> str:
+    tokenizer = AutoTokenizer.from_pretrained("m")
+    return " ".join(map(str, tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     assert main(["data", "show", "mix.yaml", *arguments]) == 0
     return capsys.readouterr().out.splitlines()
@@ -52,7 +58,7 @@ def test_a_mixture_is_shown_with_what_the_run_draws(capsys: pytest.CaptureFixtur
         ["held", "6", "3", "3"],
         ["8", "steps", "of", "4", "prompts", "are", "32", "draws"],
     ]
-    assert lines[7:10] == ["sums:", "  1. 0+4", "     answer: 0"]
+    assert lines[7:11] == ["sums:", "  1. 0+4", f"     last token ids: {ids('0+4')}", "     answer: 0"]
     assert "held (validation):" in lines
 
 
@@ -71,7 +77,35 @@ def test_streams_are_known_by_their_first_block(capsys: pytest.CaptureFixture[st
 def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     record = json.loads("\n".join(shown(capsys, "--json")))
     assert [one["epochs"] for one in record["sets"]] == [4.0, 8 / 12, 32 / 18, None]
-    assert record["first"]["words"][0] == {"prompt": "0+5", "answer": "0"}
+    assert record["first"]["words"][0] == {
+        "prompt": "0+5",
+        "answer": "0",
+        "last_token_ids": [*map(int, ids("0+5").split())],
+    }
+
+
+def test_a_long_prompt_is_shown_with_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "1+" * 200 + "2=", "answer": "7" * 500}]
+    Path("long.jsonl").write_text(json.dumps(rows[0]))
+    lines = shown(capsys, "data.mixture.sources={long: {files: [long.jsonl]}}", "data.max_prompt_tokens=500")
+    prompt, last, answer = lines[lines.index("long:") + 1 :][:3]
+    assert prompt == f"  1. {'1+' * 60} [...] {'1+' * 59}2="
+    assert last == f"     last token ids: {ids('1+1+1+1+2=')}"
+    assert len(answer) < 300
+
+
+def test_control_tokens_in_a_message_are_counted(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    Path("m/chat_template.jinja").write_text(template)
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": "1"} for text in ("1", "1<pad>", "<pad>2", "3")]
+    Path("control.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown(capsys, "data.mixture.sources={a: {files: [control.jsonl]}}", "validation.sets={}", "trainer.val_interval=0")
+    assert (
+        "2 of 4 prompts hold control tokens of the tokenizer in the text of a message, as <pad>; the model"
+        in caplog.text
+    )
 
 
 def test_mistakes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,6 +182,7 @@ def test_a_config_without_weights_needs_twin(tmp_path: Path, capsys: pytest.Capt
 
 def test_not_under_a_launcher(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run(capsys, "--model", model)
     assert code == 2
     assert "without torchrun" in err

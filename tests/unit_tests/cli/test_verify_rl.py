@@ -117,6 +117,7 @@ def test_a_mistake_is_one_line_and_code_2(
 
 def test_ranks_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(capsys)[0] == 2
 
 

@@ -34,14 +34,14 @@ GSM8K = "She sells 16 - 3 = <<16-3=13>>13 eggs.\nShe earns 13 * 100 = $<<13*100=
     [
         ("16-3=13, 13*100=1300\n#### 1300", GSM8K, 1.0),
         ("#### $1,300.00", GSM8K, 1.0),
-        (r"so she earns \boxed{\$1{,}300}", GSM8K, 0.0),  # no number that a person writes
+        (r"so she earns \boxed{\$1{,}300}", GSM8K, 1.0),
         (r"so she earns \boxed{1300\text{ dollars}}", GSM8K, 1.0),
         ("She earns 1,300 dollars.", GSM8K, 1.0),
         ("She earns 1300 for 13 eggs.", GSM8K, 0.0),  # the last number counts
         ("#### 13", GSM8K, 0.0),
         ("", GSM8K, 0.0),
         ("####", GSM8K, 0.0),
-        ("the answer is 5-3", "3", 1.0),
+        ("the answer is 5-3", "3", 0.0),
         ("#### -3", "3", 0.0),
         ("#### .50", "0.5", 1.0),
         ("7" * 100_000, "7", 0.0),
@@ -52,10 +52,55 @@ def test_number_match(response: str, answer: str, expected: float) -> None:
     assert number_match(response, answer) == expected
 
 
+# Spellings of a number; under "" those of no number. A final answer is one of them as a whole.
+SPELLINGS = {
+    "5": r"5|5.0|05|+5|5.|5,|$5|5$|$5$|5%|5 %|$5.00|**5**|\(5\)|\$5|5\%|5\,\text{cm}|5\text{ cm}^2|5\mathrm{kg}|"
+    r"\mathbf{5}|5^\circ|5 apples|5 dollars per hour|5 cm|"
+    "\uff15|\u0665|5\u00b0|\u20ac5|5\u20ac|5\u2009%",
+    "-5": r"-5|-$5|$-5|- 5|- $5|-\$5|$-5$|-5.0|-5%|" + "\u22125|\u20125|\u20135|\ufe635|\uff0d5|\u2212$5",
+    "1234": r"1,234|1{,}234|1,\!234|1,234.|$1,234.00|1,234 dollars|" + "\uff11,234",
+    "1234567": "1,234,567",
+    "": r"1/2|5/1|5-6|1e3|1.2e3|5E0|5^2|5!|5x|5k|5M|5xy|5i|0x5|1_000|1,23,456|12,34|5,0|0,500|1,2345|1.234,5|1.2.3|"
+    r"0.333...|(5)|--5|+-5|-$-5|~5|>5|5:30|5+0|5*1|5\pi|5\sqrt{2}|\frac{5}{1}|x=5|5=5|nan|inf|5,6|5;6|five|1'000|5th|"
+    r"1 000|1\,000|5 or 6|5 or six|5 and a half|5 million|5 dozen|5 1/2|5 thirds|5 thousand dollars|5 x|5 \times 3|"
+    r"not 5|5 5|5 squared|5\text{ million}|5 pi|5 k|"
+    "5\u20136|5\u00b2|\u00bd|5\u00bd|5\u2026|\u00b15|\u22485|\u20145|1\u2009000|1\u202f000",
+}
+
+
+@pytest.mark.parametrize("number", SPELLINGS)
+def test_final_answer_is_a_whole_number_or_none(number: str) -> None:
+    for spelling in SPELLINGS[number].split("|"):
+        for response in (f"#### {spelling}", rf"so \boxed{{{spelling}}}"):
+            scores = {gold: number_match(response, gold) for gold in ("5", "-5", "1", "6", "1234", "1234567", "1000")}
+            assert scores == {gold: float(gold == number) for gold in scores}, response
+
+
+@pytest.mark.parametrize(
+    ("response", "number"),
+    [
+        *((f"It is {spelling}.", "5") for spelling in ("5", "x=5", "2+3=5", "2 + 3 = 5", "(5)", '"5"', "**5**", "$5$")),
+        *((f"It is {end}.", "") for end in ("8 - 5", "8/5", "1 5", "5 / x", "5x", "5 x", "5!", "10:5", "5 million")),
+        *((f"It is {end}", "-5") for end in ("-5", "\u22125.", "-$5", r"\(-5\)", "x = -5")),
+        ("It is 4 or 5", ""), ("negative 5", ""), ("0.5...", ""), (r"\frac{1}{5}", ""), ("v5", ""),
+    ],
+)  # fmt: skip
+def test_last_number_of_a_text_is_no_part_of_another(response: str, number: str) -> None:
+    assert [gold for gold in ("5", "-5", "1", "0.5") if number_match(response, gold)] == [number] * bool(number)
+
+
+@pytest.mark.parametrize("answer", ["1e+16", "#### 1e16", "10,000,000,000,000,000"])
+def test_reference_may_have_an_exponent(answer: str) -> None:
+    assert number_match("#### 10000000000000000", answer) == 1.0
+    assert number_match("#### 16", answer) == number_match("#### 1e16", answer) == 0.0
+
+
 @pytest.mark.parametrize(
     ("response", "expected"),
     [
         (GSM8K, 1.0),
+        ("#### -$5", 1.0),
+        ("#### 3,4", 0.0),
         ("2+2\n#### 4\n", 1.0),
         ("#### $4.50", 1.0),
         (r"so \boxed{\frac{1}{2}}.", 1.0),
@@ -109,6 +154,22 @@ def test_final_answer(text: str, expected: str | None) -> None:
         ("the answer is 71", "72", 0.0),
         (r"\boxed{(1, 2)}", "(1,2)", 1.0),
         (r"\boxed{x + 1}", "1 + x", 1.0),
+        *(
+            (rf"\boxed{{{text}}}", gold, 0.0)
+            for text, gold in (("cat", "act"), ("no", "on"), ("x y", "yx"), ("A'", "A"))
+        ),
+        *(
+            (rf"\boxed{{{text}}}", gold, 0.0)
+            for text, gold in ((r"\neg 5", "5"), (r"x \not= 5", "x = 5"), ("3\\,4", "34"))
+        ),
+        *(
+            (rf"\boxed{{{text}}}", "1000", 1.0)
+            for text in ("1000.", r"1\,000", "1\u2009000", "1\u202f000", "1e3", "10^{3}.")
+        ),
+        *((rf"\boxed{{{text}}}", "Cat", 1.0) for text in (r"\text{cat}", "cat.", "(Cat)", r"\mathrm{Cat}")),
+        *((rf"\boxed{{{text}}}", "-5", 1.0) for text in ("\u22125", "\u20135", "\uff0d5", "-5.")),
+        (r"\boxed{10^-3}", "0.001", 1.0),
+        (r"\boxed{x \not= 5}", r"x \neq 5", 1.0),
         ("", "72", 0.0),
         (r"\boxed{}", "72", 0.0),
         (r"\boxed{\frac{1}{", "72", 0.0),
