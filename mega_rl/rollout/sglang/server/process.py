@@ -204,7 +204,7 @@ class ServerProcess:
             if self._meeting is not None:
                 Node(self.settings.node, self._meeting).write(scratch)
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            # A server that is started again draws other noise than it did; far from the seeds of the run's other servers.
+            # A restarted server draws other noise than before, far from the seeds of the run's other servers.
             own = replace(self.settings, seed=(self.settings.seed + (self._spawned << 16)) % (1 << 31))
             self._spawned += 1
             line_of_life = nullcontext(subprocess.PIPE) if self._kept is None else self._kept.life()
