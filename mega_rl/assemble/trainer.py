@@ -362,6 +362,7 @@ def run_settings(config: Config) -> RunSettings:
     """Return the settings that the loop itself reads."""
     return RunSettings(
         steps=config.trainer.steps,
+        samples=config.rollout.n,
         val_interval=config.trainer.val_interval,
         save_interval=config.checkpoint.save_interval,
         memory_interval=config.checkpoint.memory.interval,

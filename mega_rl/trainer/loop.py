@@ -23,7 +23,7 @@ from mega_rl.protocols import (
     WeightSync,
 )
 from mega_rl.trainer.dumps import sample_rows
-from mega_rl.trainer.experience import MinibatchPlan, build_experience
+from mega_rl.trainer.experience import MinibatchPlan, build_experience, check_rows
 from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rewards
 from mega_rl.trainer.hints import AbsentRewards, FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
@@ -59,9 +59,10 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Length of the run, and intervals of validation, saving, export and dumps."""
+    """Length of the run, samples of a prompt, and intervals of validation, saving, export and dumps."""
 
     steps: int
+    samples: int = 0  # of each prompt; 0: as many as the rollout source gives
     val_interval: int = 0  # steps; 0 never
     save_interval: int = 0  # steps; 0 never
     memory_interval: int = 0  # steps between checkpoints in the hosts' memory; 0 never
@@ -147,6 +148,7 @@ class PPOTrainer:
         estimator, baseline = self._estimator(prompts, step)
         with phase("generate"):
             rollout = self.rollout.generate(prompts, step=step)
+            check_rows(rollout, prompts, self.ranks, samples=self.settings.samples)
             metrics = baseline | self.rollout.metrics() | self.staleness(rollout)
         with phase("reward"):
             rewards = self.reward.score(rollout, prompts)
@@ -180,9 +182,8 @@ class PPOTrainer:
         with phase("update_critic"):
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
         with phase("update_actor"):
-            inspect = self.old_logprobs.inspect
             updates = [
-                self.actor.update(batch, step=step, inspect=None if number else inspect)
+                self.actor.update(batch, step=step, inspect=None if number else self.old_logprobs.inspect)
                 for number, batch in enumerate(minibatches)
             ]
             metrics |= mean_metrics(updates)
@@ -207,6 +208,7 @@ class PPOTrainer:
             return self.estimator, {}
         with self.timer.phase("baseline"):
             rollout = self.rollout.generate(prompts, step=step, greedy=True)
+            check_rows(rollout, prompts, self.ranks, samples=1)
             scores = self.reward.score(rollout, prompts)
             rewards = greedy_rewards(rollout, scores.totals, num_prompts=len(prompts))
             return WithGreedyRewards(self.estimator, rewards), greedy_metrics(rewards, self.ranks)

@@ -13,6 +13,7 @@ from torch import Tensor
 from mega_rl.algorithms.evaluation import Estimate, maj_at_k, mean_with_interval, pass_at_k
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
+from mega_rl.trainer.experience import check_rows
 from mega_rl.trainer.step_metrics import AnswerTable
 from mega_rl.trainer.unscored import scored_rows
 from mega_rl.types import Draws, Metrics, Prompt, PromptSet, RewardParts, Rewards, Rollout
@@ -91,7 +92,7 @@ class Evaluation:
             table = AnswerTable(ranks)
             shown: ScoredSamples | None = None
             for part in parts_of(len(one.prompts), most=self._prompts_at_once(ranks)):
-                samples = self._part(one, part, step=step, rollout=rollout, reward=reward, decode=decode)
+                samples = self._part(one, part, step=step, rollout=rollout, reward=reward, ranks=ranks, decode=decode)
                 table.add(samples.rollout, samples.rewards, first=samples.first)
                 if self.plan.counted:
                     table.add_votes(_judged_votes(samples))
@@ -120,6 +121,7 @@ class Evaluation:
         step: int,
         rollout: RolloutSource,
         reward: Scorer,
+        ranks: Ranks,
         decode: Callable[[Sequence[int]], str],
     ) -> ScoredSamples:
         """Return the samples of a part of a set; collective over all ranks."""
@@ -129,6 +131,7 @@ class Evaluation:
         else:
             own = replace(draws, stream=crc32(one.name.encode()), first=part.start)
             rows = rollout.generate(prompts, step=step, draws=own)
+        check_rows(rows, prompts, ranks, samples=self.plan.n)
         rewards = reward.score(rows, prompts)
         votes: Sequence[str | None] = ()
         right: Sequence[bool | None] = ()

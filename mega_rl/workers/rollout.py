@@ -8,15 +8,11 @@ from typing import Generic
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
+from mega_rl.parallel.comm import share
 from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, RolloutSource, Samples, WeightSync
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 EVALUATION = 0x6576616C  # "eval": third word of the seeds of evaluations
-
-
-def share(count: int, ranks: Ranks) -> range:
-    """Return the contiguous part of `count` items that belongs to this rank; parts differ by one item at most."""
-    return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
 def own_share(count: int, data_parallel: Ranks, replica: Ranks) -> range:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
+from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks, RolloutEngine, RolloutSource
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
-from mega_rl.workers.rollout import share
 
 _ABOVE_ZERO = 1e-3  # log-probs of near-certain tokens may exceed 0 by the rounding of bf16 logits
 
@@ -98,12 +98,11 @@ def _faults(rollout: object, *, own: range, n: int, rules: RowRules) -> Iterator
                 f"{n} samples of each of the replica's {len(own)} prompts"
             )
             return
-    yield from _row_faults(rollout, own=own, n=n, rules=rules)
+    yield from _row_faults(rollout, rules)
 
 
-def _row_faults(rollout: Rollout, *, own: range, n: int, rules: RowRules) -> Iterator[str]:
+def _row_faults(rollout: Rollout, rules: RowRules) -> Iterator[str]:
     """Yield the faults of rows whose columns have the right form."""
-    expected = torch.tensor([(prompt, sample) for prompt in own for sample in range(n)], dtype=torch.int64).view(-1, 2)
     keys = torch.stack([rollout.prompt_index, rollout.sample_index], dim=1)
     first, end = rollout.prompt_lengths[:, None], rollout.lengths[:, None]
     places = torch.arange(rollout.tokens.size(1))
@@ -112,8 +111,6 @@ def _row_faults(rollout: Rollout, *, own: range, n: int, rules: RowRules) -> Ite
     empty = ~mask.any(dim=1)
     tokens = torch.where(places < end, rollout.tokens, 0)
     rules_of_rows = {
-        f"is not of the prompt and sample that stand here: samples 0 to {n - 1} of prompts {own.start} to "
-        f"{own.stop - 1}, by prompt and sample": keys != expected,
         f"has no prompt, or one of more than data.max_prompt_tokens={rules.max_prompt_tokens} tokens": (first < 1)
         | (first > rules.max_prompt_tokens),
         f"has a response of more than rollout.max_new_tokens={rules.max_new_tokens} tokens, or ends before its prompt "

@@ -169,7 +169,6 @@ def number_finished(rows: Rollout) -> Rollout:
         (lambda rows: {"tokens": rows.tokens}, "generate() returned dict, not a Rollout"),
         (lambda rows: rows[:3], "tokens has shape [3, 4] and type torch.int64; legal: [4, 4]"),
         (number_finished, "finished has shape [4] and type torch.int64; legal: [4]"),
-        (change("prompt_index", (3,), 0), "row 3, prompt 0 and sample 1, is not of the prompt and sample"),
         (change("prompt_lengths", (0,), 3), "row 0, prompt 0 and sample 0, has no prompt, or one of more than"),
         (change("lengths", (2,), 0), "row 2, prompt 1 and sample 0, has a response of more than"),
         (change("lengths", (2,), 5), "row 2, prompt 1 and sample 0, has a response of more than"),
