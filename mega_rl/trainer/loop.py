@@ -22,7 +22,7 @@ from mega_rl.protocols import (
     TokenModel,
     WeightSync,
 )
-from mega_rl.trainer.dumps import sample_rows
+from mega_rl.trainer.dumps import ReadResponse, sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience, check_rows
 from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rewards
 from mega_rl.trainer.hints import AbsentRewards, FlatRewards
@@ -98,7 +98,7 @@ class PPOTrainer:
     metrics: MetricsSink
     checkpoints: CheckpointStore
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
-    decode: Callable[[Sequence[int]], str]  # as rewards read it
+    read: ReadResponse
     render: Callable[[Sequence[int]], str]  # with all special tokens
     stop_requested: Callable[[], bool]
     recorder: StepSink = field(default_factory=NoRecorder)  # of complete steps, which can be replayed
@@ -219,7 +219,7 @@ class PPOTrainer:
             return {}
         with self.timer.phase("validate"):
             outcomes = self.validation.run(
-                done, rollout=self.rollout, reward=self.reward, ranks=self.ranks, decode=self.decode
+                done, rollout=self.rollout, reward=self.reward, ranks=self.ranks, read=self.read
             )
         if self.settings.rollout_interval:
             rows = [
@@ -270,7 +270,7 @@ class PPOTrainer:
         """Return the samples of a step that are dumped, or of a validation, which has no advantages."""
         with self.timer.phase("log"):
             return sample_rows(
-                rollout, rewards, prompts, self.decode, render=self.render,
+                rollout, rewards, prompts, self.read, render=self.render,
                 step=done, count=self.settings.rollout_samples, advantages=advantages,
             )  # fmt: skip
 

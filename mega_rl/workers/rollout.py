@@ -22,6 +22,11 @@ def own_share(count: int, data_parallel: Ranks, replica: Ranks) -> range:
     return owned[part.start : part.stop]
 
 
+def evaluation_stream(draws: Draws | None) -> tuple[int, ...]:
+    """Return the words that follow seed and step in the seed of an evaluation's samples; none in training."""
+    return () if draws is None else (EVALUATION, draws.stream)
+
+
 class WrappedRollouts:
     """Base of a rollout source and weight sync that adds its own work to those of another source and sync."""
 
@@ -64,7 +69,7 @@ class RolloutWorker:
         mine = self._own(prompts)
         own = [prompts[i] for i in mine]
         if draws is not None:
-            seed = (self.seed, step, EVALUATION, draws.stream)
+            seed = (self.seed, step, *evaluation_stream(draws))
             places = [draws.first + i for i in mine]
             rows = self.engine.generate(own, places, n=draws.n, seed=seed, draws=draws)
             rows.prompt_index = rows.prompt_index - draws.first

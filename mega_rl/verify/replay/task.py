@@ -98,7 +98,7 @@ def _trainer(record: Record, run: RunPlan, roles: Roles, groups: Groups, target:
         metrics=cast(Any, idle),
         checkpoints=cast(Any, idle),
         export=lambda done: None,
-        decode=lambda ids: "",
+        read=lambda rollout, row: ("", ""),
         render=lambda ids: "",
         stop_requested=lambda: False,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
@@ -45,10 +45,14 @@ class CheckedRollouts:
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
         """Return the source's rows. Raises RunError on all ranks for rows that break a rule; collective."""
-        assert draws is None, "validation.temperature with a rollout.source of one's own, which a rule refuses"
-        rollout = self.source.generate(prompts, step=step, greedy=greedy)
-        own = share(len(prompts), self.data_parallel)
-        fault = next(_faults(rollout, own=own, n=1 if greedy else self.rules.n, rules=self.rules), None)
+        rules = self.rules
+        if draws is None:
+            rollout = self.source.generate(prompts, step=step, greedy=greedy)
+            n = 1 if greedy else rules.n
+        else:
+            rollout = self.source.generate(prompts, step=step, draws=draws)
+            n, rules = draws.n, replace(rules, max_new_tokens=draws.max_new_tokens or rules.max_new_tokens)
+        fault = next(_faults(rollout, own=share(len(prompts), self.data_parallel), n=n, rules=rules), None)
         self._raise(fault)
         digest = torch.tensor(_digest(rollout))
         least, most = -self.replica.max(-digest), self.replica.max(digest)
