@@ -226,6 +226,20 @@ EXPERIENCE = (
     ),
     fault(
         "experience",
+        "odd prompts are scored against the prompt before",
+        "[(prompts[indices[row]], self.read(",
+        "[(prompts[indices[row] - indices[row] % 2], self.read(",
+        LOCKSTEP,
+    ),
+    fault(
+        "experience",
+        "each random number is used for two tokens",
+        "uniform_at(self._keys[rows], step)",
+        "uniform_at(self._keys[rows], step // 2)",
+        LOCKSTEP,
+    ),
+    fault(
+        "experience",
         "prompts of other rows are not compared",
         "for row in (differ | (",
         "for row in (differ & (",

@@ -43,8 +43,7 @@ def _row_faults(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, samp
             f"sample {sample} of prompt {prompt} has {keys.count((prompt, sample))} rows; this rank must have one row "
             f"of each of {samples} samples of prompts {own.start} to {own.stop - 1}, and no others"
         )
-        return
-    if not keys:
+    if wrong or not keys:
         return
     table = [torch.tensor(prompts[prompt].token_ids, dtype=torch.int64) for prompt in own]
     lengths, ids = torch.tensor([len(tokens) for tokens in table]), pad_sequence(table, batch_first=True)
@@ -54,10 +53,8 @@ def _row_faults(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, samp
     differ = ((rollout.tokens.cpu()[:, :width] != ids[place, :width]) & inside).any(dim=1)
     for row in (differ | (rollout.prompt_lengths.cpu() != lengths[place])).nonzero().flatten().tolist():
         prompt, sample = keys[row]
-        yield (
-            f"row {row} is called sample {sample} of prompt {prompt}, row {prompts[prompt].index} of the data, but its "
-            "prompt has other tokens: it answers another prompt than the one that it would be scored for"
-        )
+        called = f"row {row} is called sample {sample} of prompt {prompt}, row {prompts[prompt].index} of the data"
+        yield f"{called}, but its prompt has other tokens: it answers another prompt than it would be scored for"
 
 
 def build_experience(
