@@ -79,7 +79,7 @@ class Rollout:
     prompt_lengths: Tensor  # [B] int64
     lengths: Tensor  # [B] int64, prompt plus response
     rollout_logprobs: Tensor  # [B, S] float32, at the sampling temperature, before top-k and top-p; 0 off the mask
-    finished: Tensor  # [B] bool, ended by a stop token rather than by length
+    finished: Tensor  # [B] bool, complete: ended by a stop token rather than by length or a limit of turns
     prompt_index: Tensor  # [B] int64, position of the prompt in the step's global batch (0 .. prompts_per_step-1)
     sample_index: Tensor  # [B] int64, number of the sample of its prompt (0 .. n-1)
     weight_version: Tensor  # [B] int64, version of the weights that sampled it; the oldest where several did

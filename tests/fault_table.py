@@ -759,8 +759,8 @@ REWARDS = (
     fault(
         "rewards",
         "the stop token is not counted",
-        "for start, stop in self.others) + self.finished",
-        "for start, stop in self.others)",
+        "(ids,) if ids else (), len(ids) + finished, finished)",
+        "(ids,) if ids else (), len(ids), finished)",
         "workers/test_reward.py",
     ),
     fault(

@@ -61,15 +61,15 @@ PARTS = (
     fault(
         "parts",
         "what a tool wrote is the policy's answer",
-        'return Response("\\n".join(turns), num_tokens',
-        "return Response(text, num_tokens",
+        'return Response("\\n".join(turns), sampled.num_tokens',
+        "return Response(text, sampled.num_tokens",
         WORKER,
     ),
     fault(
         "parts",
         "a tool's tokens count as sampled",
-        "len(self.token_ids) - sum(stop - start for start, stop in self.others) + self.finished",
-        "len(self.token_ids) + self.finished",
+        "return SampledResponse(kept, turns, sum(own), bool(",
+        "return SampledResponse(kept, turns, len(own), bool(",
         WORKER,
     ),
     fault(

@@ -29,6 +29,7 @@ from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.stop_tokens import check_stop_tokens
 from mega_rl.types import Prompt, PromptSet
+from mega_rl.workers.scoring.responses import ResponseReader
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ class Tokens:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens as rewards read it."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=self.skip_special_tokens))
+
+    @property
+    def reader(self) -> ResponseReader:
+        """Return the reader of responses."""
+        return ResponseReader(self.decode, frozenset(self.stop_ids))
 
     def render(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens with the special ones, as dumps of rollouts show it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -42,8 +42,9 @@ from mega_rl.storage.disk import (
     sync,
     write_at,
 )
+from mega_rl.trainer.dumps import ReadResponse
 from mega_rl.trainer.unscored import scored_rows
-from mega_rl.trainer.validation import ScoredSamples, SetOutcome, response_text
+from mega_rl.trainer.validation import ScoredSamples, SetOutcome
 from mega_rl.types import JsonObject, Metrics
 from mega_rl.versions import installed_version
 
@@ -94,7 +95,7 @@ def _run(
     plan = plan_run(config, accelerator)
     plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
     tokens = read_tokens(config, is_writer=world.rank == 0)
-    prepared = prepare_reward(config, tokens.tokenizer, tokens.decode, resources=resources)
+    prepared = prepare_reward(config, tokens.tokenizer, tokens.reader, resources=resources)
     columns = reward_columns(config, prepared)
     _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns, trains=False)
     run_on_one(partial(check_sources, config, prepared, [], sets), world)
@@ -110,20 +111,20 @@ def _run(
         )  # fmt: skip
     scorer = build_reward(
         config, prepared, roles,
-        decode=tokens.decode, everyone=world, on_device=rollouts.on_device, listen=rollouts.listen,
+        reader=tokens.reader, everyone=world, on_device=rollouts.on_device, listen=rollouts.listen,
     )  # fmt: skip
     rollouts.sync.publish()
     replicas = roles.actor_engine.data_parallel
     prompts = sum(len(one.prompts) for one in sets)
 
     def each(scored: ScoredSamples) -> None:
-        rows = [row for part in replicas.gather_json(list(sample_rows(scored, tokens.decode))) for row in part]
+        rows = [row for part in replicas.gather_json(list(sample_rows(scored, tokens.reader.written))) for row in part]
         samples.append(rows)
         progress.report(samples.count // evaluation.plan.n, prompts, unit="prompts")
 
     with progress.phase("evaluating"):
         return evaluation.run(
-            0, rollout=rollouts.source, reward=scorer, ranks=replicas, decode=tokens.decode, each=each
+            0, rollout=rollouts.source, reward=scorer, ranks=replicas, read=tokens.reader.written, each=each
         )
 
 
@@ -172,7 +173,7 @@ class SamplesFile:
         run_on_one(work, self.everyone)
 
 
-def sample_rows(scored: ScoredSamples, decode: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
+def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str, Any]]:
     """Yield one row for each sample of this replica."""
     rollout, rewards, parts = scored.rollout, scored.rewards, scored.rewards.parts
     answered = [True] * len(rollout.lengths) if rollout.failed is None else (~rollout.failed).tolist()
@@ -186,7 +187,7 @@ def sample_rows(scored: ScoredSamples, decode: Callable[[Sequence[int]], str]) -
             "sample_index": int(rollout.sample_index[row]),
             "row": prompt.index,
             "prompt": prompt.text,
-            "response": response_text(rollout, row, decode),
+            "response": read(rollout, row)[1],
             "reference": prompt.answer,
             "answer": scored.votes[row] if scored.votes else None,
             "reward": float(rewards.totals[row]) if rewards.scored and has_score[row] else None,

@@ -101,7 +101,7 @@ def build_recorder(
     return StepRecorder(
         interval=settings.interval,
         columns=step_columns(config, roles),
-        decode=tokens.decode,
+        read=tokens.reader.written,
         render=tokens.render,
         write=StepWriter(config, roles, writer),
         writes_texts=writer.is_first,

@@ -32,10 +32,9 @@ from mega_rl.workers.reward_pool.scorer import PooledRewards
 from mega_rl.workers.reward_service import RewardService
 from mega_rl.workers.scoring.failures import FailureRule
 from mega_rl.workers.scoring.parts import PartRule
+from mega_rl.workers.scoring.responses import ResponseReader
 from mega_rl.workers.scoring.sets import FunctionSet, load_call, source_problems
 from mega_rl.workers.turns import ScorerOnDevice
-
-Decode = Callable[[Sequence[int]], str]
 
 MAX_WORKERS = 8  # of a rank, unless the config says how many
 
@@ -43,14 +42,14 @@ MAX_WORKERS = 8  # of a rank, unless the config says how many
 def prepare_reward(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    decode: Decode,
+    reader: ResponseReader,
     function: RewardFunction | None = None,
     *,
     resources: ExitStack,
 ) -> TextScorer | TokenRows | None:
     """The function or service that scores, or how a reward model gets to read rollouts; None of a run without rewards.
 
-    All that can be wrong with the source of rewards is found here, before any model is loaded. `tokenizer` and `decode`
+    All that can be wrong with the source of rewards is found here, before any model is loaded. `tokenizer` and `reader`
     are the actor's. function: of a Python program, in place of the one that the config names. resources: ends the
     processes of a reward function.
 
@@ -61,7 +60,7 @@ def prepare_reward(
     if reward.source == "none":
         return None
     if reward.source == "model":
-        return _token_rows(config, tokenizer, decode)
+        return _token_rows(config, tokenizer, reader)
     if reward.source == "function":
         return _function_rewards(reward, function, resources)
     return HttpRewards(
@@ -141,7 +140,7 @@ def build_reward(
     prepared: TextScorer | TokenRows | None,
     roles: Roles,
     *,
-    decode: Decode,
+    reader: ResponseReader,
     everyone: Ranks,
     on_device: Callable[[], AbstractContextManager[None]],
     listen: Callable[[SampleListener], None],
@@ -156,7 +155,7 @@ def build_reward(
         arrives = config.rollout.backend == "sglang" and config.rollout.source == "single_turn"  # sample by sample
         scorer = RewardWorker(
             prepared,
-            decode=decode,
+            reader=reader,
             replica=roles.actor_engine.replica,
             everyone=everyone,
             timeout_s=config.trainer.timeout_s,
@@ -235,7 +234,7 @@ def _specified(function: str, reward: RewardConfig) -> str:
     return specification(reward.sandbox) if function == CODE_TESTS else function
 
 
-def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Decode) -> TokenRows:
+def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, reader: ResponseReader) -> TokenRows:
     """Return how a reward model reads rollouts: the actor's tokens under the same tokenizer, else its own."""
     path = Path(config.reward.model.path)
     own = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -246,5 +245,5 @@ def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, decode: Deco
         template=own.chat_template,
         same_tokenizer=len(digests) == 1 and None not in digests,
         rollout_template=tokenizer.chat_template if config.data.chat.template == "true" else None,
-        decode=decode,
+        reader=reader,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
@@ -56,6 +56,8 @@ def load_rollout_source(config: Config, tokens: Tokens) -> OwnRollouts | None:
     missing = [method for method in ("generate", "metrics") if isinstance(made, type) and not hasattr(made, method)]
     if missing:
         raise UserError(f"{setting}: it has no method {missing[0]}; a rollout source has generate and metrics")
+    if isinstance(made, type):
+        _check_draws(cast(type[RolloutSource], made).generate, config, setting)
     return OwnRollouts(make, setting, tokens)
 
 
@@ -91,6 +93,7 @@ def make_rollout_source(
         made = own.make(context)
     if not (hasattr(made, "generate") and hasattr(made, "metrics")):
         raise UserError(f"{name}: made {type(made).__name__}; a rollout source has the methods generate and metrics")
+    _check_draws(cast(RolloutSource, made).generate, config, name)
     takes_weights = hasattr(made, "receive_weights")
     if takes_weights and engine is not None:
         raise UserError(
@@ -112,6 +115,18 @@ def make_rollout_source(
         cast(RankState, made) if has_state else None,
         cast(WeightReceiver, made) if takes_weights else None,
     )
+
+
+def _check_draws(generate: Callable[..., object], config: Config, setting: str) -> None:
+    """Check that a source, or its class, can sample evaluations where the settings ask for it. Raises UserError."""
+    val, parameters = config.validation, inspect.signature(generate).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if (val.temperature or val.max_new_tokens) and "draws" not in parameters and not takes_any:
+        raise UserError(
+            f"{setting}: its generate takes no draws, which validation.temperature={val.temperature:g} and "
+            f"validation.max_new_tokens={val.max_new_tokens} need; add the parameter draws=None and pass it on to "
+            "sample and extend, or set both to 0 for greedy validations"
+        )
 
 
 def load_data_source(config: Config) -> ReadSource | None:

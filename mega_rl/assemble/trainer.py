@@ -158,7 +158,7 @@ def _read_inputs(
     config, is_writer = plan.config, everyone.rank == 0
     tokens = read_tokens(config, is_writer=is_writer)
     own_rollouts, source = load_rollout_source(config, tokens), load_data_source(config)
-    reward = prepare_reward(config, tokens.tokenizer, tokens.decode, reward_function, resources=resources)
+    reward = prepare_reward(config, tokens.tokenizer, tokens.reader, reward_function, resources=resources)
     vocab_size, columns = plan.models["actor"].hf.vocab_size, reward_columns(config, reward)
     train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
     check = partial(check_sources, config, reward, held_out=held_out)
@@ -280,7 +280,7 @@ def _connect(
         metrics=metrics,
         checkpoints=rollouts.checkpoints,
         export=_exporter(config, roles, rollouts, parts.world),
-        decode=tokens.decode,
+        read=tokens.reader.written,
         render=tokens.render,
         stop_requested=stop_requested,
         greedy_baseline=ADVANTAGE.needs(config, "needs_greedy"),
@@ -299,7 +299,7 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> StepSampling:
         config,
         parts.inputs.reward,
         parts.roles,
-        decode=parts.inputs.tokens.decode,
+        reader=parts.inputs.tokens.reader,
         everyone=parts.world,
         on_device=rollouts.on_device,
         listen=rollouts.listen,
@@ -366,6 +366,7 @@ def run_settings(config: Config) -> RunSettings:
     """Return the settings that the loop itself reads."""
     return RunSettings(
         steps=config.trainer.steps,
+        samples=config.rollout.n,
         val_interval=config.trainer.val_interval,
         save_interval=config.checkpoint.save_interval,
         memory_interval=config.checkpoint.memory.interval,

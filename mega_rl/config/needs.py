@@ -239,12 +239,6 @@ _NEEDS = (
         "validation.k, or validation.n above 1: it is of pass@k and maj@k",
         lambda config: bool(config.validation.counted),
     ),
-    Need(
-        ("validation.temperature", "validation.max_new_tokens"),
-        "rollout.source=single_turn: a source of one's own samples as it does, and validates greedily",
-        lambda config: config.rollout.source == "single_turn",
-        fault="cannot work",
-    ),
     *SANDBOX_NEEDS,
     Need(("reward.function",), "no reward.functions", lambda config: not config.reward.functions),
     Need(("reward.sources",), "reward.functions", lambda config: bool(config.reward.functions)),

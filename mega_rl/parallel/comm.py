@@ -17,12 +17,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mega_rl.errors import RunError
-from mega_rl.protocols import Batch
+from mega_rl.protocols import Batch, Ranks
 
 
 def ranks_of(group: ProcessGroup) -> SingleRank | GroupRanks:
     """Return the collectives of a group, without torch.distributed for one rank: each call of it takes some 0.1 ms."""
     return GroupRanks(group) if group.size() > 1 else SingleRank()
+
+
+def share(count: int, ranks: Ranks) -> range:
+    """Return the contiguous part of `count` items that belongs to this rank; parts differ by one item at most."""
+    return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
 class SingleRank:

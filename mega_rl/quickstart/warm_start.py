@@ -21,9 +21,9 @@ from mega_rl.assemble import build_actor, session
 from mega_rl.config.schema import Config
 from mega_rl.data.ordering import permutation
 from mega_rl.engines.base import ModelEngine
+from mega_rl.parallel.comm import share
 from mega_rl.protocols import LossOutput
 from mega_rl.types import Experience, TokenOutputs, response_mask
-from mega_rl.workers.rollout import share
 
 log = logging.getLogger(__name__)
 

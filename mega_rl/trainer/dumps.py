@@ -10,12 +10,15 @@ from torch import Tensor
 
 from mega_rl.types import Prompt, Rewards, Rollout
 
+# (rollout, row) -> the response as rewards read it, and the same with what others wrote between the policy's turns.
+ReadResponse = Callable[[Rollout, int], tuple[str, str]]
+
 
 def sample_rows(
     rollout: Rollout,
     rewards: Rewards,
     prompts: Sequence[Prompt],
-    decode: Callable[[Sequence[int]], str],
+    read: ReadResponse,
     *,
     render: Callable[[Sequence[int]], str],
     step: int,
@@ -26,14 +29,13 @@ def sample_rows(
 
     advantages: [B, S] float32, 0 off the mask, None of rollouts that do not train. `prompt` is the user's
     text, `rendered_prompt` the text of the token ids that the model read, by `render`, which shows special tokens;
-    `response` is the text that rewards read, by `decode`, with what tools wrote. `advantage_mean` is over the policy's
+    `response` is the text that rewards read, by `read`, with what tools wrote. `advantage_mean` is over the policy's
     tokens.
     """
     rows: list[Mapping[str, Any]] = []
     for row in group_rows(rollout.prompt_index.tolist(), count):
         prompt = prompts[int(rollout.prompt_index[row])]
-        start, stop = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
-        finished = bool(rollout.finished[row])
+        start = int(rollout.prompt_lengths[row])
         rows.append(
             {
                 "step": step,
@@ -41,12 +43,12 @@ def sample_rows(
                 "sample_index": int(rollout.sample_index[row]),
                 "prompt": prompt.text,
                 "rendered_prompt": render(rollout.tokens[row, :start].tolist()),
-                "response": decode(rollout.tokens[row, start : stop - finished].tolist()),
+                "response": read(rollout, row)[1],
                 "answer": prompt.answer,
                 "prompt_tokens": start,
                 "response_tokens": int(rollout.loss_mask[row].sum()),
                 **_rewards_of(rewards, row),
-                "finished": finished,
+                "finished": bool(rollout.finished[row]),
                 "weight_version": int(rollout.weight_version[row]),
                 **_where_known(rollout, row, advantages),
             }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
-from mega_rl.trainer.experience import gather_column
+from mega_rl.trainer.experience import check_rows, gather_column
 from mega_rl.trainer.unscored import scored_rows
 from mega_rl.types import Draws, Metrics, Prompt, Rewards, Rollout
 
@@ -111,6 +111,7 @@ class DynamicSampling:
         prompts = self.draw(self.drawn, self.plan.prompts)
         with self.phase("generate"):
             rollout = self.source.generate(prompts, step=self.drawn)
+            check_rows(rollout, prompts, self.ranks)
         with self.phase("reward"):
             rewards = self.scorer.score(rollout, prompts)
         self.drawn += len(prompts)

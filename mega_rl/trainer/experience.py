@@ -1,20 +1,60 @@
-"""Experience from rollouts, and the mini-batches that train on it."""
+"""Rows of rollouts that are what they are called, experience from them, and the mini-batches that train on it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mega_rl.algorithms.advantages.base import AdvantageEstimator, AdvantageInputs
 from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.losses.aggregation import Aggregation, loss_weights, token_and_sequence_counts
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
+from mega_rl.errors import RunError
+from mega_rl.parallel.agreement import raise_together
+from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks
-from mega_rl.types import Experience, Rewards, Rollout, TokenOutputs, row_numbers
+from mega_rl.types import Experience, Prompt, Rewards, Rollout, TokenOutputs, row_numbers
+
+
+def check_rows(rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, samples: int = 0) -> None:
+    """Check that a rank has each sample of its share of the prompts once, behind the tokens of its own prompt.
+
+    prompts: the global batch, into which `rollout.prompt_index` points; ranks: the data-parallel replicas; samples:
+    of each prompt, 0 for as many as its highest number says. Rows may come in any order.
+    Raises RunError on all ranks; collective.
+    """
+    fault = next(_row_faults(rollout, prompts, own=share(len(prompts), ranks), samples=samples), None)
+    raise_together(None if fault is None else RunError(f"rollout: {fault}"), ranks, error=RunError)
+
+
+def _row_faults(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, samples: int) -> Iterator[str]:
+    keys = list(zip(rollout.prompt_index.tolist(), rollout.sample_index.tolist(), strict=True))
+    samples = samples or max((sample + 1 for _, sample in keys), default=0)
+    expected = Counter((prompt, sample) for prompt in own for sample in range(samples))
+    if wrong := (Counter(keys) - expected) or (expected - Counter(keys)):
+        prompt, sample = min(wrong)
+        yield (
+            f"sample {sample} of prompt {prompt} has {keys.count((prompt, sample))} rows; this rank must have one row "
+            f"of each of {samples} samples of prompts {own.start} to {own.stop - 1}, and no others"
+        )
+    if wrong or not keys:
+        return
+    table = [torch.tensor(prompts[prompt].token_ids, dtype=torch.int64) for prompt in own]
+    lengths, ids = torch.tensor([len(tokens) for tokens in table]), pad_sequence(table, batch_first=True)
+    place = rollout.prompt_index.cpu() - own.start
+    width = min(ids.size(1), rollout.tokens.size(1))
+    inside = torch.arange(width) < lengths[place, None]
+    differ = ((rollout.tokens.cpu()[:, :width] != ids[place, :width]) & inside).any(dim=1)
+    for row in (differ | (rollout.prompt_lengths.cpu() != lengths[place])).nonzero().flatten().tolist():
+        prompt, sample = keys[row]
+        called = f"row {row} is called sample {sample} of prompt {prompt}, row {prompts[prompt].index} of the data"
+        yield f"{called}, but its prompt has other tokens: it answers another prompt than it would be scored for"
 
 
 def build_experience(

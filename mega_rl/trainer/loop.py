@@ -22,8 +22,8 @@ from mega_rl.protocols import (
     TokenModel,
     WeightSync,
 )
-from mega_rl.trainer.dumps import sample_rows
-from mega_rl.trainer.experience import MinibatchPlan, build_experience
+from mega_rl.trainer.dumps import ReadResponse, sample_rows
+from mega_rl.trainer.experience import MinibatchPlan, build_experience, check_rows
 from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rewards
 from mega_rl.trainer.hints import AbsentRewards, FlatRewards
 from mega_rl.trainer.old_logprobs import OldLogprobs
@@ -59,9 +59,10 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Length of the run, and intervals of validation, saving, export and dumps."""
+    """Length of the run, samples of a prompt, and intervals of validation, saving, export and dumps."""
 
     steps: int
+    samples: int = 0  # of each prompt; 0: as many as the rollout source gives
     val_interval: int = 0  # steps; 0 never
     save_interval: int = 0  # steps; 0 never
     memory_interval: int = 0  # steps between checkpoints in the hosts' memory; 0 never
@@ -101,7 +102,7 @@ class PPOTrainer:
     metrics: MetricsSink
     checkpoints: CheckpointStore
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
-    decode: Callable[[Sequence[int]], str]  # as rewards read it
+    read: ReadResponse
     render: Callable[[Sequence[int]], str]  # with all special tokens
     stop_requested: Callable[[], bool]
     recorder: StepSink = field(default_factory=NoRecorder)  # of complete steps, which can be replayed
@@ -151,6 +152,7 @@ class PPOTrainer:
         estimator, baseline = self._estimator(prompts, step)
         with phase("generate"):
             rollout = self.rollout.generate(prompts, step=step)
+            check_rows(rollout, prompts, self.ranks, samples=self.settings.samples)
             metrics = baseline | self.rollout.metrics() | self.staleness(rollout)
         with phase("reward"):
             rewards = self.reward.score(rollout, prompts)
@@ -184,9 +186,8 @@ class PPOTrainer:
         with phase("update_critic"):
             metrics |= mean_metrics([self.critic.update(minibatch, step=step) for minibatch in minibatches])
         with phase("update_actor"):
-            inspect = self.old_logprobs.inspect
             updates = [
-                self.actor.update(batch, step=step, inspect=None if number else inspect)
+                self.actor.update(batch, step=step, inspect=None if number else self.old_logprobs.inspect)
                 for number, batch in enumerate(minibatches)
             ]
             metrics |= mean_metrics(updates)
@@ -211,6 +212,7 @@ class PPOTrainer:
             return self.estimator, {}
         with self.timer.phase("baseline"):
             rollout = self.rollout.generate(prompts, step=step, greedy=True)
+            check_rows(rollout, prompts, self.ranks, samples=1)
             scores = self.reward.score(rollout, prompts)
             rewards = greedy_rewards(rollout, scores.totals, num_prompts=len(prompts))
             return WithGreedyRewards(self.estimator, rewards), greedy_metrics(rewards, self.ranks)
@@ -221,7 +223,7 @@ class PPOTrainer:
             return {}
         with self.timer.phase("validate"):
             outcomes = self.validation.run(
-                done, rollout=self.rollout, reward=self.reward, ranks=self.ranks, decode=self.decode
+                done, rollout=self.rollout, reward=self.reward, ranks=self.ranks, read=self.read
             )
         if self.settings.rollout_interval:
             rows = [
@@ -272,7 +274,7 @@ class PPOTrainer:
         """Return the samples of a step that are dumped, or of a validation, which has no advantages."""
         with self.timer.phase("log"):
             return sample_rows(
-                rollout, rewards, prompts, self.decode, render=self.render,
+                rollout, rewards, prompts, self.read, render=self.render,
                 step=done, count=self.settings.rollout_samples, advantages=advantages,
             )  # fmt: skip
 

@@ -85,6 +85,8 @@ class MismatchGuard:
             ],
             importance_summary(old.logprobs, rollout.rollout_logprobs, rollout.loss_mask),
         )
+        if old.entropy is not None:
+            importance |= self._deviation((old.logprobs + old.entropy)[rollout.loss_mask & ~stale_mask].double())
         exceeded = self.limits.exceeded(fresh)
         if exceeded is not None:
             raise RolloutMismatchError(
@@ -99,6 +101,11 @@ class MismatchGuard:
         metrics = importance | {"rollout/stale_tokens_fraction": stale.count / tokens}
         metrics |= stale.metrics("rollout/stale_logprob_diff") if stale.count else {}
         return metrics | (fresh.metrics() if fresh.count or not stale.count else {})
+
+    def _deviation(self, surprise: Tensor) -> Metrics:
+        """Return the sum of log p + entropy over all ranks' tokens in units of its deviation; none of none."""
+        total, squares = self.ranks.sum(torch.stack([surprise.sum(), surprise.square().sum()])).tolist()
+        return {"rollout/sampling_deviation": total / squares**0.5} if squares else {}
 
     def _stale(self, rollout: Rollout | Experience) -> Tensor:
         """[B, S] bool, tokens that older weights sampled."""

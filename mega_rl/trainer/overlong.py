@@ -20,7 +20,7 @@ PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "adva
 def soft_punishment(response_tokens: Tensor, *, limit: int, buffer: int) -> Tensor:
     """Return [B] float32 from 0 to -1, eq. 13: 0 up to `limit - buffer` tokens, then linear to -1 at `limit`.
 
-    response_tokens: [B] int64, the policy's own.
+    response_tokens: [B] int64, of everything that `limit` counts.
     """
     return ((limit - buffer - response_tokens).double() / buffer).clamp(-1.0, 0.0).float()
 
@@ -43,7 +43,7 @@ class Overlong:
         answered = torch.ones_like(rollout.finished) if rollout.failed is None else ~rollout.failed
         punishment = torch.zeros_like(rewards.totals)
         if self.buffer_tokens:
-            tokens = rollout.loss_mask.sum(dim=1)
+            tokens = rollout.lengths - rollout.prompt_lengths  # the limit counts what others wrote, too
             part = soft_punishment(tokens, limit=self.max_response_tokens, buffer=self.buffer_tokens)
             punishment = self.penalty * part
             parts = _with_part(rewards.parts, part, weight=self.penalty)

@@ -15,7 +15,7 @@ from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.metrics.records import to_json_value
 from mega_rl.protocols import Ranks
-from mega_rl.trainer.dumps import sample_rows
+from mega_rl.trainer.dumps import ReadResponse, sample_rows
 from mega_rl.trainer.greedy import WithGreedyRewards
 from mega_rl.types import Experience, JsonObject, Prompt, Rewards, Rollout, TokenOutputs, row_numbers
 
@@ -121,7 +121,7 @@ class StepRecorder:
 
     interval: int
     columns: StepColumns
-    decode: Callable[[Sequence[int]], str]  # as rewards read it
+    read: ReadResponse
     render: Callable[[Sequence[int]], str]  # with all special tokens
     # (step, its columns, its rows for people); collective
     write: Callable[[RecordedStep, Mapping[str, Tensor], Sequence[JsonObject]], None]
@@ -140,7 +140,7 @@ class StepRecorder:
         """Return every row as dumps of rollouts show it, with the text of each token."""
         rollout, texts = step.rollout, dict[int, str]()
         shown = sample_rows(
-            rollout, step.rewards, step.prompts, self.decode, render=self.render,
+            rollout, step.rewards, step.prompts, self.read, render=self.render,
             step=step.step + 1, count=len(rollout.tokens), advantages=step.experience.advantages,
         )  # fmt: skip
         rows: list[JsonObject] = []
@@ -175,31 +175,34 @@ def _rewards(step: RecordedStep) -> dict[str, Tensor]:
 
 
 def _weights(step: RecordedStep, ranks: Ranks) -> dict[str, Tensor]:
-    """Return the weights of the first epoch's mini-batches at this rank's own rows, which others may train; collective.
+    """Return each epoch's mini-batches, and the first one's weights, at this rank's rows, which others may train.
 
-    A row that no mini-batch has is of mini-batch -1.
+    A row that no mini-batch has is of mini-batch -1. Collective.
     """
     own, width = step.rollout, step.rollout.tokens.size(1)
     place = {key: row for row, key in enumerate(_keys(own))}
     count = len(place)
     columns = {
-        "minibatch": torch.full((count,), -1),
         "token_weights": torch.zeros(count, width),
         "loss_weights": torch.zeros(count, width),
     }
-    seen: set[tuple[int, int]] = set()
+    epochs, seen = [torch.full((count,), -1)], set[tuple[int, int]]()
     for number, minibatch in enumerate(step.minibatches):
         everywhere = ranks.gather_rows(_weights_alone(minibatch))
         keys = _keys(everywhere)
         if seen.intersection(keys):  # the next epoch: every rank sees the same rows
-            break
+            epochs.append(torch.full((count,), -1))
+            seen.clear()
         seen.update(keys)
         theirs, mine = [i for i, key in enumerate(keys) if key in place], [place[key] for key in keys if key in place]
-        columns["minibatch"][mine] = number
+        epochs[-1][mine] = number
+        if len(epochs) > 1:
+            continue
         for name in ("token_weights", "loss_weights"):
             weights = getattr(everywhere, name)[theirs][:, :width]
             columns[name][mine, : weights.size(1)] = weights
-    return columns
+    later = {"epoch_minibatches": torch.stack(epochs, dim=1)} if len(epochs) > 1 else {}
+    return {"minibatch": epochs[0], **columns, **later}
 
 
 def _weights_alone(minibatch: Experience) -> Experience:

@@ -13,6 +13,8 @@ from torch import Tensor
 from mega_rl.algorithms.evaluation import Estimate, maj_at_k, mean_with_interval, pass_at_k
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
+from mega_rl.trainer.dumps import ReadResponse
+from mega_rl.trainer.experience import check_rows
 from mega_rl.trainer.step_metrics import AnswerTable
 from mega_rl.trainer.unscored import scored_rows
 from mega_rl.types import Draws, Metrics, Prompt, PromptSet, RewardParts, Rewards, Rollout
@@ -79,7 +81,7 @@ class Evaluation:
         rollout: RolloutSource,
         reward: Scorer,
         ranks: Ranks,
-        decode: Callable[[Sequence[int]], str],
+        read: ReadResponse,
         each: Callable[[ScoredSamples], None] = lambda samples: None,
     ) -> list[SetOutcome]:
         """Return the outcome on each set; collective over all ranks.
@@ -91,7 +93,7 @@ class Evaluation:
             table = AnswerTable(ranks)
             shown: ScoredSamples | None = None
             for part in parts_of(len(one.prompts), most=self._prompts_at_once(ranks)):
-                samples = self._part(one, part, step=step, rollout=rollout, reward=reward, decode=decode)
+                samples = self._part(one, part, step=step, rollout=rollout, reward=reward, ranks=ranks, read=read)
                 table.add(samples.rollout, samples.rewards, first=samples.first)
                 if self.plan.counted:
                     table.add_votes(_judged_votes(samples))
@@ -120,7 +122,8 @@ class Evaluation:
         step: int,
         rollout: RolloutSource,
         reward: Scorer,
-        decode: Callable[[Sequence[int]], str],
+        ranks: Ranks,
+        read: ReadResponse,
     ) -> ScoredSamples:
         """Return the samples of a part of a set; collective over all ranks."""
         prompts, draws = one.prompts[part.start : part.stop], self.plan.draws
@@ -129,20 +132,19 @@ class Evaluation:
         else:
             own = replace(draws, stream=crc32(one.name.encode()), first=part.start)
             rows = rollout.generate(prompts, step=step, draws=own)
+        check_rows(rows, prompts, ranks, samples=self.plan.n)
         rewards = reward.score(rows, prompts)
         votes: Sequence[str | None] = ()
         right: Sequence[bool | None] = ()
         if self.plan.counted:
-            votes = self._votes(rows, decode)
+            votes = self._votes(rows, read)
             right = right_samples(rows, rewards, above=self.plan.right_above, part=self.plan.right_part)
         return ScoredSamples(one.name, part.start, prompts, rows, rewards, votes, right)
 
-    def _votes(self, rows: Rollout, decode: Callable[[Sequence[int]], str]) -> list[str | None]:
+    def _votes(self, rows: Rollout, read: ReadResponse) -> list[str | None]:
         """Return [B] the answer of each response, None of failed samples; collective over all ranks."""
         answered = range(len(rows.lengths)) if rows.failed is None else (~rows.failed).nonzero().flatten().tolist()
-        answers = dict(
-            zip(answered, self.answers_of([response_text(rows, row, decode) for row in answered]), strict=True)
-        )
+        answers = dict(zip(answered, self.answers_of([read(rows, row)[0] for row in answered]), strict=True))
         return [answers.get(row) for row in range(len(rows.lengths))]
 
 
@@ -180,12 +182,6 @@ def _part(parts: RewardParts | None, name: str, *, rows: int, setting: str) -> T
         has = f"has the parts {', '.join(names)}" if names else "is a number, without named parts"
         raise UserError(f"{setting}={name} has no effect: the reward {has}")
     return parts.values[:, names.index(name)] if names else parts.values.sum(dim=1)
-
-
-def response_text(rows: Rollout, row: int, decode: Callable[[Sequence[int]], str]) -> str:
-    """Return the text of a response, without the stop token that ended it."""
-    start, stop = int(rows.prompt_lengths[row]), int(rows.lengths[row])
-    return decode(rows.tokens[row, start : stop - bool(rows.finished[row])].tolist())
 
 
 def estimates_of(

@@ -129,7 +129,7 @@ class LearningWorker:
     _skipped: int = field(default=0, init=False)  # in a row
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
-        return self.engine.forward(batch)
+        return self.engine.forward(batch, with_entropy=True) if self.loss.needs_entropy else self.engine.forward(batch)
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         if step < self.first_step:

@@ -20,7 +20,7 @@ from mega_rl.workers.reward_pool.begun import Begun
 from mega_rl.workers.scoring.concurrent import Calls, outcomes_of_batch
 from mega_rl.workers.scoring.failures import FailureRule, Failures, RewardError, no_score
 from mega_rl.workers.scoring.parts import PartRule
-from mega_rl.workers.scoring.responses import SampledResponse, answered, responses, texts
+from mega_rl.workers.scoring.responses import ResponseReader, SampledResponse, answered
 from mega_rl.workers.scoring.sets import FunctionSet
 from mega_rl.workers.scoring.slowest import SlowestCall
 
@@ -60,7 +60,7 @@ class RewardWorker:
         self,
         scorer: TextScorer,
         *,
-        decode: Callable[[Sequence[int]], str],
+        reader: ResponseReader,
         replica: Ranks,
         everyone: Ranks,
         timeout_s: float,
@@ -69,7 +69,6 @@ class RewardWorker:
         failed: FailureRule | None = None,
     ) -> None:
         """
-        decode: turns response token ids into text.
         everyone: all ranks, which wait for each other's scores however long that takes all in all.
         timeout_s: a rank that has begun no response for so long ends the run.
         early: begins to score a response that the scorer will be asked for; any thread, returns at once. Given on all
@@ -78,7 +77,7 @@ class RewardWorker:
         failed: treatment of responses without a score, on all ranks or on none; None: the first ends the run.
         """
         self._scorer = scorer
-        self._decode = decode
+        self._reader = reader
         self._replica = replica
         self._everyone = everyone
         self._timeout_s = timeout_s
@@ -92,21 +91,21 @@ class RewardWorker:
     def begin(self, prompt: Prompt, token_ids: Sequence[int], finished: bool) -> None:
         """Begin to score a response that has just ended; a `protocols.SampleListener`."""
         assert self._early is not None, "early scores are not expected"
-        sampled = SampledResponse(tuple(token_ids), finished)
-        self._early(prompt, sampled.read(self._decode))
+        sampled = SampledResponse.of_one_turn(token_ids, finished=finished)
+        self._early(prompt, self._reader.read(sampled))
         self._begun.add((prompt.index, sampled), True)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the reward of each row, on the device of the rollout; collective over all ranks.
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. The text that is scored is the
-        response without the stop token that ended it (where `finished`). Failed samples are not scored: 0. A response
+        response without the stop tokens that ended its turns. Failed samples are not scored: 0. A response
         that the reward leaves out (None) has NaN.
         Raises RewardError on every rank of the run, naming prompt, response and cause of the lowest rank's; UserError
         on every rank for settings that do not go with the parts of the reward.
         """
         rows = self._own_rows(rollout, prompts)
-        items = texts(rollout, rows, prompts, self._decode)
+        items = self._reader.texts(rollout, rows, prompts)
         watch = _Watch(self._timeout_s, rank=self._everyone.rank)
 
         def work() -> tuple[Outcomes, RewardError | None]:
@@ -159,7 +158,7 @@ class RewardWorker:
         if self._early is None:
             # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
             return rows[rank::size]
-        indices, sampled = rollout.prompt_index.tolist(), responses(rollout)
+        indices, sampled = rollout.prompt_index.tolist(), self._reader.responses(rollout)
         begun = [row for row in rows if self._begun.take((prompts[indices[row]].index, sampled[row]))]
         self._begun.end_batch()
         owners = torch.zeros(len(rollout.lengths), dtype=torch.int64)

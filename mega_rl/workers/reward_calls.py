@@ -68,12 +68,12 @@ class NoScore:
 class Response:
     """A response as rewards read it."""
 
-    text: str  # of the policy, without the stop token that ended it; of several turns one a line
+    text: str  # of the policy, without the stop tokens that ended its turns; of several turns one a line
     num_tokens: int  # that were sampled, the stop token among them
-    finish: Literal["stop", "length"]  # ended by a stop token, or cut off by length
+    finish: Literal["stop", "length"]  # complete: ended by a stop token; or cut off, by length or a limit of turns
     turns: tuple[str, ...] = ()  # of the policy, where others, as tools, have written between them
     transcript: str = ""  # with what others have written, where they have
-    token_ids: tuple[int, ...] = ()  # after the prompt, without the stop token that ended it; of others, too
+    token_ids: tuple[int, ...] = ()  # after the prompt, without the stop tokens that ended turns; of others, too
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mega_rl.protocols import ModelPasses, Ranks
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 from mega_rl.workers.reward_calls import Response, shortened
 from mega_rl.workers.scoring.failures import RewardError, no_score
-from mega_rl.workers.scoring.responses import answered, texts
+from mega_rl.workers.scoring.responses import ResponseReader, answered
 
 logger = logging.getLogger(__name__)
 
@@ -104,19 +104,19 @@ def token_rows(
     template: object | None,
     same_tokenizer: bool,
     rollout_template: object | None,
-    decode: Callable[[Sequence[int]], str],
+    reader: ResponseReader,
 ) -> TokenRows:
     """Return the conversion of rollouts for the reward model: the sampled tokens where it shares them, else text.
 
     `tokenizer` and chat `template` (None: it has none) are the reward model's; `rollout_template` is the one that made
-    the prompts, None for plain text; `decode` is the actor's and leaves special tokens out.
+    the prompts, None for plain text; `reader` has the actor's tokenizer and leaves special tokens out.
     """
     if same_tokenizer and template in (None, rollout_template):
         logger.info("reward model: reads the sampled tokens")
         return own_tokens
     why = "its chat template is not that of the prompts" if same_tokenizer else "its tokenizer is not the actor's"
     logger.info("reward model: reads decoded conversations, since %s", why)
-    return TemplateConversion(tokenizer, decode=decode, chat=template is not None)
+    return TemplateConversion(tokenizer, reader, chat=template is not None)
 
 
 def own_tokens(rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -132,14 +132,14 @@ class TemplateConversion:
     assistant's, without it the prompt's text and the response, one after the other.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, decode: Callable[[Sequence[int]], str], chat: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, reader: ResponseReader, *, chat: bool) -> None:
         self._tokenizer = tokenizer
-        self._decode = decode
+        self._reader = reader
         self._chat = chat
 
     def __call__(self, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of each row. Raises RewardError for a conversation that the template refuses."""
-        written = [self._text(prompt, response) for prompt, response in texts(rollout, rows, prompts, self._decode)]
+        written = [self._text(prompt, response) for prompt, response in self._reader.texts(rollout, rows, prompts)]
         if not written:
             return []
         # A template puts special tokens by itself.

@@ -8,15 +8,11 @@ from typing import Generic
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
+from mega_rl.parallel.comm import share
 from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, RolloutSource, Samples, WeightSync
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 EVALUATION = 0x6576616C  # "eval": third word of the seeds of evaluations
-
-
-def share(count: int, ranks: Ranks) -> range:
-    """Return the contiguous part of `count` items that belongs to this rank; parts differ by one item at most."""
-    return range(count * ranks.rank // ranks.size, count * (ranks.rank + 1) // ranks.size)
 
 
 def own_share(count: int, data_parallel: Ranks, replica: Ranks) -> range:
@@ -24,6 +20,11 @@ def own_share(count: int, data_parallel: Ranks, replica: Ranks) -> range:
     owned = share(count, data_parallel)
     part = share(len(owned), replica)
     return owned[part.start : part.stop]
+
+
+def evaluation_stream(draws: Draws | None) -> tuple[int, ...]:
+    """Return the words that follow seed and step in the seed of an evaluation's samples; none in training."""
+    return () if draws is None else (EVALUATION, draws.stream)
 
 
 class WrappedRollouts:
@@ -68,7 +69,7 @@ class RolloutWorker:
         mine = self._own(prompts)
         own = [prompts[i] for i in mine]
         if draws is not None:
-            seed = (self.seed, step, EVALUATION, draws.stream)
+            seed = (self.seed, step, *evaluation_stream(draws))
             places = [draws.first + i for i in mine]
             rows = self.engine.generate(own, places, n=draws.n, seed=seed, draws=draws)
             rows.prompt_index = rows.prompt_index - draws.first

@@ -76,7 +76,7 @@ def _local(config: Config) -> Config:
 def _scored(record: Record, config: Config, resources: ExitStack) -> tuple[Rewards, Rollout]:
     """Return the rewards of all rows as the run's function gives them now, and the rows."""
     tokens = read_tokens(config, is_writer=False)
-    prepared = prepare_reward(config, tokens.tokenizer, tokens.decode, resources=resources)
+    prepared = prepare_reward(config, tokens.tokenizer, tokens.reader, resources=resources)
     assert isinstance(prepared, FunctionRewards | PooledRewards), "of reward.source=function"
     vocab_size = read_hf_config(Path(config.model.path)).vocab_size
     columns = reward_columns(config, prepared)
@@ -85,7 +85,7 @@ def _scored(record: Record, config: Config, resources: ExitStack) -> tuple[Rewar
     pool = config.reward.pool
     worker = RewardWorker(
         prepared,
-        decode=tokens.decode,
+        reader=tokens.reader,
         replica=SingleRank(),
         everyone=SingleRank(),
         timeout_s=config.trainer.timeout_s,

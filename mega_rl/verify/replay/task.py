@@ -25,7 +25,7 @@ from mega_rl.assemble.run import session
 from mega_rl.assemble.trainer import build_overlong, minibatch_plan
 from mega_rl.config.attention import Role
 from mega_rl.engines.base import ModelRequest
-from mega_rl.parallel.comm import ranks_of
+from mega_rl.parallel.comm import ranks_of, share
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Inspect, ModelPasses, Ranks, TokenModel
 from mega_rl.records.format import MODEL_OUTPUTS
@@ -38,7 +38,6 @@ from mega_rl.trainer.validation import Evaluation
 from mega_rl.types import Draws, Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.replay.plan import ReplayPlan, recorded_config, replay_config
 from mega_rl.workers.models import AbsentWorker
-from mega_rl.workers.rollout import share
 
 NO_LIMIT = 1 << 62
 
@@ -77,7 +76,7 @@ def _trainer(record: Record, run: RunPlan, roles: Roles, groups: Groups, target:
     idle = _Idle()
     return PPOTrainer(
         settings=RunSettings(steps=record.description.step),
-        prompts=_Prompts(record.description.prompts),
+        prompts=_Prompts(record),
         validation=Evaluation(),
         rollout=rows,
         reward=rows,
@@ -99,7 +98,7 @@ def _trainer(record: Record, run: RunPlan, roles: Roles, groups: Groups, target:
         metrics=cast(Any, idle),
         checkpoints=cast(Any, idle),
         export=lambda done: None,
-        decode=lambda ids: "",
+        read=lambda rollout, row: ("", ""),
         render=lambda ids: "",
         stop_requested=lambda: False,
     )
@@ -228,12 +227,14 @@ class _ReplayRecorder:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Prompts of the recorded step, of which only the number counts."""
+    """Prompts of the recorded step, of which only the tokens count."""
 
-    count: int
+    record: Record
 
     def batch(self, step: int) -> list[Prompt]:
-        return [Prompt(index=number, token_ids=(), text="", answer=None) for number in range(self.count)]
+        index, ends, tokens = (self.record.tensors[name] for name in ("prompt_index", "prompt_lengths", "tokens"))
+        own = {int(number): tuple(ids[:end].tolist()) for number, ids, end in zip(index, tokens, ends, strict=True)}
+        return [Prompt(number, own[number], text="", answer=None) for number in range(self.record.description.prompts)]
 
     def drawn_after(self, done: int) -> int:
         return 0

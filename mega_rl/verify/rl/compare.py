@@ -12,10 +12,11 @@ from torch import Tensor
 from mega_rl.errors import UserError
 from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings
-from mega_rl.verify.rl.independent.sampling import wrong_groups
+from mega_rl.verify.rl.independent.sampling import wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
-from mega_rl.verify.rl.phases import REWARDS, SAMPLING, TOLERANCES, UPDATES, UpdateErrors
+from mega_rl.verify.rl.phases import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, UpdateErrors
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
+from mega_rl.verify.rl.samples import SamplerTest
 from mega_rl.verify.rl.trace import num_updates, read_batch, read_figures
 
 # Figures of tokens by phase.
@@ -42,12 +43,17 @@ def follow(
     """
     formulas = formulas or Formulas()
     trainer = IndependentTrainer(model, settings, formulas, reference=reference)
-    start = trainer.weights()
+    start, sampler = trainer.weights(), SamplerTest(settings.temperature)
     done: Counter[str] = Counter()
     for step in range(settings.steps):
         recorded = read_batch(folder, step)
         batch = rescored(recorded, rule)
         of_step = {} if rule.function is None else {REWARDS: reward_error(recorded, batch)}
+        of_step[UPDATES] = float(wrong_prompts(batch, settings))
+        if settings.samples_all_tokens:
+            for samples in batch.generations or [batch.samples]:  # what dynamic sampling keeps is no random choice
+                sampler.add(samples, trainer.policy.logits)
+            of_step[SAMPLES] = max(map(abs, sampler.deviations()))
         if settings.max_generations:
             of_step[SAMPLING] = float(wrong_groups(batch, settings, formulas))
         for own in trainer.step(step, batch):
@@ -83,10 +89,9 @@ def _errors(
             "config of another family as model.path"
         )
     gradient, worst = _gradient_error(real.gradients, own.gradients)
+    known = {UPDATES: 0.0, **of_step, **_token_errors(real, own)}  # wrong log-probs are no fault of the sampler
     errors = {
-        UPDATES: 0.0,
-        **of_step,
-        **_token_errors(real, own),
+        **{phase: known[phase] for phase in TOLERANCES if phase in known},
         "loss": _finite(abs(real.loss - own.loss) / max(own.loss_scale, 1e-30)),
         "gradient norm": _finite(abs(real.grad_norm - own.grad_norm) / max(own.grad_norm, 1e-30)),
         "gradient": gradient,

@@ -104,6 +104,7 @@ def _untempered_teacher(student: Tensor, teacher: Tensor, temperature: float, be
 FAULTS = (
     Fault("rewards of the next sample", "grpo", "rewards", rule=lambda rule: replace(rule, placed=_next_samples)),
     Fault("stop token in the text", "grpo", "rewards", rule=lambda rule: replace(rule, stop_tokens=frozenset())),
+    Fault("prompts without their answers", "grpo", "rewards", rule=lambda rule: replace(rule, answers={})),
     Fault("sum of parts without weights", "gdpo", "rewards", rule=lambda rule: replace(rule, weights={})),
     Fault(
         "population instead of sample deviation",

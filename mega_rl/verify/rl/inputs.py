@@ -60,6 +60,7 @@ FIXED: Mapping[str, object] = {
     "model.dtype": "fp32",
     "engine.megatron.transformer_impl": "local",
     "data.max_prompt_tokens": LONGEST_PROMPT,
+    "data.overlong_prompts": "drop",
     "rollout.stop_token_ids": STOP_TOKENS,
     "rollout.mismatch.mean_limit": 10.0,
     "rollout.mismatch.share_limit": 1.0,
@@ -169,10 +170,13 @@ def with_layout(config: Config, layout: Layout, *, run_dir: Path) -> Config:
     return config
 
 
-def prompts(seed: int) -> list[str]:
-    """Return prompts of different lengths."""
+def rows(seed: int) -> list[dict[str, str]]:
+    """Return rows of prompts of different lengths with answers; every eighth is too long, so it is dropped."""
     rng = random.Random(seed)
-    return ["".join(rng.choices(CHARACTERS, k=rng.randint(2, LONGEST_PROMPT))) for _ in range(NUM_PROMPTS)]
+    texts = ["".join(rng.choices(CHARACTERS, k=rng.randint(2, LONGEST_PROMPT))) for _ in range(NUM_PROMPTS)]
+    for place in range(0, NUM_PROMPTS, 7):
+        texts.insert(place, "".join(rng.choices(CHARACTERS, k=LONGEST_PROMPT + 1)))
+    return [{"prompt": text, "answer": "".join(random.Random(text).choices(CHARACTERS, k=3))} for text in texts]
 
 
 def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | None:
@@ -190,7 +194,7 @@ def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | No
     def reward_parts(prompt: str, response: str, answer: str) -> dict[str, float]:
         values = itertools.cycle(PART_VALUES)
         return {
-            name: (factor * len(response) + sum(map(ord, response))) % count * 2 / (count - 1) - 1
+            name: (factor * len(response) + mixed(prompt, response, answer)) % count * 2 / (count - 1) - 1
             for name, (factor, count) in zip(names, values, strict=False)
         }
 
@@ -199,4 +203,10 @@ def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | No
 
 def reward(prompt: str, response: str, answer: str) -> float:
     """Return a number from -1 to 1 that depends on every character, so that few samples of a prompt have the same."""
-    return (7 * len(response) + sum(map(ord, response))) % 11 / 5 - 1
+    return (7 * len(response) + mixed(prompt, response, answer)) % 11 / 5 - 1
+
+
+def mixed(prompt: str, response: str, answer: str) -> int:
+    """Return a number that depends on every character of the three texts and on its place in prompt and answer."""
+    given = sum(place * ord(character) for place, character in enumerate(f"{prompt}={answer}", start=1))
+    return sum(map(ord, response)) + given

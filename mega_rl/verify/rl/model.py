@@ -16,7 +16,7 @@ from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_writer import write_checkpoint
-from mega_rl.verify.rl.inputs import CHARACTERS, EOS, STAND_IN, LockstepRun, prompts
+from mega_rl.verify.rl.inputs import CHARACTERS, EOS, STAND_IN, LockstepRun, rows
 from mega_rl.verify.twin.shrink import random_tensors, shrink
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -58,12 +58,12 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
     twin = shrink(hf, where=where, multiple=multiple, narrow=True)
     raw = {**twin.raw, "vocab_size": len(VOCABULARY), "eos_token_id": EOS}
     small = parse_hf_config(raw, where=f"{where}, shrunk")
-    model, config_file, rows = folder / "model", folder / "config.json", folder / "prompts.jsonl"
+    model, config_file, prompts = folder / "model", folder / "config.json", folder / "prompts.jsonl"
     config_file.write_text(json.dumps(raw), encoding="utf-8")
     write_checkpoint(model, random_tensors(small, seed=seed), files={"config.json": config_file})
     _write_tokenizer(model)
-    rows.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in prompts(seed)), "utf-8")
-    named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(rows)]}
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows(seed)), "utf-8")
+    named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(prompts)]}
     named |= {"data.source": "files", "data.source_settings": {}}
     if ADVANTAGE.needs(run.config, "needs_reference"):
         teacher = folder / "teacher"

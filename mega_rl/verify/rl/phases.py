@@ -13,6 +13,7 @@ from mega_rl.errors import UserError
 UPDATES = "updates"
 REWARDS = "rewards"
 SAMPLING = "sampling"
+SAMPLES = "samples"
 EXACT = (UPDATES, REWARDS, SAMPLING)  # which have no other tolerance
 # Of float32 sums of some hundred terms in another order; what is wrong somewhere is off by 1e-3 and more.
 TOLERANCES: Mapping[str, float] = {
@@ -20,6 +21,7 @@ TOLERANCES: Mapping[str, float] = {
     REWARDS: 0.0,  # of every sample, as float32: one function of the same text, rounded once
     SAMPLING: 0.0,  # of dynamic sampling: groups of the step that are not those to train on
     "log-probs": 1e-4,  # nats; of a critic values; largest of any token
+    SAMPLES: 4.5,  # deviations of the largest of four sums, which one right run in 37,000 exceeds
     "advantages": 1e-4,  # and returns; largest of any token
     "loss": 1e-5,  # relative to the sum of the tokens' |losses|, which may cancel
     "gradient norm": 1e-5,  # relative

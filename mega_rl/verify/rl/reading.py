@@ -170,6 +170,8 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         correction=_followed(config, CORRECTION),
         part_weights=config.reward.weights,
         prompts_per_step=config.trainer.prompts_per_step,
+        updates_per_epoch=-(-config.trainer.prompts_per_step // config.trainer.minibatch_size),
+        samples_all_tokens=config.rollout.top_p == 1 and config.rollout.top_k == 0,
         max_generations=config.rollout.dynamic_sampling.max_generations,
         temperature=config.rollout.temperature,
         value_clip=algorithm.value_clip,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -24,6 +26,7 @@ class RewardRule:
     stop_tokens: frozenset[int]  # one at the end of a response is not in its text
     # Samples in the order in which their rewards go to the samples: each has its own.
     placed: Callable[[Sequence[ScoredSample]], Sequence[ScoredSample]] = list
+    answers: Mapping[str, str] = field(default_factory=dict)  # of the data's rows, by the text of their prompts
 
     def scored(self, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
         """Return the samples with rewards by their own tokens, whatever rewards they came with."""
@@ -40,7 +43,8 @@ class RewardRule:
         prompt, response = sample.tokens[: sample.prompt_length], sample.tokens[sample.prompt_length :]
         if response[-1] in self.stop_tokens:
             response = response[:-1]
-        score = self.function(text_of(prompt), text_of(response), "")
+        text = text_of(prompt)
+        score = self.function(text, text_of(response), self.answers.get(text, ""))
         if not isinstance(score, Mapping):
             return in_float32(score), {}
         total = math.fsum(self.weights.get(name, 1.0) * part for name, part in score.items())
@@ -49,7 +53,9 @@ class RewardRule:
 
 def reward_rule(config: Config) -> RewardRule:
     """Return the rule of a run."""
-    return RewardRule(reward_of(config), config.reward.weights, lockstep_settings(config).stop_tokens)
+    rows = [json.loads(line) for file in config.data.train_files for line in Path(file).read_text("utf-8").splitlines()]
+    answers = {row["prompt"]: row["answer"] for row in rows}
+    return RewardRule(reward_of(config), config.reward.weights, lockstep_settings(config).stop_tokens, answers=answers)
 
 
 def rescored(batch: StepBatch, rule: RewardRule) -> StepBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import xxhash
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
+from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks, RolloutEngine, RolloutSource
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
-from mega_rl.workers.rollout import share
 
 _ABOVE_ZERO = 1e-3  # log-probs of near-certain tokens may exceed 0 by the rounding of bf16 logits
 
@@ -45,10 +45,14 @@ class CheckedRollouts:
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
         """Return the source's rows. Raises RunError on all ranks for rows that break a rule; collective."""
-        assert draws is None, "validation.temperature with a rollout.source of one's own, which a rule refuses"
-        rollout = self.source.generate(prompts, step=step, greedy=greedy)
-        own = share(len(prompts), self.data_parallel)
-        fault = next(_faults(rollout, own=own, n=1 if greedy else self.rules.n, rules=self.rules), None)
+        rules = self.rules
+        if draws is None:
+            rollout = self.source.generate(prompts, step=step, greedy=greedy)
+            n = 1 if greedy else rules.n
+        else:
+            rollout = self.source.generate(prompts, step=step, draws=draws)
+            n, rules = draws.n, replace(rules, max_new_tokens=draws.max_new_tokens or rules.max_new_tokens)
+        fault = next(_faults(rollout, own=share(len(prompts), self.data_parallel), n=n, rules=rules), None)
         self._raise(fault)
         digest = torch.tensor(_digest(rollout))
         least, most = -self.replica.max(-digest), self.replica.max(digest)
@@ -98,12 +102,11 @@ def _faults(rollout: object, *, own: range, n: int, rules: RowRules) -> Iterator
                 f"{n} samples of each of the replica's {len(own)} prompts"
             )
             return
-    yield from _row_faults(rollout, own=own, n=n, rules=rules)
+    yield from _row_faults(rollout, rules)
 
 
-def _row_faults(rollout: Rollout, *, own: range, n: int, rules: RowRules) -> Iterator[str]:
+def _row_faults(rollout: Rollout, rules: RowRules) -> Iterator[str]:
     """Yield the faults of rows whose columns have the right form."""
-    expected = torch.tensor([(prompt, sample) for prompt in own for sample in range(n)], dtype=torch.int64).view(-1, 2)
     keys = torch.stack([rollout.prompt_index, rollout.sample_index], dim=1)
     first, end = rollout.prompt_lengths[:, None], rollout.lengths[:, None]
     places = torch.arange(rollout.tokens.size(1))
@@ -112,8 +115,6 @@ def _row_faults(rollout: Rollout, *, own: range, n: int, rules: RowRules) -> Ite
     empty = ~mask.any(dim=1)
     tokens = torch.where(places < end, rollout.tokens, 0)
     rules_of_rows = {
-        f"is not of the prompt and sample that stand here: samples 0 to {n - 1} of prompts {own.start} to "
-        f"{own.stop - 1}, by prompt and sample": keys != expected,
         f"has no prompt, or one of more than data.max_prompt_tokens={rules.max_prompt_tokens} tokens": (first < 1)
         | (first > rules.max_prompt_tokens),
         f"has a response of more than rollout.max_new_tokens={rules.max_new_tokens} tokens, or ends before its prompt "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,11 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from mega_rl.protocols import Ranks, RolloutEngine
 from mega_rl.rollout.sglang.generation.samples import Sampling
-from mega_rl.types import Prompt, Rollout
-from mega_rl.workers.rollout import own_share
+from mega_rl.types import Draws, Prompt, Rollout
+from mega_rl.workers.rollout import evaluation_stream, own_share
+
+End = Literal["done", "length", "turns", "error"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Trajectory:
     """A prompt and its response so far: turns that the policy sampled, and tokens between them that it was given."""
 
@@ -26,14 +29,20 @@ class Trajectory:
     token_ids: list[int] = field(default_factory=list)  # of the response
     sampled: list[bool] = field(default_factory=list)  # whether the policy sampled the token: these train
     logprobs: list[float] = field(default_factory=list)  # of each token at the sampling temperature, 0 of given ones
-    finished: bool = False  # a stop token ended the last turn
-    failed: bool = False  # the engine has no answer; the row stays out of the loss
-    closed: bool = False  # no further turn
+    stopped: bool = False  # a stop token ended the last turn
+    # Why no further turn comes: the task is done, no room is left, a limit of turns, or there is no answer, and the row
+    # stays out of the loss. None: it may go on; left so, it is done where a stop token ended the last turn.
+    end: End | None = None
 
     @property
     def room(self) -> int:
-        """Return the tokens that may still come; 0 once the trajectory is closed."""
-        return 0 if self.closed or self.failed else self.limit - len(self.token_ids)
+        """Return the tokens that may still come; 0 once the trajectory has ended."""
+        return 0 if self.end is not None else self.limit - len(self.token_ids)
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the task is done, rather than cut off by its length or a limit of turns."""
+        return self.stopped if self.end is None else self.end == "done"
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, finished: bool) -> None:
         """Append a turn of the policy, with the stop token that ended it where it `finished`."""
@@ -41,15 +50,17 @@ class Trajectory:
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.sampled += [True] * len(token_ids)
-        self.finished = finished
+        self.stopped = finished
+        if not finished and not self.room:
+            self.end = "length"
 
     def give(self, token_ids: Sequence[int]) -> bool:
         """Append tokens that the policy reads, such as the answer of a tool; they do not train.
 
-        Return whether they fit and leave room for a turn; where they do not, the trajectory is closed as it is.
+        Return whether they fit and leave room for a turn; where they do not, length ends the trajectory as it is.
         """
         if len(token_ids) >= self.room:
-            self.closed = True
+            self.end = self.end or "length"
             return False
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
@@ -74,35 +85,47 @@ class RolloutContext:
         """Return the positions of the prompts that this rank generates for, a share of its replica's."""
         return own_share(len(prompts), self.data_parallel, self.replica)
 
-    def start(self, prompts: Sequence[Prompt], *, greedy: bool = False) -> list[Trajectory]:
-        """Return the trajectories of this rank's prompts without a token: n of each, one when greedy."""
-        samples, limit = range(1 if greedy else self.n), self.sampling.max_new_tokens
+    def start(self, prompts: Sequence[Prompt], *, greedy: bool = False, draws: Draws | None = None) -> list[Trajectory]:
+        """Return the trajectories of this rank's prompts without a token: n of each, one when greedy, `draws.n`."""
+        samples, limit = range(self._samples(greedy, draws)), self.sampling.max_new_tokens
+        limit = limit if draws is None else draws.max_new_tokens or limit
         return [Trajectory(prompts[i], i, sample, limit) for i in self.own(prompts) for sample in samples]
 
-    def sample(self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False) -> list[Trajectory]:
+    def sample(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> list[Trajectory]:
         """Return `start`'s trajectories with their first turn, as rollout.source=single_turn samples it; collective."""
-        trajectories, own = self.start(prompts, greedy=greedy), self.own(prompts)
+        trajectories, own = self.start(prompts, greedy=greedy, draws=draws), self.own(prompts)
+        seed, first = (self.seed, step, *evaluation_stream(draws)), 0 if draws is None else draws.first
         rows = self._engine().generate(
-            [prompts[i] for i in own], list(own), n=1 if greedy else self.n, seed=(self.seed, step), greedy=greedy
-        )
+            [prompts[i] for i in own], [first + i for i in own],
+            n=self._samples(greedy, draws), seed=seed, greedy=greedy, draws=draws,
+        )  # fmt: skip
         _add_turn(trajectories, rows)
         return trajectories
 
-    def extend(self, trajectories: Sequence[Trajectory], *, step: int, turn: int, greedy: bool = False) -> None:
+    def extend(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        step: int,
+        turn: int,
+        greedy: bool = False,
+        draws: Draws | None = None,
+    ) -> None:
         """Sample turn number `turn` (from 1 on) of the trajectories that have room; collective.
 
         Every rank calls it equally often in a step, also one whose trajectories are all closed.
         """
         going = [trajectory for trajectory in trajectories if trajectory.room > 0]
-        samples = 1 if greedy else self.n
+        samples, first = self._samples(greedy, draws), 0 if draws is None else draws.first
         rows = self._engine().generate(
             [replace(each.prompt, token_ids=(*each.prompt.token_ids, *each.token_ids)) for each in going],
-            [each.prompt_index * samples + each.sample_index for each in going],  # each has random numbers of its own
-            n=1,
-            seed=(self.seed, step, turn),
-            greedy=greedy,
-            limits=[each.room for each in going],
-        )
+            # Each has random numbers that no other trajectory has.
+            [(first + each.prompt_index) * samples + each.sample_index for each in going],
+            n=1, seed=(self.seed, step, *evaluation_stream(draws), turn),
+            limits=[each.room for each in going], greedy=greedy, draws=draws,
+        )  # fmt: skip
         _add_turn(going, rows)
 
     def rollout(self, trajectories: Sequence[Trajectory]) -> Rollout:
@@ -111,10 +134,13 @@ class RolloutContext:
         Collective over all ranks.
         """
         ordered = sorted(trajectories, key=lambda each: (each.prompt_index, each.sample_index))
-        failed = torch.tensor([each.failed for each in ordered], dtype=torch.bool)
+        failed = torch.tensor([each.end == "error" for each in ordered], dtype=torch.bool)
         any_failed = self.data_parallel.max(self.replica.max(failed.any().long()))
         rows = _rows(ordered, version=self.weight_version(), failed=failed if any_failed else None)
         return self.replica.gather_rows(rows)
+
+    def _samples(self, greedy: bool, draws: Draws | None) -> int:
+        return draws.n if draws is not None else 1 if greedy else self.n
 
     def _engine(self) -> RolloutEngine:
         assert self.engine is not None, "rollout.backend=none has no engine to sample with; set hf or sglang"
@@ -128,12 +154,13 @@ def _add_turn(trajectories: Sequence[Trajectory], rows: Rollout) -> None:
     for trajectory, no_answer, *row in zip(trajectories, failed, *(column.tolist() for column in columns), strict=True):
         token_ids, logprobs, first, end, finished = row
         trajectory.add(token_ids[first:end], logprobs[first:end], finished=finished)
-        trajectory.failed = no_answer
+        if no_answer:
+            trajectory.end = "error"
 
 
 def _rows(trajectories: Sequence[Trajectory], *, version: int, failed: Tensor | None) -> Rollout:
     """Return one row for each trajectory, prompt and response, right-padded; a failed one has no response."""
-    ends = [0 if each.failed else _last_sampled(each.sampled) for each in trajectories]
+    ends = [0 if each.end == "error" else _last_sampled(each.sampled) for each in trajectories]
     prompts = torch.tensor([len(each.prompt.token_ids) for each in trajectories], dtype=torch.int64)
     lengths = prompts + torch.tensor(ends, dtype=torch.int64)
     width = int(lengths.max()) if len(lengths) else 0
@@ -149,7 +176,7 @@ def _rows(trajectories: Sequence[Trajectory], *, version: int, failed: Tensor | 
         lengths=lengths,
         loss_mask=mask,
         rollout_logprobs=logprobs,
-        finished=torch.tensor([each.finished and not each.failed for each in trajectories], dtype=torch.bool),
+        finished=torch.tensor([each.finished for each in trajectories], dtype=torch.bool),
         prompt_index=torch.tensor([each.prompt_index for each in trajectories], dtype=torch.int64),
         sample_index=torch.tensor([each.sample_index for each in trajectories], dtype=torch.int64),
         weight_version=torch.full_like(lengths, version),

@@ -1,8 +1,10 @@
-"""Responses of a rollout as rewards read them."""
+"""Responses of a rollout as rewards, votes and dumps read them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from mega_rl.types import Prompt, Rollout
@@ -15,49 +17,65 @@ def answered(rollout: Rollout) -> list[int]:
     return [row for row, without in enumerate(failed) if not without]
 
 
-def texts(
-    rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt], decode: Callable[[Sequence[int]], str]
-) -> list[tuple[Prompt, Response]]:
-    """Return (prompt, decoded response) of these rows."""
-    indices, sampled = rollout.prompt_index.tolist(), responses(rollout)
-    return [(prompts[indices[row]], sampled[row].read(decode)) for row in rows]
-
-
 class SampledResponse(NamedTuple):
-    """Token ids between a prompt and the end of its row."""
+    """Token ids between a prompt and the end of its row, without the stop tokens that ended the policy's turns."""
 
-    token_ids: tuple[int, ...]  # without the stop token that ended it
-    finished: bool  # by a stop token rather than by length
-    others: tuple[tuple[int, int], ...] = ()  # (start, stop) of each run of tokens that the policy did not sample
+    token_ids: tuple[int, ...]  # of the policy and of others, as tools
+    turns: tuple[tuple[int, ...], ...]  # of the policy, without empty ones
+    num_tokens: int  # that the policy sampled, stop tokens among them
+    finished: bool
 
-    def read(self, decode: Callable[[Sequence[int]], str]) -> Response:
+    @classmethod
+    def of_one_turn(cls, token_ids: Sequence[int], *, finished: bool) -> SampledResponse:
+        """Return a response without others; token_ids: without the stop token, where it `finished`."""
+        ids = tuple(token_ids)
+        return cls(ids, (ids,) if ids else (), len(ids) + finished, finished)
+
+
+@dataclass(frozen=True)
+class ResponseReader:
+    """Reader of responses: the same text for rewards, votes and dumps.
+
+    decode: turns token ids into text. stop_ids: tokens that end a turn; those that the policy sampled are in no text.
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    stop_ids: Collection[int] = ()
+
+    def responses(self, rollout: Rollout) -> list[SampledResponse]:
+        """Return the response of each row."""
+        return [self._sampled(rollout, row) for row in range(len(rollout.lengths))]
+
+    def texts(self, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[tuple[Prompt, Response]]:
+        """Return (prompt, decoded response) of these rows."""
+        indices = rollout.prompt_index.tolist()
+        return [(prompts[indices[row]], self.read(self._sampled(rollout, row))) for row in rows]
+
+    def written(self, rollout: Rollout, row: int) -> tuple[str, str]:
+        """Return a row's text as rewards read it, and the text with what others wrote."""
+        response = self.read(self._sampled(rollout, row))
+        return response.text, response.transcript or response.text
+
+    def read(self, sampled: SampledResponse) -> Response:
         """Return the response as rewards read it."""
-        text = decode(self.token_ids)
-        num_tokens = len(self.token_ids) - sum(stop - start for start, stop in self.others) + self.finished
-        finish: Literal["stop", "length"] = "stop" if self.finished else "length"
-        if not self.others:
-            return Response(text, num_tokens, finish, token_ids=self.token_ids)
-        starts, stops = zip(*self.others, strict=True)
-        own = zip((0, *stops), (*starts, len(self.token_ids)), strict=True)
-        turns = tuple(decode(self.token_ids[start:stop]) for start, stop in own if start < stop)
-        return Response("\n".join(turns), num_tokens, finish, turns=turns, transcript=text, token_ids=self.token_ids)
+        text, ids = self.decode(sampled.token_ids), sampled.token_ids
+        finish: Literal["stop", "length"] = "stop" if sampled.finished else "length"
+        if sampled.turns == ((ids,) if ids else ()):
+            return Response(text, sampled.num_tokens, finish, token_ids=ids)
+        turns = tuple(self.decode(turn) for turn in sampled.turns)
+        return Response("\n".join(turns), sampled.num_tokens, finish, turns=turns, transcript=text, token_ids=ids)
 
+    def _sampled(self, rollout: Rollout, row: int) -> SampledResponse:
+        first, end = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
+        ids, own = rollout.tokens[row, first:end].tolist(), rollout.loss_mask[row, first:end].tolist()
+        kept = tuple(token for token, sampled in zip(ids, own, strict=True) if not self._ends(token, sampled))
+        turns = tuple(tuple(turn) for turn in self._turns(ids, own))
+        return SampledResponse(kept, turns, sum(own), bool(rollout.finished[row]))
 
-def responses(rollout: Rollout) -> list[SampledResponse]:
-    """Return the response of each row."""
-    columns = (rollout.tokens, rollout.loss_mask, rollout.prompt_lengths, rollout.lengths, rollout.finished)
-    return [
-        _response(ids[start:end], own[start:end], finished=finished)
-        for ids, own, start, end, finished in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    def _turns(self, ids: Sequence[int], own: Sequence[bool]) -> Iterator[list[int]]:
+        """Yield the tokens that the policy sampled between stop tokens and tokens of others."""
+        runs = groupby(zip(ids, own, strict=True), key=lambda each: each[1] and not self._ends(*each))
+        yield from ([token for token, _ in run] for is_turn, run in runs if is_turn)
 
-
-def _response(token_ids: list[int], own: list[bool], *, finished: bool) -> SampledResponse:
-    """Return the response of one row; own: which tokens the policy sampled, the last one a stop token if finished."""
-    places = [place for place, sampled in enumerate(own) if sampled]
-    if finished and places:
-        del token_ids[places[-1]], own[places[-1]]
-    changes = [place for place in range(1, len(own)) if own[place] != own[place - 1]]
-    runs = zip((0, *changes), (*changes, len(own)), strict=True)
-    others = tuple((start, stop) for start, stop in runs if start < stop and not own[start])
-    return SampledResponse(tuple(token_ids), finished, others)
+    def _ends(self, token: int, sampled: bool) -> bool:
+        return sampled and token in self.stop_ids

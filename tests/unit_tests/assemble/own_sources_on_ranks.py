@@ -31,13 +31,13 @@ class Turns:
     context: mega_rl.RolloutContext
     turns: int = 2
 
-    def generate(self, prompts, *, step, greedy=False):
-        context = self.context
-        trajectories = context.sample(prompts, step=step, greedy=greedy)
+    def generate(self, prompts, *, step, greedy=False, draws=None):
+        context, how = self.context, {"step": step, "greedy": greedy, "draws": draws}
+        trajectories = context.sample(prompts, **how)
         for turn in range(1, self.turns):
             for each in trajectories:
                 each.give(context.tokenizer(str(len(each.token_ids)), add_special_tokens=False)["input_ids"])
-            context.extend(trajectories, step=step, turn=turn, greedy=greedy)
+            context.extend(trajectories, turn=turn, **how)
         return context.rollout(trajectories)
 
     def metrics(self):

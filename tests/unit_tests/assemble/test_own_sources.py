@@ -37,6 +37,7 @@ def runs(folder: Path) -> dict[str, Any]:
         ("built in", {}),
         ("validated", sampled),
         ("one turn", {**turns, "rollout.source_settings": {"turns": 1}, **rows, "trainer.val_interval": 0}),
+        ("one turn, validated", {**turns, "rollout.source_settings": {"turns": 1}, **sampled}),
         ("three turns", {**turns, "rollout.source_settings": {"turns": 3}}),
         ("replay", replay),
         ("begun", {**replay, "trainer.steps": 1, **save}),
@@ -76,6 +77,14 @@ def test_training_is_the_same_with_sampled_validations(runs: dict[str, Any]) -> 
     assert [step["reward/mean"] for step in validated["metrics"] if "reward/mean" in step] == [
         step["reward/mean"] for step in built_in["metrics"] if "reward/mean" in step
     ]
+
+
+def test_evaluations_of_one_turn_are_those_of_the_built_in_source(runs: dict[str, Any]) -> None:
+    """Two samples of each prompt at a temperature, with pass@k and maj@k, to the last bit."""
+    own, built_in = runs["one turn, validated"], runs["validated"]
+    assert "error" not in own, own["error"]
+    assert "val/held/pass_at_1" in numbers(own)[0]
+    assert numbers(own) == numbers(built_in)
 
 
 def test_turns_train_on_what_the_policy_sampled(runs: dict[str, Any]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
 from mega_rl.trainer.dumps import group_rows, sample_rows
-from mega_rl.types import Prompt, RewardParts, Rewards
+from mega_rl.types import Prompt, RewardParts, Rewards, Rollout
 from tests.helpers.rollouts import make_rollout
 
 PROMPTS = [Prompt(index=10 + i, token_ids=(1, 2), text=f"p{i}", answer=str(i)) for i in range(2)]
+
+
+def read_row(rollout: Rollout, row: int) -> tuple[str, str]:
+    return f"row {row}", f"all of row {row}"
 
 
 @pytest.mark.parametrize(
@@ -40,24 +42,17 @@ def test_a_row_says_what_became_of_a_sample() -> None:
     rollout = make_rollout([3, 2], prompt_tokens=2, version=4)
     rollout.finished = torch.tensor([True, False])
     advantages = torch.tensor([[0.0, 0.0, 1.0, 2.0, 6.0], [0.0, 0.0, -1.0, 0.5, 0.0]])
-    read: list[list[int]] = []
-
-    def decode(ids: Sequence[int]) -> str:
-        read.append(list(ids))
-        return f"{len(ids)} tokens"
-
     given = {"render": str, "step": 7, "count": 2}
     first, second = sample_rows(
-        rollout, Rewards(torch.tensor([1.0, -1.0])), PROMPTS, decode, advantages=advantages, **given
+        rollout, Rewards(torch.tensor([1.0, -1.0])), PROMPTS, read_row, advantages=advantages, **given
     )  # type: ignore[arg-type]
-    assert (first["response"], first["response_tokens"], first["finished"]) == ("2 tokens", 3, True)
-    assert (second["response"], second["response_tokens"], second["finished"]) == ("2 tokens", 2, False)
-    assert read == [rollout.tokens[0, 2:4].tolist(), rollout.tokens[1, 2:4].tolist()]
+    assert (first["response"], first["response_tokens"], first["finished"]) == ("all of row 0", 3, True)
+    assert (second["response"], second["response_tokens"], second["finished"]) == ("all of row 1", 2, False)
     assert (first["advantage_mean"], second["advantage_mean"]) == (3.0, -0.25)
     assert (first["reward"], first["weight_version"], first["step"]) == (1.0, 4, 7)
     assert "newest_weight_version" not in first
     rollout.token_versions = torch.tensor([[0, 0, 4, 5, 5], [0, 0, 4, 4, 0]])
-    first, second = sample_rows(rollout, Rewards(torch.zeros(2)), PROMPTS, decode, **given)  # type: ignore[arg-type]
+    first, second = sample_rows(rollout, Rewards(torch.zeros(2)), PROMPTS, read_row, **given)  # type: ignore[arg-type]
     assert (first["newest_weight_version"], second["newest_weight_version"]) == (5, 4)
     assert "advantage_mean" not in first
 
@@ -68,7 +63,7 @@ def test_a_tools_answer_is_no_response_token() -> None:
     rollout.loss_mask[0, 3:5] = False
     advantages = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0, 3.0]])
     (row,) = sample_rows(
-        rollout, Rewards(torch.zeros(1)), PROMPTS, str, render=str, step=1, count=1, advantages=advantages
+        rollout, Rewards(torch.zeros(1)), PROMPTS, read_row, render=str, step=1, count=1, advantages=advantages
     )
     assert row["response_tokens"] == 2
     assert row["advantage_mean"] == 2.0
@@ -76,5 +71,5 @@ def test_a_tools_answer_is_no_response_token() -> None:
 
 def test_parts_of_a_reward_are_of_their_row() -> None:
     rewards = Rewards(torch.tensor([1.0, 2.0]), RewardParts(("a", "b"), (1.0, 1.0), torch.tensor([[0.5, 0.5], [2, 0]])))
-    rows = sample_rows(make_rollout([1, 1]), rewards, PROMPTS, str, render=str, step=1, count=2)
+    rows = sample_rows(make_rollout([1, 1]), rewards, PROMPTS, read_row, render=str, step=1, count=2)
     assert [(row["reward"], row["reward_a"], row["reward_b"]) for row in rows] == [(1.0, 0.5, 0.5), (2.0, 2.0, 0.0)]

@@ -22,6 +22,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.rollouts import make_rollout
+from tests.unit_tests.trainer.test_loop import read_ids
 
 OVER_GROUPS: list[AdvantageEstimator] = [GRPO(), GRPO(std="none")]
 WITH_CRITIC = GAE(gamma=0.99, gae_lambda=0.9)
@@ -108,12 +109,12 @@ def test_tokens_of_a_failed_sample_are_our_own_bug() -> None:
 
 def test_a_dump_says_which_samples_failed() -> None:
     rollout, rewards = with_failures([(3, False), (2, True)])
-    rows = sample_rows(rollout, Rewards(rewards), PROMPTS, str, render=str, step=1, count=2)
+    rows = sample_rows(rollout, Rewards(rewards), PROMPTS, read_ids, render=str, step=1, count=2)
     assert [row["failed"] for row in rows] == [False, True]
-    assert rows[1]["response"] == "[]"
+    assert rows[1]["response"] == ""
     assert (
         "failed"
-        not in sample_rows(make_rollout([1]), Rewards(rewards[:1]), PROMPTS, str, render=str, step=1, count=1)[0]
+        not in sample_rows(make_rollout([1]), Rewards(rewards[:1]), PROMPTS, read_ids, render=str, step=1, count=1)[0]
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
 from mega_rl.trainer.old_logprobs import RecomputedLogprobs, RolloutLogprobs
+from mega_rl.trainer.recording import _weights
 from mega_rl.trainer.validation import Evaluation
-from mega_rl.types import Rewards
+from mega_rl.types import Rewards, Rollout
 from mega_rl.workers.models import AbsentWorker, ReferenceUpdates
 from mega_rl.workers.reward import AbsentScorer
 from tests.helpers.fakes import (
@@ -36,6 +38,13 @@ from tests.helpers.fakes import (
     FakeTimer,
     held_out,
 )
+
+
+def read_ids(rollout: Rollout, row: int) -> tuple[str, str]:
+    """Return the ids of a response without its last one, twice."""
+    first, end = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
+    text = " ".join(map(str, rollout.tokens[row, first : end - 1].tolist()))
+    return text, text
 
 
 def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
@@ -67,7 +76,7 @@ def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
         "metrics": FakeSink(),
         "checkpoints": FakeStore(events),
         "export": lambda done: events.append(f"export {done}"),
-        "decode": lambda ids: " ".join(map(str, ids)),
+        "read": read_ids,
         "render": lambda ids: "+".join(map(str, ids)),
         "stop_requested": lambda: False,
     }
@@ -448,6 +457,12 @@ def test_minibatches_cover_the_batch_once_per_epoch() -> None:
         assert all(float(m.loss_weights.sum()) == pytest.approx(1.0) for m in pair)
     orders = {tuple(m.prompt_index.tolist()) for m in cut}
     assert len(orders) > 2  # epochs differ
+    columns = _weights(SimpleNamespace(rollout=rollout, minibatches=cut), FakeRanks())  # type: ignore[arg-type]
+    recorded = columns["epoch_minibatches"]
+    assert torch.equal(columns["minibatch"], recorded[:, 0])
+    for number, minibatch in enumerate(cut):
+        rows = recorded[:, number // 2] == number
+        assert sorted(rollout.prompt_index[rows].tolist()) == sorted(minibatch.prompt_index.tolist())
 
 
 def test_fit_needs_neither_megatron_nor_a_second() -> None:

@@ -42,6 +42,22 @@ def test_rounding_of_bf16_with_rare_large_differences_passes() -> None:
     assert 0.02 < metrics["rollout/logprob_diff_mean"] < 0.04
 
 
+@pytest.mark.parametrize(("temperature", "low", "high"), [(1.0, -4.5, 4.5), (1.1, -inf, -4.5), (0.9, 4.5, inf)])
+def test_sampler_of_another_temperature_shows(temperature: float, low: float, high: float) -> None:
+    """Tokens drawn at a temperature that is not the trainer's: the sum of log p + entropy, in its deviations."""
+    generator = torch.Generator().manual_seed(5)
+    logits = 2 * torch.randn(4_000, 16, generator=generator)
+    drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+    logprobs, rollout = logits.log_softmax(-1), make_rollout([4_000])
+    outputs = [torch.zeros(1, 4_002) for _ in range(2)]
+    outputs[0][rollout.loss_mask] = rollout.rollout_logprobs[rollout.loss_mask] = logprobs[torch.arange(4_000), drawn]
+    outputs[1][rollout.loss_mask] = -(logprobs.exp() * logprobs).sum(-1)
+    guard = MismatchGuard(usual_limits(in_fp32=True, mean=0.0, share=0.01, largest=0.0), ranks=FakeRanks())
+    metrics = guard(rollout, TokenOutputs(logprobs=outputs[0], entropy=outputs[1]))
+    assert low < metrics["rollout/sampling_deviation"] < high
+    assert "rollout/sampling_deviation" not in guard(rollout, TokenOutputs(logprobs=outputs[0]))
+
+
 @pytest.mark.parametrize(
     ("difference", "options", "words"),
     [

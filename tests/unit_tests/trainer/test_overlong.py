@@ -61,10 +61,11 @@ def test_the_punishment_is_that_of_the_paper(limit: int, buffer: int) -> None:
 
 
 def test_rewards_fall_over_the_last_tokens() -> None:
-    """By the tokens of the policy, whether a stop token or the limit ended them; a failed sample loses nothing."""
+    """By all tokens that the limit counts, what a tool wrote too; a failed sample loses nothing."""
     rollout, rewards = sampled()
     rollout.failed = torch.arange(len(LENGTHS)) == 6
-    rollout.loss_mask[6] = False
+    rollout.loss_mask[6], rollout.lengths[6] = False, rollout.prompt_lengths[6]
+    rollout.loss_mask[1, 3:7] = False  # the answer of a tool
     overlong = Overlong(8, buffer_tokens=4, penalty=2.0)
     shaped, metrics = overlong.shape(rollout, rewards, FakeRanks())
     expected = [0.0, -2.0, -0.5, -2.0, -1.5, -1.0, 0.0, -2.0]

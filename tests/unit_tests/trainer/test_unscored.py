@@ -20,6 +20,7 @@ from mega_rl.trainer.unscored import leave_unscored_out
 from mega_rl.types import Experience, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout
+from tests.unit_tests.trainer.test_loop import read_ids
 
 # Two groups of four, of which the second loses one sample and the first two, and a third that loses all.
 LENGTHS = [3, 5, 1, 4, 2, 6, 3, 2, 4, 4, 1, 5]
@@ -139,7 +140,7 @@ def test_a_batch_without_any_reward_trains_on_nothing() -> None:
 def test_a_dump_has_null_in_the_place_of_the_reward() -> None:
     rollout, rewards = batch()
     prompts = [Prompt(index=i, token_ids=(2, 3), text=f"p{i}", answer="a") for i in range(3)]
-    rows = sample_rows(rollout, rewards, prompts, str, render=str, step=1, count=12)
+    rows = sample_rows(rollout, rewards, prompts, read_ids, render=str, step=1, count=12)
     assert [row["reward"] is None for row in rows] == LEFT_OUT.tolist()
     assert rows[1]["reward_a"] is None
     assert rows[0]["reward_a"] == 1.0

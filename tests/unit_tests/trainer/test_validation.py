@@ -67,6 +67,18 @@ def test_each_set_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert streams[0] != streams[1]
 
 
+def test_votes_are_for_what_rewards_read() -> None:
+    """Text that a tool wrote wins no vote."""
+    evaluation = Evaluation([PromptSet("", FakePrompts().batch(0)[:1])], PLAN)
+    trainer = make_trainer(read=lambda rollout, row: (f"own {row}", f"own {row} of a tool"))
+    seen: list[Sequence[str | None]] = []
+    evaluation.run(
+        0, rollout=trainer.rollout, reward=trainer.reward, ranks=trainer.ranks, read=trainer.read,
+        each=lambda samples: seen.append(samples.votes),
+    )  # fmt: skip
+    assert seen == [["own 0", "own 1", "own 2", "own 3"]]
+
+
 class MaskingReward(FakeReward):
     """Leaves out every second sample; all others are right."""
 
@@ -153,7 +165,7 @@ def test_parts_of_a_set_change_no_number(chunk: int) -> None:
             seen += [(samples.first + prompt, number, samples.prompts[prompt].text) for prompt, number in places]
 
         (outcome,) = Evaluation([PromptSet("one", prompts)], plan).run(
-            3, rollout=policy, reward=reward, ranks=trainer.ranks, decode=trainer.decode, each=note
+            3, rollout=policy, reward=reward, ranks=trainer.ranks, read=trainer.read, each=note
         )
         assert seen == [(prompt, number, str(prompt)) for prompt in range(7) for number in range(4)]
         results[most] = outcome.metrics

@@ -9,7 +9,7 @@ import pytest
 
 from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.independent.records import Algorithm, LockstepSettings, ScoredSample, StepBatch
-from mega_rl.verify.rl.independent.sampling import kept_groups, wrong_groups
+from mega_rl.verify.rl.independent.sampling import kept_groups, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.inputs import algorithm_run
 from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
 
@@ -93,3 +93,18 @@ def test_gdpo_keeps_a_group_whose_weighted_parts_differ() -> None:
     run = replace(settings(prompts=1, generations=1), advantage=Algorithm("gdpo"), part_weights={"seen": 0.0})
     groups, _ = kept_groups([samples], run, FORMULAS)
     assert [group[0].prompt for group in groups] == [1]
+
+
+@pytest.mark.parametrize(
+    ("minibatches", "wrong"),
+    [
+        ([[0, 1], [2, 3]], 0),
+        ([[0, 1], [2, 3], [1, 3], [0, 2]], 0),
+        ([[0, 1], [1, 3]], 2),  # one twice, one never
+        ([[0, 1], [2, 3], [0, 2], [1]], 1),
+        ([[0, 1]], 2),
+    ],
+)
+def test_minibatches_of_an_epoch_are_the_step(minibatches: list[list[int]], wrong: int) -> None:
+    own = replace(settings(prompts=4, generations=0), updates_per_epoch=2)
+    assert wrong_prompts(StepBatch(generation(10, [[0, 1]] * 4), minibatches), own) == wrong

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mega_rl.types import Prompt, Rollout
+from mega_rl.workers.scoring.responses import ResponseReader
 from tests.helpers.engines import make_config, own_rows, running_engine
 from tests.helpers.models import SMALL, TINY, write_digit_tokenizer
 
@@ -110,7 +111,7 @@ def score_on_layouts(rank: int, checkpoint: str, actor: str, layouts: list[str],
                     template=None if same else own.chat_template,
                     same_tokenizer=same,
                     rollout_template=None,
-                    decode=lambda ids: str(sampled_with.decode(list(ids), skip_special_tokens=True)),
+                    reader=ResponseReader(lambda ids: str(sampled_with.decode(list(ids), skip_special_tokens=True))),
                 )
                 worker = RewardModelWorker(model, source, limits=limits, everyone=everyone)
                 actual[f"{layout} {name}"] = worker.score(rows, PROMPTS).totals

@@ -24,6 +24,14 @@ from tests.unit_tests.trainer.test_loop import make_trainer
 STEPS = 4
 
 
+class TurningPrompts(FakePrompts):
+    """The same four prompts, in another order in each of four steps."""
+
+    def batch(self, step: int) -> list[Prompt]:
+        prompts = super().batch(step)
+        return prompts[step % 4 :] + prompts[: step % 4]
+
+
 class Recorded:
     """A background that generates at once, when it is asked to finish; writes down what it is asked."""
 
@@ -59,9 +67,9 @@ def run_of(
 ) -> tuple[PPOTrainer, OneStepAhead]:
     """A trainer of fakes whose rollouts are one step ahead."""
     ahead = OneStepAhead(
-        source=policy, background=background, sync=policy, prompts=FakePrompts().batch, steps=steps, partial=partial
+        source=policy, background=background, sync=policy, prompts=TurningPrompts().batch, steps=steps, partial=partial
     )
-    trainer = make_trainer(grpo=True, export=lambda done: None)
+    trainer = make_trainer(grpo=True, prompts=TurningPrompts(), export=lambda done: None)
     trainer.settings = RunSettings(steps=steps, **parts)
     trainer.rollout = trainer.sync = ahead
     trainer.actor = policy

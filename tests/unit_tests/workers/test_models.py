@@ -44,9 +44,9 @@ class RecordingEngine:
         self.updates: list[tuple[Experience, TokenLoss, float]] = []
         self.outputs = TokenOutputs(logprobs=LOGPROBS)
 
-    def forward(self, batch: Experience) -> TokenOutputs:
+    def forward(self, batch: Experience, *, with_entropy: bool = False) -> TokenOutputs:
         assert batch is BATCH
-        return self.outputs
+        return replace(self.outputs, entropy=ENTROPY) if with_entropy else self.outputs
 
     def train_minibatch(
         self,
@@ -272,6 +272,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(allowed: int, expected: str
 def test_evaluation_is_the_engines() -> None:
     engine = RecordingEngine()
     assert learner(engine).evaluate(BATCH) is engine.outputs
+    assert learner(engine, loss=policy_loss(None)).evaluate(BATCH).entropy is ENTROPY  # whose bonus needs it
     assert ReferenceWorker(engine).evaluate(BATCH) is engine.outputs  # type: ignore[arg-type]
 
 

@@ -19,6 +19,7 @@ from mega_rl.workers.reward import FunctionRewards, Outcomes, RewardWorker, igno
 from mega_rl.workers.reward_calls import TAKEN, NoScore, Response
 from mega_rl.workers.scoring.failures import FailureRule, RewardError
 from mega_rl.workers.scoring.parts import PartRule
+from mega_rl.workers.scoring.responses import ResponseReader
 from tests.helpers.threads import ThreadGroup
 
 PROMPTS = [
@@ -46,6 +47,9 @@ def decode(token_ids: Sequence[int]) -> str:
     return ",".join(map(str, token_ids))
 
 
+READER = ResponseReader(decode, stop_ids=(9,))
+
+
 def score_on(size: int, function: Callable[..., object], *, replicas: int = 1) -> list[Tensor | RewardError]:
     """What `score` returns or raises on each rank of replicas of `size` ranks; each scores the same rows."""
     everyone = ThreadGroup(size * replicas)
@@ -55,7 +59,7 @@ def score_on(size: int, function: Callable[..., object], *, replicas: int = 1) -
     def work(rank: int) -> None:
         replica = groups[rank // size].rank(rank % size)
         scorer = FunctionRewards(function)
-        worker = RewardWorker(scorer, decode=decode, replica=replica, everyone=everyone.rank(rank), timeout_s=60)  # type: ignore[arg-type]
+        worker = RewardWorker(scorer, reader=READER, replica=replica, everyone=everyone.rank(rank), timeout_s=60)  # type: ignore[arg-type]
         try:
             results[rank] = worker.score(rollout_of(), PROMPTS).totals
         except RewardError as error:
@@ -215,7 +219,7 @@ def test_failed_samples_are_not_scored() -> None:
         seen.append(prompt)
         return 7.0
 
-    worker = RewardWorker(FunctionRewards(function), decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
+    worker = RewardWorker(FunctionRewards(function), reader=READER, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
     assert worker.score(rollout, PROMPTS).totals.tolist() == [7.0, 0.0, 7.0]
     assert seen == ["2+3=", "2+3="]
 
@@ -244,7 +248,7 @@ def test_a_rank_scores_what_it_has_begun_and_its_share_of_the_rest(size: int) ->
             return float(len(response)) + 0.5
 
         ranks, rewards = group.rank(rank), EarlyRewards(function)
-        worker = RewardWorker(rewards, decode=decode, replica=ranks, everyone=ranks, timeout_s=60, early=rewards.begin)  # type: ignore[arg-type]
+        worker = RewardWorker(rewards, reader=READER, replica=ranks, everyone=ranks, timeout_s=60, early=rewards.begin)  # type: ignore[arg-type]
         if rank == size - 1:
             worker.begin(PROMPTS[1], [50, 51], True)
             worker.begin(PROMPTS[0], [50, 51], False)
@@ -263,7 +267,7 @@ def test_a_rank_scores_what_it_has_begun_and_its_share_of_the_rest(size: int) ->
 def test_no_rows() -> None:
     alone = ThreadGroup(1).rank(0)
     scorer = FunctionRewards(lambda *_: 1.0)
-    worker = RewardWorker(scorer, decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
+    worker = RewardWorker(scorer, reader=READER, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
     assert worker.score(rollout_of()[:0], PROMPTS).totals.shape == (0,)
 
 
@@ -273,7 +277,7 @@ def scored_on(size: int, function: Callable[..., object], rule: PartRule) -> lis
     def work(ranks: Any) -> Rewards | Exception:
         own = dataclasses.replace(rule)
         worker = RewardWorker(
-            FunctionRewards(function), decode=decode, replica=ranks, everyone=ranks, timeout_s=60, parts=own
+            FunctionRewards(function), reader=READER, replica=ranks, everyone=ranks, timeout_s=60, parts=own
         )
         try:
             return worker.score(rollout_of(), PROMPTS)
@@ -357,7 +361,7 @@ def test_parts_stay_the_same_from_batch_to_batch() -> None:
     alone = ThreadGroup(1).rank(0)
     score: list[object] = [{"a": 1.0}]
     scorer = FunctionRewards(lambda *_: score[0])
-    worker = RewardWorker(scorer, decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
+    worker = RewardWorker(scorer, reader=READER, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
     assert worker.score(rollout_of(), PROMPTS).parts is not None
     for other in ({"a": 1.0, "b": 2.0}, {"b": 1.0}, 1.0):
         score[0] = other
@@ -376,7 +380,7 @@ def test_a_response_without_a_score_gets_the_failure_score_in_every_part() -> No
     alone = ThreadGroup(1).rank(0)
     worker = RewardWorker(
         HalfFailed(in_parts),
-        decode=decode,
+        reader=READER,
         replica=alone,
         everyone=alone,
         timeout_s=60,
@@ -411,7 +415,7 @@ def test_an_exception_costs_one_response_its_reward(
     rule = FailureRule(score, max_share=max_share)
     for reward in (function, lambda prompt, response: {"b" if prompt == "1+1=" else "a": 1.0}):
         worker = RewardWorker(
-            FunctionRewards(reward), decode=decode, replica=alone, everyone=alone, timeout_s=60, failed=rule
+            FunctionRewards(reward), reader=READER, replica=alone, everyone=alone, timeout_s=60, failed=rule
         )  # type: ignore[arg-type]
         if max_share < 1 / 3:
             with pytest.raises(RewardError, match=r"1 of 3 responses have no score: more than .* prompt 17: '1\+1='"):
@@ -438,12 +442,15 @@ def test_no_part_can_have_the_name_of_another_metric() -> None:
 
 
 def of_several_turns(*, finished: bool) -> Rollout:
-    """One row: two turns of the policy, between them and before the first what a tool wrote."""
+    """One row: two turns of the policy, between them and before the first what a tool wrote, stop tokens too.
+
+    It is cut off where the answer to its last turn did not fit, which a stop token ended all the same.
+    """
     rollout = Rollout.from_rows(
-        torch.tensor([[3, 90, 50, 51, 91, 92, 52, 9, 0]]),
+        torch.tensor([[3, 90, 50, 51, 9, 91, 9, 92, 52, 9, 0]]),
         prompt_lengths=torch.tensor([1]),
-        lengths=torch.tensor([8]),
-        loss_mask=torch.tensor([[False, False, True, True, False, False, True, True, False]]),
+        lengths=torch.tensor([10]),
+        loss_mask=torch.tensor([[False, False, True, True, True, False, False, False, True, True, False]]),
         finished=torch.tensor([finished]),
         prompt_index=torch.tensor([1]),
     )
@@ -452,7 +459,7 @@ def of_several_turns(*, finished: bool) -> Rollout:
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_what_tools_wrote_is_no_response_of_the_policy(finished: bool) -> None:
-    """A function sees the policy's own turns, one a line, and all of it as `transcript`."""
+    """A function sees the policy's own turns, one a line, and `transcript` is all of it, without stop tokens."""
     calls: list[tuple[object, ...]] = []
 
     def function(response: str, turns: list[str], transcript: str, num_tokens: int, finish: str) -> float:
@@ -460,11 +467,19 @@ def test_what_tools_wrote_is_no_response_of_the_policy(finished: bool) -> None:
         return 1.0
 
     alone = ThreadGroup(1).rank(0)
-    worker = RewardWorker(FunctionRewards(function), decode=decode, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
+    worker = RewardWorker(FunctionRewards(function), reader=READER, replica=alone, everyone=alone, timeout_s=60)  # type: ignore[arg-type]
     worker.score(of_several_turns(finished=finished), PROMPTS)
-    last, transcript = ("52", "90,50,51,91,92,52") if finished else ("52,9", "90,50,51,91,92,52,9")
     finish = "stop" if finished else "length"
-    assert calls == [(f"50,51\n{last}", ["50,51", last], transcript, 4, finish)]
+    assert calls == [("50,51\n52", ["50,51", "52"], "90,50,51,91,9,92,52", 5, finish)]
+    assert READER.written(of_several_turns(finished=finished), 0) == ("50,51\n52", "90,50,51,91,9,92,52")
+
+
+def test_neighbouring_turns_are_told_apart_by_their_stop_token() -> None:
+    rollout = of_several_turns(finished=True)
+    rollout.tokens = torch.tensor([[3, 50, 9, 51, 52, 9, 9, 53, 54, 9, 0]])
+    rollout.loss_mask = torch.arange(11)[None] % 10 != 0
+    ((_, response),) = READER.texts(rollout, [0], PROMPTS)
+    assert (response.turns, response.num_tokens) == (("50", "51,52", "53,54"), 9)
 
 
 def test_a_response_of_one_turn_is_its_only_turn() -> None:

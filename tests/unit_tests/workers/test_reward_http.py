@@ -24,7 +24,7 @@ from mega_rl.workers.reward_http import HttpRewards, Item
 from mega_rl.workers.reward_service import RewardService
 from mega_rl.workers.scoring.failures import RewardError
 from tests.helpers.threads import ThreadGroup
-from tests.unit_tests.workers.test_reward import PROMPTS, decode, rollout_of
+from tests.unit_tests.workers.test_reward import PROMPTS, READER, rollout_of
 
 KEY = "s3cret-key"
 
@@ -350,7 +350,7 @@ def test_ranks_post_their_share_and_all_hear() -> None:
     def play(url: str, everyone: ThreadGroup, groups: list[ThreadGroup]) -> list[Any]:
         def work(rank: Any) -> Any:
             replica: Any = groups[rank.rank // 2].rank(rank.rank % 2)
-            worker = RewardWorker(client(url), decode=decode, replica=replica, everyone=rank, timeout_s=60)
+            worker = RewardWorker(client(url), reader=READER, replica=replica, everyone=rank, timeout_s=60)
             return worker.score(rollout_of(), PROMPTS).totals
 
         return everyone.run(work)

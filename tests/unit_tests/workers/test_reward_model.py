@@ -12,6 +12,7 @@ import torch
 from mega_rl.types import Experience, Prompt, Rollout, TokenOutputs
 from mega_rl.workers.reward_model import RewardModelWorker, RowLimits, TemplateConversion, own_tokens, token_rows
 from mega_rl.workers.scoring.failures import RewardError
+from mega_rl.workers.scoring.responses import ResponseReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS
 from tests.helpers.models import write_digit_tokenizer
@@ -198,7 +199,7 @@ def rows_as_text(prompt: Prompt, *, chat: bool) -> bytes:
     rollout.tokens[0, :5] = torch.tensor([4, 12, 5, 7, 1])
     rollout.lengths[0] = 5
     prompts = [prompt, PROMPTS[1]]
-    (ids,) = TemplateConversion(Letters(), decode=text_of, chat=chat)(rollout, [0], prompts)
+    (ids,) = TemplateConversion(Letters(), ResponseReader(text_of, (1,)), chat=chat)(rollout, [0], prompts)
     return bytes(ids)
 
 
@@ -214,7 +215,7 @@ def test_what_a_converted_row_says() -> None:
 def test_a_conversation_that_the_template_refuses() -> None:
     rollout = rollout_of_rows()
     rollout.tokens[2, 5] = 49
-    rows = TemplateConversion(Letters(), decode=text_of, chat=True)
+    rows = TemplateConversion(Letters(), ResponseReader(text_of, (1,)), chat=True)
     with pytest.raises(RewardError, match=r"chat template refuses the conversation: not no; prompt 40: '2\+3'"):
         worker_of(Readable(), rows).score(rollout, PROMPTS)
 
@@ -239,7 +240,7 @@ def test_when_rows_are_converted(
         template=template,
         same_tokenizer=same_tokenizer,
         rollout_template=rollout_template,
-        decode=text_of,
+        reader=ResponseReader(text_of),
     )
     assert isinstance(rows, TemplateConversion) == converted
     assert (rows is own_tokens) != converted

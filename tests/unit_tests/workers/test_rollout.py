@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_rl.errors import RunError
-from mega_rl.parallel.comm import SingleRank
+from mega_rl.parallel.comm import SingleRank, share
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.types import Draws, Prompt, Rollout
-from mega_rl.workers.rollout import EVALUATION, RolloutWorker, VocabularyGuard, share
+from mega_rl.workers.rollout import EVALUATION, RolloutWorker, VocabularyGuard
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.threads import OneRank, ThreadGroup
 

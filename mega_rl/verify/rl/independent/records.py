@@ -34,6 +34,8 @@ class LockstepSettings:
     correction: Algorithm
     part_weights: Mapping[str, float]  # of named parts of the rewards; one without a weight has 1
     prompts_per_step: int
+    updates_per_epoch: int
+    samples_all_tokens: bool  # neither top-k nor top-p cuts the distribution that is sampled
     max_generations: int  # of dynamic sampling in a step; 0: a step trains on what is sampled
     temperature: float
     value_clip: float  # 0: none

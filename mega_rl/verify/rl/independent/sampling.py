@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from mega_rl.verify.rl.independent.formulas import Formulas
@@ -41,6 +42,14 @@ def wrong_groups(batch: StepBatch, settings: LockstepSettings, formulas: Formula
     real = groups_of(batch.samples)
     wrong = sum(_content(mine) != _content(its) for mine, its in zip(kept, real, strict=False))
     return wrong + abs(len(kept) - len(real)) + abs(needed - len(batch.generations))
+
+
+def wrong_prompts(batch: StepBatch, settings: LockstepSettings) -> int:
+    """Return how many prompts of the step the mini-batches of an epoch do not have once, over all epochs."""
+    prompts, count = Counter({sample.prompt for sample in batch.samples}), settings.updates_per_epoch
+    epochs = [batch.minibatches[first : first + count] for first in range(0, len(batch.minibatches), count)]
+    trained = [Counter(prompt for minibatch in epoch for prompt in minibatch) for epoch in epochs]
+    return sum(((prompts - epoch) + (epoch - prompts)).total() for epoch in trained)
 
 
 def _compared(sample: ScoredSample, settings: LockstepSettings) -> list[float]:

@@ -96,8 +96,8 @@ class IndependentTrainer:
         self, path: Path, settings: LockstepSettings, formulas: Formulas, *, reference: Path | None = None
     ) -> None:
         self._settings, self._formulas, self._kl_coef = settings, formulas, settings.kl_coef
-        self._policy = PolicyNetwork(path)
-        self._actor_role = TrainedNetwork("actor", self._policy, settings, formulas)
+        self.policy = PolicyNetwork(path)
+        self._actor_role = TrainedNetwork("actor", self.policy, settings, formulas)
         has_reference = settings.kl_placement != "none" or settings.advantage.name == "distillation"
         self._reference = PolicyNetwork(reference or path) if has_reference else None
         self._critic = CriticNetwork(path) if settings.advantage.name == "gae" else None
@@ -105,7 +105,7 @@ class IndependentTrainer:
 
     def weights(self) -> dict[str, Mapping[str, Tensor]]:
         """Return copies of the weights of now, by role and Hugging Face name."""
-        networks = {"actor": self._policy, "critic": self._critic}
+        networks = {"actor": self.policy, "critic": self._critic}
         return {role: _weights(network) for role, network in networks.items() if network is not None}
 
     def step(self, step: int, batch: StepBatch) -> Iterator[Figures]:
@@ -126,7 +126,7 @@ class IndependentTrainer:
                 self._kl_coef = adapted_coefficient(self._kl_coef, kl, len(batch.samples), self._settings)
         interval = self._settings.reference_interval
         if self._reference is not None and interval > 0 and (step + 1) % interval == 0:
-            moved(self._reference, self._policy, self._settings.reference_rate)
+            moved(self._reference, self.policy, self._settings.reference_rate)
 
     def _evaluate(self, samples: Sequence[ScoredSample]) -> list[Evaluated]:
         """Return the samples with log-probs, values, advantages and returns by the weights of now."""
@@ -135,7 +135,7 @@ class IndependentTrainer:
             if self._settings.old_is_rollout:
                 old = [_row(sample.rollout_logprobs) for sample in samples]
             else:
-                old = [self._policy.logprobs(sample, temperature) for sample in samples]
+                old = [self.policy.logprobs(sample, temperature) for sample in samples]
             ref = old
             if self._reference is not None:
                 ref = [self._reference.logprobs(sample, temperature) for sample in samples]
@@ -206,13 +206,13 @@ class IndependentTrainer:
         loss_of, correction = LOSSES[settings.loss.name][0], CORRECTIONS[settings.correction.name][0]
         weights = aggregation_weights([row.sample.length for row in rows], settings)
         with torch.no_grad():
-            now = [self._policy.logprobs(row.sample, settings.temperature) for row in rows]
+            now = [self.policy.logprobs(row.sample, settings.temperature) for row in rows]
             teacher = [self._teacher_logits(row.sample) for row in rows]
         anchors = [formulas.anchor(row.old, current) for row, current in zip(rows, now, strict=True)]
 
         def terms(i: int) -> Tensor:
             row = rows[i]
-            logits = self._policy.logits(row.sample)
+            logits = self.policy.logits(row.sample)
             logprobs, entropy = of_response(logits, row.sample, settings.temperature)
             sampler = _row(row.sample.rollout_logprobs)
             read = (logits, teacher[i], settings.temperature)

@@ -11,10 +11,11 @@ import torch
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.samples import Sampling
-from mega_rl.types import Prompt, Rollout
+from mega_rl.types import Draws, Prompt, Rollout
 from mega_rl.workers.own_rollouts.checks import CheckedRollouts, RowRules
-from mega_rl.workers.own_rollouts.context import RolloutContext
+from mega_rl.workers.own_rollouts.context import End, RolloutContext
 from mega_rl.workers.own_rollouts.weights import WeightsToSource
+from mega_rl.workers.rollout import EVALUATION
 
 PROMPTS = [Prompt(index=7, token_ids=(3, 4), text="a", answer=""), Prompt(index=8, token_ids=(5,), text="b", answer="")]
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=5, stop_token_ids=(1,))
@@ -35,8 +36,10 @@ class Answers:
         seed: tuple[int, ...],
         greedy: bool = False,
         limits: Sequence[int] | None = None,
+        draws: Draws | None = None,
     ) -> Rollout:
-        self.calls.append({"index": list(prompt_index), "n": n, "seed": seed, "greedy": greedy, "limits": limits})
+        own = {"index": list(prompt_index), "n": n, "seed": seed, "greedy": greedy, "limits": limits}
+        self.calls.append(own if draws is None else own | {"draws": draws})
         self.read = [prompt.token_ids for prompt in prompts]
         limits = [5] * len(prompts) if limits is None else limits
         answers = [[9, 1][:limit] for limit in limits for _ in range(n)]
@@ -95,6 +98,25 @@ def test_turns_of_a_trajectory() -> None:
     assert rows.failed is None
 
 
+def test_turns_of_an_evaluation_have_random_numbers_and_limits_of_their_own() -> None:
+    engine, draws = Answers(), Draws(3, 0.6, stream=8, first=20, max_new_tokens=4)
+    context = context_over(engine)
+    trajectories = context.sample(PROMPTS, step=3, draws=draws)
+    assert [(each.sample_index, each.limit) for each in trajectories] == [(0, 4), (1, 4), (2, 4)] * 2
+    assert trajectories[4].give([7])
+    context.extend(trajectories[4:5], step=3, turn=1, draws=draws)
+    usual = {"greedy": False, "draws": draws}
+    assert engine.calls == [
+        {"index": [20, 21], "n": 3, "seed": (11, 3, EVALUATION, 8), "limits": None, **usual},
+        {"index": [21 * 3 + 1], "n": 1, "seed": (11, 3, EVALUATION, 8, 1), "limits": [1], **usual},
+    ]
+    rows = context.rollout(trajectories)
+    source = checked(rows)
+    assert source.generate(PROMPTS, step=3, draws=draws) is rows
+    with pytest.raises(RunError, match=r"legal: \[4, 5\]"):  # two samples of each prompt, those of training
+        source.generate(PROMPTS, step=3)
+
+
 def test_what_does_not_fit_closes_a_trajectory_and_what_is_given_last_is_left_out() -> None:
     context = context_over(engine := Answers())
     first, second = context.sample(PROMPTS, step=0, greedy=True)
@@ -103,15 +125,30 @@ def test_what_does_not_fit_closes_a_trajectory_and_what_is_given_last_is_left_ou
     assert second.give([7])
     rows = context.rollout([second, first])
     assert rows.tokens.tolist() == [[3, 4, 9, 1], [5, 9, 1, 0]]
-    assert rows.finished.all()
+    assert (first.end, rows.finished.tolist()) == ("length", [False, True])  # a tool call is no end of the task
     context.extend([first], step=0, turn=1, greedy=True)  # a rank whose trajectories are closed calls it, too
     assert engine.calls[-1]["limits"] == []
+
+
+@pytest.mark.parametrize(
+    ("end", "finished"), [(None, True), ("done", True), ("turns", False), ("length", False), ("error", False)]
+)
+def test_a_trajectory_ends_for_a_reason(end: End | None, finished: bool) -> None:
+    """A stop token ended its last turn in any case; only a task that is done counts as finished, and none goes on."""
+    context = context_over(Answers())
+    (first, _) = trajectories = context.sample(PROMPTS, step=0, greedy=True)
+    first.end = end
+    assert (first.room > 0) == (end is None)
+    assert first.give([7]) == (end is None)
+    assert context.rollout(trajectories).finished.tolist() == [finished, True]
+    with pytest.raises(AttributeError):
+        first.closed = True  # type: ignore[attr-defined]
 
 
 def test_a_failed_sample_is_a_row_without_a_response() -> None:
     context = context_over(Answers())
     trajectories = context.sample(PROMPTS, step=0)
-    trajectories[2].failed = True
+    trajectories[2].end = "error"
     rows = context.rollout(trajectories)
     assert rows.failed is not None
     assert rows.failed.tolist() == [False, False, True, False]
@@ -169,7 +206,6 @@ def number_finished(rows: Rollout) -> Rollout:
         (lambda rows: {"tokens": rows.tokens}, "generate() returned dict, not a Rollout"),
         (lambda rows: rows[:3], "tokens has shape [3, 4] and type torch.int64; legal: [4, 4]"),
         (number_finished, "finished has shape [4] and type torch.int64; legal: [4]"),
-        (change("prompt_index", (3,), 0), "row 3, prompt 0 and sample 1, is not of the prompt and sample"),
         (change("prompt_lengths", (0,), 3), "row 0, prompt 0 and sample 0, has no prompt, or one of more than"),
         (change("lengths", (2,), 0), "row 2, prompt 1 and sample 0, has a response of more than"),
         (change("lengths", (2,), 5), "row 2, prompt 1 and sample 0, has a response of more than"),

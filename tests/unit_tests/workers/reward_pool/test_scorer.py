@@ -22,6 +22,7 @@ from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.reward_pool.process import WorkerOrder
 from mega_rl.workers.reward_pool.scorer import PooledRewards
 from mega_rl.workers.scoring.failures import FailureRule, Failures, RewardError
+from mega_rl.workers.scoring.responses import ResponseReader
 from tests.helpers.threads import ThreadGroup
 from tests.unit_tests.workers.reward_pool.test_pool import FILE
 from tests.unit_tests.workers.test_reward import PROMPTS, rollout_of
@@ -141,14 +142,21 @@ def test_a_row_that_does_not_travel_is_an_error() -> None:
 def test_too_many_failed_responses_end_the_run_on_all_ranks(max_share: float) -> None:
     """Three rows of two ranks, of which one crashes: a third."""
 
-    def decode(token_ids: list[int]) -> str:
+    def decode(token_ids: Sequence[int]) -> str:
         return "leave" if 52 in token_ids else f"score {len(token_ids)}"
+
+    reader = ResponseReader(decode, (9,))
 
     def play(rank: int) -> object:
         ranks = group.rank(rank)
         with pooled("naughty") as rewards:
             worker = RewardWorker(
-                rewards, decode=decode, replica=ranks, everyone=ranks, timeout_s=60, failed=FailureRule(-1.0, max_share)
+                rewards,
+                reader=reader,
+                replica=ranks,
+                everyone=ranks,
+                timeout_s=60,
+                failed=FailureRule(-1.0, max_share),
             )  # type: ignore[arg-type]
             return worker.score(rollout_of(), PROMPTS).totals, worker.metrics(), worker.metrics()
 
@@ -172,14 +180,16 @@ def test_too_many_failed_responses_end_the_run_on_all_ranks(max_share: float) ->
 def test_the_longest_call_of_any_rank_is_a_metric(function: str, workers: bool) -> None:
     """Of six responses on two ranks one takes 0.3 s."""
 
-    def decode(token_ids: list[int]) -> str:
+    def decode(token_ids: Sequence[int]) -> str:
         return "long" if 52 in token_ids else "short"
+
+    reader = ResponseReader(decode, (9,))
 
     def play(ranks: Ranks) -> Metrics:
         concurrency = 4 if function == "naps_later" else 0
         with pooled(function, concurrency=concurrency) as rewards:
             scorer = rewards if workers else FunctionRewards(resolve(f"{FILE}:{function}"))
-            worker = RewardWorker(scorer, decode=decode, replica=ranks, everyone=ranks, timeout_s=60)  # type: ignore[arg-type]
+            worker = RewardWorker(scorer, reader=reader, replica=ranks, everyone=ranks, timeout_s=60)  # type: ignore[arg-type]
             for _ in range(2):  # the mean of the first has the start of the workers
                 worker.score(rollout_of(), PROMPTS)
                 metrics = worker.metrics()

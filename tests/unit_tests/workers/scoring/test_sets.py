@@ -22,7 +22,7 @@ from mega_rl.workers.scoring.failures import FailureRule
 from mega_rl.workers.scoring.parts import PartRule
 from mega_rl.workers.scoring.sets import FunctionSet, load_call, source_problems
 from tests.helpers.threads import ThreadGroup
-from tests.unit_tests.workers.test_reward import PROMPTS, decode, rollout_of
+from tests.unit_tests.workers.test_reward import PROMPTS, READER, rollout_of
 
 SUM = Prompt(index=3, token_ids=(1,), text="1+1=", answer="2", source="sums/easy")
 CHAT = Prompt(index=4, token_ids=(2,), text="Hello!", answer=None, source="chat")
@@ -126,7 +126,7 @@ def scored_on(size: int, of: FunctionSet, rule: PartRule, failed: FailureRule | 
 
     def work(ranks: Any) -> Rewards:
         worker = RewardWorker(
-            FunctionRewards(of), decode=decode, replica=ranks, everyone=ranks, timeout_s=60,
+            FunctionRewards(of), reader=READER, replica=ranks, everyone=ranks, timeout_s=60,
             parts=dataclasses.replace(rule), failed=failed,
         )  # fmt: skip
         worker.score(rollout_of(), MIXED)
