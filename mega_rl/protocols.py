@@ -148,6 +148,9 @@ class ModelPasses(Teacher, Protocol):
         gets the mini-batch and the outputs that `forward` would return for it, and the entropy where the loss needs
         it, before any weight changes; its metrics are added. With a `lesson` on it the loss gets divergences, too.
 
+        A mini-batch without a token on the loss mask of any rank makes no optimizer step: weights, moments and counters
+        stay as they are, and the only metric is `trained_tokens`, 0.
+
         Raises NonFiniteGradientError on all ranks alike, before any weight changes.
         """
         ...

@@ -234,6 +234,7 @@ class Lesson:
 
 
 Metrics = dict[str, float]  # "area/metric_unit" -> value
+TRAINED_TOKENS = "trained_tokens"  # metric of an update: tokens on the loss mask of its mini-batch, over all ranks
 
 
 class Box(NamedTuple):

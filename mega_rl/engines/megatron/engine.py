@@ -49,7 +49,7 @@ from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.context import sum_over_context
 from mega_rl.protocols import Inspect, Ranks, TokenLoss
-from mega_rl.types import EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 UNKNOWN = 1 << 62  # more steps than any run makes
 
@@ -127,13 +127,17 @@ class MegatronEngine(EngineBase):
         metrics = _reduce(results, self._token_shares, self._pipeline) | _rounding_error(
             self.chunks, ranks_of(self.groups.world), self.device
         )
+        if not metrics[TRAINED_TOKENS]:
+            if self.routing is not None:
+                self.routing.finish_training()
+            return {TRAINED_TOKENS: 0.0}
         if inspect is not None:
             head, with_entropy = self.sharding.head, loss.needs_entropy
             outputs = collect(results, minibatch, head=head, with_entropy=with_entropy, combine=self._combine)
             metrics |= inspect(minibatch, outputs)
         if self.routing is not None:
             metrics |= self.routing.finish_training()
-        metrics["grad_norm"] = self._apply_gradients(self.optimizer, lr, metrics)
+        metrics["grad_norm"] = metrics["grad_norm_max"] = self._apply_gradients(self.optimizer, lr, metrics)
         metrics |= was_clipped(metrics["grad_norm"], self.optimizer.config.clip_grad)
         if self.routing is not None:
             self.routing.update_biases()
