@@ -22,6 +22,7 @@ from mega_rl.protocols import CheckpointStore, Ranks, RankState, RolloutSource, 
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
+from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.generation.engine import (
     FailedSamples,
     Sampled,
@@ -209,6 +210,7 @@ def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=rollout.stop_token_ids,
         batch_size=rollout.hf.batch_size,
+        hidden_tokens=plan.engine.hidden_tokens,
     )
 
 
@@ -229,6 +231,7 @@ def _sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> Sglan
                 top_k=rollout.top_k,
                 max_new_tokens=rollout.max_new_tokens,
                 stop_token_ids=with_end_of_sequence(path, hf, rollout.stop_token_ids),
+                hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, hf.vocab_size)),
             ),
             max_positions=connection.max_positions,
             timeout_s=sglang.request_timeout_s,

@@ -54,6 +54,7 @@ from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink, Ranks, RolloutSource
+from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
@@ -167,6 +168,8 @@ def _read_inputs(
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
     if is_writer:
         warn_of_date(tokens.tokenizer, config.data.chat)
+        if zero_rows := describe_zero_rows(Path(config.model.path), plan.engine.hidden_tokens, tokens.stop_ids):
+            log.warning("%s", zero_rows)
     return _RunInputs(tokens, reward, train, streams, build_evaluation(config, held_out, everyone), own_rollouts)
 
 

@@ -139,9 +139,9 @@ class LearningWorker:
         lesson = None if self.lessons is None else self.lessons(minibatch)
         try:
             metrics = self.engine.train_minibatch(minibatch, self.loss, lr=lr, inspect=inspect, lesson=lesson)
-            empty = metrics.get(TRAINED_TOKENS) == 0.0
-            metrics[SKIPPED] = float(empty)
-            self._skipped = self._skipped if empty else 0
+            metrics[SKIPPED] = float(metrics.get(TRAINED_TOKENS) == 0.0)
+            if not metrics[SKIPPED]:
+                self._skipped = 0
         except NonFiniteGradientError as error:
             metrics = self._skip(error, step=step)
         return {name if "/" in name else f"{self.role}/{name}": value for name, value in metrics.items()}

@@ -74,7 +74,8 @@ class MegatronEngine(EngineBase):
         self._context = ranks_of(groups.cp)
         self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens
         self._is_last = self._pipeline.rank == self._pipeline.size - 1
-        self._schedule = Schedule(self.config, self.sharding, groups, self.device, self.temperature, self.routing)
+        read = (self.sharding, groups, self.device, self.temperature, self.hidden_tokens)
+        self._schedule = Schedule(self.config, *read, self.routing)
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from mega_rl.types import TRAINED_TOKENS, Metrics
 
 # Metrics of an update itself. All others are means over the tokens of its mini-batch.
-PER_UPDATE = ("grad_norm", "grad_clipped_fraction", "grad_reduce_bf16_error", "lr", "num_microbatches")
-PER_UPDATE += ("zero_advantage_fraction",)
+PER_UPDATE = {"grad_norm", "grad_clipped_fraction", "grad_reduce_bf16_error", "lr", "num_microbatches"}
+PER_UPDATE |= {"zero_advantage_fraction"}
 
 
 def mean_metrics(updates: Sequence[Metrics]) -> Metrics:
