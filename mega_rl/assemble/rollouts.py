@@ -33,13 +33,15 @@ from mega_rl.rollout.sglang.generation.results import Progress
 from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.types import Prompt
+from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
 from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
 from mega_rl.workers.own_rollouts.weights import WeightsToSource
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
 from mega_rl.workers.turns import NOTHING, PARAMETERS, ResidentModels, RolloutsInTurn
+
+CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
 
 
 @dataclass(frozen=True)
@@ -286,4 +288,7 @@ def _ahead(
         prompts=prompts,
         steps=config.trainer.steps,
         partial=config.rollout.sglang.partial_rollout,
+        check_interval=config.rollout.verify_interval,
+        check_prompts=world.size,
+        check_draws=Draws(1, config.rollout.temperature, stream=CHECK),
     )

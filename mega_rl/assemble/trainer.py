@@ -66,6 +66,7 @@ from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.validation import Evaluation
 from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 from mega_rl.types import Prompt
+from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.metered import MeteredRollouts
 from mega_rl.workers.reward import TextScorer
 from mega_rl.workers.reward_functions import RewardFunction
@@ -310,7 +311,7 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> StepSampling:
 def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:
     """Return the source of old log-probs: the update's own forward where a step makes one on-policy update.
 
-    The sampler's own are compared with the first update's forward, unless it is of other weights by right.
+    The sampler's own are compared with the first update's forward.
     """
     rollout, is_async = config.rollout, config.trainer.async_steps > 0
     guard = MismatchGuard(
@@ -323,8 +324,10 @@ def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogpro
         ranks=roles.actor_engine.data_parallel,
         current=(lambda: rollouts.sync.weight_version) if is_async else None,
     )
+    if isinstance(rollouts.pending, OneStepAhead):
+        rollouts.pending.compare = lambda sampled: guard(sampled, roles.actor.evaluate(sampled))
     if config.algorithm.old_logprobs == "rollout":
-        return RolloutLogprobs(inspect=None if is_async else guard)
+        return RolloutLogprobs(inspect=guard)
     return RolloutLogprobs(inspect=guard) if is_on_policy(config) else RecomputedLogprobs(roles.actor, guard)
 
 
