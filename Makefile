@@ -36,7 +36,7 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines d
 	converters/test_model_config.py verify workers/test_models.py)
 
 .DELETE_ON_ERROR:
-.PHONY: browser bubblewrap campaign-sandbox linters image-lint image-cpu test-image report-pictures campaign-faults kubernetes ray test-ray test-slurm wheel-check doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-nccl test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-restart bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
+.PHONY: browser bubblewrap campaign-sandbox linters image-lint image-cpu test-image report-pictures campaign-faults kubernetes ray test-ray test-slurm wheel-check real-models doc-commands test-newest compare-megatron setup sglang te peers quickstart test test-full test-fast test-nccl test-versions test-swanlab test-triton special-distributed fmt check bench bench-converters bench-ddp bench-weight-sync bench-checkpoint bench-restart bench-engines bench-learn bench-curves bench-device two-hosts campaign-checkpoint campaign-rl planted-faults parity terminal-check docs site
 
 setup: $(STAMP)
 	@:
@@ -203,6 +203,11 @@ test-slurm: setup
 # The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
 wheel-check: setup
 	@$(BIN)/python -m tests.release.wheel_check $(WHEEL_CHECK)
+
+# SmolLM2-135M-Instruct of the package index at its real size: converted, verified and trained for a step, in build/.
+# REAL_MODELS has options of tests/release/real_models.py.
+real-models: setup
+	@$(BIN)/python -m tests.release.real_models $(REAL_MODELS)
 
 # The commands of README, CONTRIBUTING and docs, in a fresh copy; ONLY='mega-rl convert' runs those that hold a text.
 ONLY ?=

@@ -147,6 +147,7 @@ class ModelPasses(Teacher, Protocol):
         clipping), `lr` and `num_microbatches`, equal on all ranks, and what the engine measures besides. `inspect`
         gets the mini-batch and the outputs that `forward` would return for it, and the entropy where the loss needs
         it, before any weight changes; its metrics are added. With a `lesson` on it the loss gets divergences, too.
+        Without a token on the loss mask of any rank there is no step, and `trained_tokens`, 0, is the only metric.
 
         Raises NonFiniteGradientError on all ranks alike, before any weight changes.
         """
@@ -390,7 +391,6 @@ class MetricsSink(Protocol):
     """Receiver of a run's metrics and sampled rollouts."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
-
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Record sampled rollouts, all with the same keys; `validation`: answers to held-out prompts."""
         ...

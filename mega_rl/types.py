@@ -233,7 +233,9 @@ class Lesson:
     beta: float = 1.0  # which divergence the student minimises; mega_rl.parallel.divergence
 
 
+IdRanges = tuple[tuple[int, int], ...]  # token ids from the first up to, but without, the second; ascending
 Metrics = dict[str, float]  # "area/metric_unit" -> value
+TRAINED_TOKENS = "trained_tokens"  # metric of an update: tokens on the loss mask of its mini-batch, over all ranks
 
 
 class Box(NamedTuple):

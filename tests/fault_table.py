@@ -293,6 +293,13 @@ PARALLEL = (
 ROLLOUT = (
     fault(
         "rollout",
+        "hidden tokens are sampled",
+        "hide(output.logits[:, -1], self._hidden)",
+        "output.logits[:, -1]",
+        "rollout/test_hidden_tokens.py",
+    ),
+    fault(
+        "rollout",
         "top-p keeps one token too many",
         "(above < self.top_p * mass[:, None])",
         "(above - ranked < self.top_p * mass[:, None])",
@@ -410,8 +417,8 @@ STEPS = (
     fault(
         "steps",
         "skipped steps counted over the whole run",
-        "            self._skipped = 0\n",
-        "",
+        "                self._skipped = 0\n",
+        "                pass\n",
         "workers/test_models.py",
     ),
 )
@@ -587,8 +594,8 @@ ENGINES = (
     fault(
         "engines",
         "clipping by the local norm",
-        "return math.sqrt(float(ranks.sum(total)))",
-        "return math.sqrt(float(total))",
+        "return math.sqrt(float(ranks.sum(squares.cpu())))",
+        "return math.sqrt(float(squares.cpu()))",
         "engines/test_fsdp.py",
     ),
     fault(
@@ -611,6 +618,27 @@ ENGINES = (
         "temperature = self.groups.tp, self.sharding.hf.vocab_size, self.temperature",
         "temperature = self.groups.tp, self.sharding.hf.vocab_size, 1.0",
         INVARIANCE,
+    ),
+    fault(
+        "engines",
+        "hidden tokens of the first rank on every rank",
+        "hide(logits, self.hidden_tokens, first=group.rank() * logits.shape[1])",
+        "hide(logits, self.hidden_tokens)",
+        "rollout/test_hidden_tokens.py",
+    ),
+    fault(
+        "engines",
+        "a mini-batch without a token makes an optimizer step",
+        "if not metrics[TRAINED_TOKENS]:\n            return {TRAINED_TOKENS: 0.0}\n        if inspect",
+        "if inspect",
+        "engines/test_fsdp.py",
+    ),
+    fault(
+        "engines",
+        "updates weigh alike, whatever their tokens",
+        "in PER_UPDATE else tokens))",
+        "in PER_UPDATE else 1.0))",
+        "trainer/test_step_metrics.py",
     ),
     fault(
         "engines",

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from mega_rl.accelerator.megatron_core import Release
-
-NORM_BLOCK = 4096  # elements over which float32 adds squares
+from mega_rl.accelerator.norms import squared_norm
 
 
 @dataclass(frozen=True)
@@ -262,15 +261,9 @@ def _recompute_without_fp8(module: ModuleType) -> None:
     v0_19="128bb632d77616dc2b6d99bd0597f8ee85f4c9f707e263d9fe26dc428c0cf284",
 )
 def _norms_of_long_tensors(module: ModuleType) -> None:
-    """torch's float32 norm of a long tensor loses digits on a CPU, 0.3 % at 40 million elements: take it by blocks."""
+    """torch's float32 norm of a long tensor loses digits on a CPU, 0.3 % at 40 million elements: add it in blocks."""
 
     def l2_norm(chunk_size: Any, noop_flag: Any, tensor_lists: Any, per_tensor: Any, *args: Any) -> Any:
-        parts = [torch.zeros(1, dtype=torch.float64)]
-        for tensor in (tensor for tensors in tensor_lists for tensor in tensors):
-            flat = tensor.detach().reshape(-1)
-            long = len(flat) // NORM_BLOCK * NORM_BLOCK
-            parts.append(torch.linalg.vector_norm(flat[:long].view(-1, NORM_BLOCK), dim=1).double())
-            parts.append(torch.linalg.vector_norm(flat[long:]).double().view(1))
-        return torch.linalg.vector_norm(torch.cat(parts)).float().view(1), None
+        return squared_norm([tensor for tensors in tensor_lists for tensor in tensors]).sqrt().float().view(1), None
 
     vars(module).update(local_multi_tensor_l2_norm=l2_norm)

@@ -19,6 +19,7 @@ from mega_rl.engines.build import build_engine, resolve_model
 from mega_rl.models.attention_choice import check_one_backend
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.groups import Groups
+from mega_rl.rollout.hidden_tokens import hidden_tokens
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,8 @@ def build_actor(
 
 def engine_settings(config: Config) -> EngineSettings:
     """Return the settings of a run that its engines read."""
+    own_sampler = config.rollout.backend == "none"  # a user's engine, which samples what it samples
+    hidden = () if own_sampler else hidden_tokens(Path(config.model.path), config.rollout.stop_token_ids)
     return EngineSettings(
         engine=config.engine,
         model=config.model,
@@ -91,6 +94,7 @@ def engine_settings(config: Config) -> EngineSettings:
         timeout_s=config.trainer.timeout_s,
         temperature=config.rollout.temperature,
         export_bucket_bytes=config.rollout.bucket_mib << 20,
+        hidden_tokens=hidden,
     )
 
 

@@ -22,6 +22,7 @@ from mega_rl.protocols import CheckpointStore, Ranks, RankState, RolloutSource, 
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
+from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.generation.engine import (
     FailedSamples,
     Sampled,
@@ -32,13 +33,15 @@ from mega_rl.rollout.sglang.generation.results import Progress
 from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.types import Prompt
+from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
 from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
 from mega_rl.workers.own_rollouts.weights import WeightsToSource
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
 from mega_rl.workers.turns import NOTHING, PARAMETERS, ResidentModels, RolloutsInTurn
+
+CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,7 @@ def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=rollout.stop_token_ids,
         batch_size=rollout.hf.batch_size,
+        hidden_tokens=plan.engine.hidden_tokens,
     )
 
 
@@ -229,6 +233,7 @@ def _sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> Sglan
                 top_k=rollout.top_k,
                 max_new_tokens=rollout.max_new_tokens,
                 stop_token_ids=with_end_of_sequence(path, hf, rollout.stop_token_ids),
+                hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, hf.vocab_size)),
             ),
             max_positions=connection.max_positions,
             timeout_s=sglang.request_timeout_s,
@@ -283,4 +288,7 @@ def _ahead(
         prompts=prompts,
         steps=config.trainer.steps,
         partial=config.rollout.sglang.partial_rollout,
+        check_interval=config.rollout.verify_interval,
+        check_prompts=world.size,
+        check_draws=Draws(1, config.rollout.temperature, stream=CHECK),
     )

@@ -16,6 +16,7 @@ from mega_rl.assemble.plan import RunPlan
 from mega_rl.config.rules.servers import is_loopback
 from mega_rl.engines.base import ModelEngine
 from mega_rl.protocols import Ranks
+from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.memory import ServersMemory
@@ -175,6 +176,7 @@ def _weight_sync(
         temperature=rollout.temperature,
         num_tokens=sync.probe_tokens,
         limits=probe_limits(name_of(dtype), mean=sync.probe_mean_limit, largest=sync.probe_max_limit),
+        hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, hf.vocab_size)),
     )
     return SglangWeightSync(
         transport,

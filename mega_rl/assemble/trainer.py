@@ -56,6 +56,7 @@ from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink, Ranks, RolloutSource
+from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
@@ -67,6 +68,7 @@ from mega_rl.trainer.staleness import StalenessGuard
 from mega_rl.trainer.validation import Evaluation
 from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 from mega_rl.types import Prompt
+from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.metered import MeteredRollouts
 from mega_rl.workers.reward import TextScorer
 from mega_rl.workers.reward_functions import RewardFunction
@@ -169,6 +171,8 @@ def _read_inputs(
         warn_of_few(train, prompts_per_step=config.trainer.prompts_per_step)
     if is_writer:
         warn_of_date(tokens.tokenizer, config.data.chat)
+        if zero_rows := describe_zero_rows(Path(config.model.path), plan.engine.hidden_tokens, tokens.stop_ids):
+            log.warning("%s", zero_rows)
     return _RunInputs(tokens, reward, train, streams, build_evaluation(config, held_out, everyone), own_rollouts)
 
 
@@ -311,7 +315,7 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> StepSampling:
 def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:
     """Return the source of old log-probs: the update's own forward where a step makes one on-policy update.
 
-    The sampler's own are compared with the first update's forward, unless it is of other weights by right.
+    The sampler's own are compared with the first update's forward.
     """
     rollout, is_async = config.rollout, config.trainer.async_steps > 0
     guard = MismatchGuard(
@@ -324,8 +328,10 @@ def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogpro
         ranks=roles.actor_engine.data_parallel,
         current=(lambda: rollouts.sync.weight_version) if is_async else None,
     )
+    if isinstance(rollouts.pending, OneStepAhead):
+        rollouts.pending.compare = lambda sampled: guard(sampled, roles.actor.evaluate(sampled))
     if config.algorithm.old_logprobs == "rollout":
-        return RolloutLogprobs(inspect=None if is_async else guard)
+        return RolloutLogprobs(inspect=guard)
     return RolloutLogprobs(inspect=guard) if is_on_policy(config) else RecomputedLogprobs(roles.actor, guard)
 
 

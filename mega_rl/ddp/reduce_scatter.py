@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mega_rl.accelerator.norms import squared_norm
+
 Rows = Tensor | Sequence[Tensor]  # a row [n] per rank, as one tensor or not
 
 BLOCK = 1 << 16  # elements that the sum on CPU takes at a time: their FP32 total stays in the second-level cache
@@ -40,7 +42,7 @@ class RoundingError:
         """Add one shard or block of it: [n] `rounded_sum` of the messages, and the delivered sum."""
         reference = delivered.float()
         difference = rounded.float() - reference
-        squares = torch.stack([difference.dot(difference), reference.dot(reference)]).double()
+        squares = torch.stack([squared_norm([difference]), squared_norm([reference])])
         self.squares = squares if self.squares is None else self.squares + squares
 
 

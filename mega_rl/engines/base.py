@@ -24,7 +24,7 @@ from mega_rl.models.attention_choice import Attention
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Engine
-from mega_rl.types import EngineState
+from mega_rl.types import EngineState, IdRanges
 
 
 class ModelEngine(Engine, Protocol):
@@ -97,6 +97,7 @@ class EngineSettings:
     timeout_s: float  # of collectives
     temperature: float  # of rollouts, and so of log-probs
     export_bucket_bytes: int
+    hidden_tokens: IdRanges = ()  # that rollouts never sample, and so have probability 0
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class EngineBase(ABC):
     device: torch.device
     attention: str
     temperature: float = 1.0  # divides logits, so that log-probs and entropies are those of what was sampled
+    hidden_tokens: IdRanges = ()  # have probability 0, as in what was sampled
     export_bucket_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:

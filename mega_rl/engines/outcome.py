@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from mega_rl.converters.plan.sharding import Head
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.errors import NonFiniteGradientError, UserError
 from mega_rl.protocols import LossOutput, Ranks, TokenLoss
-from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, Experience, Metrics, Rollout, TokenOutputs
 
 STEPS = "optimizer_steps"  # the number of an engine's state
 
@@ -28,6 +28,8 @@ def microbatch_loss(
 ) -> MicrobatchLoss:
     """Return `loss` as a function of the micro-batches of `minibatch`, this rank's rows on the host.
 
+    Each share of the loss counts its tokens on the loss mask, `trained_tokens`.
+
     sum_over_context: differentiable sum over the ranks that have the same rows and other tokens of them.
     """
     numbers = minibatch.rows.amax(dim=1) if len(minibatch.rows) else minibatch.rows.flatten()
@@ -36,7 +38,8 @@ def microbatch_loss(
     count = int(numbers.max()) if len(numbers) else 0
 
     def of_microbatch(outputs: TokenOutputs, fields: Mapping[str, Tensor]) -> LossOutput:
-        return loss(outputs, fields, Sequences(fields["rows"], count, sum_over_context))
+        share = loss(outputs, fields, Sequences(fields["rows"], count, sum_over_context))
+        return replace(share, sums={**share.sums, TRAINED_TOKENS: fields["loss_mask"].sum().float()})
 
     return of_microbatch
 

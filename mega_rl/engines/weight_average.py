@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from mega_rl.accelerator.norms import squared_norm
 from mega_rl.errors import UserError
 from mega_rl.parallel.boxes import intersection, within
 from mega_rl.protocols import Ranks, StatefulModel
@@ -120,8 +121,7 @@ def _mix(own: Tensor, theirs: Tensor, rate: float) -> Tensor:
         other = other.to(mine.device)
         before = mine.float()
         difference = other.float() - before
-        norms = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in (difference, before)])
-        squares += norms.square().cpu()
+        squares += torch.stack([squared_norm([x]) for x in (difference, before)]).cpu()
         if rate == 1.0 or not mine.is_floating_point():
             mine.copy_(other)
         else:

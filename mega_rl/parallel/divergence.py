@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.parallel.fp32_linear import product
-from mega_rl.parallel.vocab import VocabColumns, row_chunks, row_values, scaled_difference, write_gradient
+from mega_rl.parallel.vocab import VocabColumns, hide, row_chunks, row_values, scaled_difference, write_gradient
+from mega_rl.types import IdRanges
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,12 @@ class TeacherHead:
     hidden: Tensor  # [T, H] float32 or bfloat16
     weight: Tensor  # [V / tp, H] likewise
     beta: float = 1.0  # divergence, see the module
+    unsaid: IdRanges = ()  # hidden tokens, as in the student's logits
 
     def logits(self, rows: slice, columns: VocabColumns) -> Tensor:
         """Return the logits of a chunk of rows, [n, columns.count] float32."""
-        return product(self.hidden[rows], self.weight[: columns.count].t())
+        logits = product(self.hidden[rows], self.weight[: columns.count].t())
+        return hide(logits, self.unsaid, first=columns.first)
 
 
 class DistilledOutputs(NamedTuple):

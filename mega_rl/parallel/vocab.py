@@ -24,12 +24,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mega_rl.types import IdRanges
+
 vocab_kernels: ModuleType | None
 try:
     from mega_rl.parallel import vocab_kernels
 except ModuleNotFoundError:  # of Triton
     vocab_kernels = None
 
+HIDDEN = -1e30  # logit of a hidden token: its probability is 0, and 0 * logit is 0, as that of infinity is not
 # Elements of one float32 temporary. A CPU wants it in its cache, a GPU wants few and large kernels.
 CPU_CHUNK_ELEMENTS = 2**18
 GPU_CHUNK_ELEMENTS = 2**24
@@ -69,6 +72,17 @@ def vocab_parallel_logprobs_entropy(
     )
     logprobs, entropy = _LogprobsEntropy.apply(logits, targets - columns.first, columns, with_entropy, inplace_backward)
     return logprobs, (entropy if with_entropy else None)
+
+
+@torch.no_grad()
+def hide(logits: Tensor, hidden: IdRanges, *, first: int = 0) -> Tensor:
+    """Overwrite the columns of hidden ids in logits [..., V / tp], of which `first` is the first id; returns them.
+
+    No gradient reaches these columns: that of a token of probability 0 is 0.
+    """
+    for low, high in hidden:
+        logits[..., max(low - first, 0) : max(high - first, 0)] = HIDDEN
+    return logits
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,8 @@ def save_fresh_model(directory: Path, config: Qwen3Config, tokenizer: PreTrained
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+    embedding = model.model.embed_tokens.weight.data
+    embedding[config.pad_token_id] = embedding.mean(dim=0)  # transformers leaves zeros, whose gradient is huge
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
     disable_progress_bar()  # of two megabytes
     model.save_pretrained(directory)

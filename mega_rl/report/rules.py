@@ -106,8 +106,9 @@ RULES: tuple[SymptomRule, ...] = (
     SymptomRule(
         "Optimizer steps were skipped",
         "`NonFiniteGradientError`, or `actor/skipped_steps` above 0 time and again",
-        "Gradient norms were not finite: overflows. No weight changed in those steps.",
-        "Look at actor/ratio_max and kl/ref of the step; lower optim.lr; try model.dtype=fp32.",
+        "Gradient norms were not finite, or mini-batches had no token that trains. No weight changed in those steps.",
+        "Look at actor/trained_tokens, rollout/filtered_fraction, reward/masked_fraction; else at actor/ratio_max, "
+        "kl/ref of the step; lower optim.lr; try model.dtype=fp32.",
         signs.skipped_steps,
     ),
     SymptomRule(

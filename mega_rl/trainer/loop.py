@@ -25,7 +25,7 @@ from mega_rl.protocols import (
 from mega_rl.trainer.dumps import ReadResponse, sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience, check_rows
 from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rewards
-from mega_rl.trainer.hints import AbsentRewards, FlatRewards
+from mega_rl.trainer.hints import AbsentRewards, FlatRewards, GradientSpikes
 from mega_rl.trainer.old_logprobs import OldLogprobs
 from mega_rl.trainer.overlong import Overlong
 from mega_rl.trainer.recording import NoRecorder, RecordedStep, StepSink
@@ -122,7 +122,7 @@ class PPOTrainer:
         done = self.start
         if self.start == 0 and (before := self._validate(0)):
             self.metrics.log(0, before)
-        hints = FlatRewards(), AbsentRewards()
+        hints = FlatRewards(), AbsentRewards(), GradientSpikes()
         with progress.rounds("step", self.settings.steps, done=done) as steps:
             for step in range(self.start, self.settings.steps):
                 self.timer.reset()

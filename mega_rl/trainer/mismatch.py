@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from mega_rl.errors import RunError
 from mega_rl.protocols import Ranks
 from mega_rl.trainer.staleness import token_versions
 from mega_rl.types import Experience, Metrics, Rollout, TokenOutputs
+
+DRIFT = 5.0  # times the first steps' median that older tokens may differ by
+FIRST_STEPS = 10
+SMALL = (0.15, 0.05)  # nats: mean difference and k3 of older tokens that never stop a run; a warm-up begins far below
 
 
 class RolloutMismatchError(RunError):
@@ -56,14 +61,16 @@ def _beyond(which: str, value: float, name: str, limit: float) -> str:
 class MismatchGuard:
     """Comparison of every rollout token's two log-probs over `ranks`, which stops the run beyond `limits`.
 
-    `current`: version of the weights that the trainer holds, where rollouts may be older. Tokens of older versions
-    differ rightly, as the policy has moved: they are reported apart and the limits do not bind them. None: the
-    trainer's weights are those that sampled.
+    `current`: version of the weights that the trainer holds, where rollouts may be one version older. Older tokens
+    differ rightly, as the policy has moved: their mean difference and their KL (k3) may be `DRIFT` times the median
+    of the first `FIRST_STEPS` steps, which a resumed run takes anew. The tokens of an update's mini-batch, whose
+    versions are not known, all count as older. None: the trainer's weights are those that sampled.
     """
 
     limits: MismatchLimits
     ranks: Ranks
     current: Callable[[], int] | None = None
+    _first: list[tuple[float, float]] = field(default_factory=list)  # (mean difference, k3) of steps with older tokens
 
     def __call__(self, rollout: Rollout | Experience, old: TokenOutputs) -> Metrics:
         """Return the largest and mean difference in nats and their histogram, equal on all ranks.
@@ -78,12 +85,10 @@ class MismatchGuard:
         """
         assert old.logprobs is not None
         stale_mask = self._stale(rollout)
-        (fresh, stale), importance = self._over_ranks(
-            [
-                _summary(rollout, old.logprobs, rollout.loss_mask & ~stale_mask),
-                _summary(rollout, old.logprobs, rollout.loss_mask & stale_mask),
-            ],
-            importance_summary(old.logprobs, rollout.rollout_logprobs, rollout.loss_mask),
+        mask, logprobs = rollout.loss_mask, old.logprobs
+        (fresh, stale), (importance, drift) = self._over_ranks(
+            [_summary(rollout, logprobs, part) for part in (mask & ~stale_mask, mask & stale_mask)],
+            [importance_summary(logprobs, rollout.rollout_logprobs, part) for part in (mask, mask & stale_mask)],
         )
         if old.entropy is not None:
             importance |= self._deviation((old.logprobs + old.entropy)[rollout.loss_mask & ~stale_mask].double())
@@ -95,6 +100,8 @@ class MismatchGuard:
             )
         if stale.max == torch.inf:
             raise RolloutMismatchError(f"a log-prob is not finite: {stale.describe_worst()}")
+        if stale.count:
+            self._check_drift(stale, drift["importance/k3"])
         if self.current is None:
             return fresh.metrics() | importance
         tokens = max(fresh.count + stale.count, 1)
@@ -107,23 +114,40 @@ class MismatchGuard:
         total, squares = self.ranks.sum(torch.stack([surprise.sum(), surprise.square().sum()])).tolist()
         return {"rollout/sampling_deviation": total / squares**0.5} if squares else {}
 
+    def _check_drift(self, stale: LogprobMismatch, k3: float) -> None:
+        """Compare the older tokens of a step with those of the first steps. Raises RolloutMismatchError."""
+        if len(self._first) < FIRST_STEPS:
+            self._first.append((stale.mean, k3))
+            return
+        numbers = zip(
+            ("mean difference", "KL (k3)"), (stale.mean, k3), zip(*self._first, strict=True), SMALL, strict=True
+        )
+        for what, value, first, least in numbers:
+            if value > max(DRIFT * median(first), least):
+                raise RolloutMismatchError(
+                    f"tokens of older weights have a {what} of {value:.6g} nats from the trainer, and the first "
+                    f"{FIRST_STEPS} steps a median of {median(first):.6g}: at most {DRIFT:g} times that, or {least:g}, "
+                    f"may be; the worst is {stale.describe_worst()}; lower optim.lr, or look at the servers"
+                )
+
     def _stale(self, rollout: Rollout | Experience) -> Tensor:
         """[B, S] bool, tokens that older weights sampled."""
         if self.current is None:
             return torch.zeros_like(rollout.loss_mask)
-        assert isinstance(rollout, Rollout), "an update's mini-batch does not say which weights sampled its tokens"
+        if not isinstance(rollout, Rollout):
+            return torch.ones_like(rollout.loss_mask)
         return token_versions(rollout) != self.current()
 
     def _over_ranks(
-        self, own: list[LogprobMismatch], importance: Tensor
-    ) -> tuple[list[LogprobMismatch], dict[str, float]]:
+        self, own: list[LogprobMismatch], importance: list[Tensor]
+    ) -> tuple[list[LogprobMismatch], list[dict[str, float]]]:
         """Return the summaries over all ranks, and the metrics of importance weights, in one collective."""
-        of_this_rank = torch.zeros(self.ranks.size, IMPORTANCE_SIZE, dtype=torch.float64)
-        of_this_rank[self.ranks.rank] = importance
+        of_this_rank = torch.zeros(self.ranks.size, len(importance) * IMPORTANCE_SIZE, dtype=torch.float64)
+        of_this_rank[self.ranks.rank] = torch.cat(importance)
         packed = [one.pack(rank=self.ranks.rank, size=self.ranks.size) for one in own]
-        sizes = [SUMMARY_SIZE] * len(own) + [IMPORTANCE_SIZE]
-        *parts, weights = self.ranks.sum(torch.cat([*packed, of_this_rank], dim=1)).split(sizes, dim=1)
-        return [combine(part) for part in parts], importance_metrics(weights)
+        sizes = [SUMMARY_SIZE] * len(own) + [IMPORTANCE_SIZE] * len(importance)
+        parts = self.ranks.sum(torch.cat([*packed, of_this_rank], dim=1)).split(sizes, dim=1)
+        return [combine(part) for part in parts[: len(own)]], [importance_metrics(part) for part in parts[len(own) :]]
 
 
 def _summary(rollout: Rollout | Experience, logprobs: Tensor, mask: Tensor) -> LogprobMismatch:

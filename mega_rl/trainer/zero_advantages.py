@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from mega_rl.data.minibatches import assign_rows
 from mega_rl.protocols import Inspect, Learner, Ranks
 from mega_rl.trainer.experience import gather_column, moved_rows, own_rows
@@ -40,17 +42,19 @@ class WithoutZeroAdvantages:
     def rows_with_advantages(self, minibatch: Experience) -> tuple[Experience, float]:
         """Return this rank's part of the rows that are left, and the share of rows that are not; collective.
 
-        Of a mini-batch without any advantage the shortest row is left: the optimizer step has a gradient of 0 then, as
-        it would have with all of them.
+        Of a mini-batch without any advantage the shortest row with a token that trains is left: the optimizer step has
+        a gradient of 0 then, as it would have with all of them.
         """
         own = ((minibatch.advantages != 0) & minibatch.loss_mask).any(dim=1)
-        chosen, lengths = (gather_column(column, self.ranks) for column in (own.long(), minibatch.lengths))
+        trains = minibatch.loss_mask.any(dim=1)
+        columns = (own.long(), trains.long(), minibatch.lengths)
+        chosen, trains, lengths = (gather_column(column, self.ranks) for column in columns)
         total = len(chosen)
         if not chosen.any():
-            chosen[lengths.argmin()] = 1
+            chosen[torch.where(trains > 0, lengths, lengths.max() + 1).argmin()] = 1
         destinations = assign_rows(chosen, lengths, block=[1], dp_size=self.ranks.size)
         left = moved_rows(minibatch, destinations[slice(*own_rows(len(own), self.ranks))], self.ranks)
         share = float(self.ranks.sum(left.token_weights.double().sum()))
-        if share > 0.0:  # the shortest row may have no token that trains
+        if share > 0.0:  # a mini-batch may have no token that trains
             left.token_weights = (left.token_weights / share).float()
         return left, 1.0 - int(chosen.sum()) / total

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
+from mega_rl.accelerator.norms import norm
 from mega_rl.algorithms.kl import FixedKL, k3
 from mega_rl.algorithms.losses.ppo import PPO
 from mega_rl.config.attention import RequestedAttention
@@ -320,8 +321,8 @@ def kept(tensor: Tensor) -> Tensor:
 def distance(actual: Tensor, expected: Tensor, typical: float) -> float:
     """Return |actual - expected| / |expected| in the Frobenius norm, with `FLOOR` for values far below `typical`."""
     floor = FLOOR * typical * expected.numel() ** 0.5
-    gap = float((actual.double() - expected.double()).norm())
-    return finite(gap / max(float(expected.double().norm()), floor)) if gap else 0.0
+    gap = norm(actual.double() - expected.double())
+    return finite(gap / max(norm(expected.double()), floor)) if gap else 0.0
 
 
 def step_error(weight: Tensor, start: Tensor, moved: Tensor, *, length: float, rounding: float) -> float:
@@ -329,10 +330,10 @@ def step_error(weight: Tensor, start: Tensor, moved: Tensor, *, length: float, r
 
     Less what `rounding` the weight, a part of its size, may hide: a step may be shorter than that.
     """
-    hidden = rounding * float((start + moved).double().norm())
-    gap = float((weight.double() - start.double() - moved.double()).norm())
+    hidden = rounding * norm((start + moved).double())
+    gap = norm(weight.double() - start.double() - moved.double())
     floor = FLOOR * length * moved.numel() ** 0.5
-    return finite(max(gap - hidden, 0.0) / max(float(moved.double().norm()), floor)) if gap else 0.0
+    return finite(max(gap - hidden, 0.0) / max(norm(moved.double()), floor)) if gap else 0.0
 
 
 def relative(actual: float, expected: float) -> float:

@@ -18,6 +18,8 @@ from mega_rl.workers.rollout import WrappedRollouts
 
 log = logging.getLogger(__name__)
 
+CHECKED = "rollout/logprob_diff"  # metrics of a comparison
+
 
 @dataclass
 class OneStepAhead(WrappedRollouts):
@@ -42,9 +44,16 @@ class OneStepAhead(WrappedRollouts):
     steps: int  # of the run, in all
     partial: bool = False
     clock: Callable[[], float] = time.perf_counter
+    # Every `check_interval` steps idle servers answer the first prompts with the weights that the trainer still has,
+    # and `compare` raises or returns their `rollout/logprob_diff_*`: tokens that train are of older weights.
+    compare: Callable[[Rollout], Metrics] | None = None  # collective
+    check_interval: int = 10
+    check_prompts: int = 1  # one for each rank
+    check_draws: Draws = field(default_factory=lambda: Draws(n=1, temperature=1.0))
     _started: int | None = field(default=None, init=False)  # step of the rollout that is in progress or complete
     _result: Rollout | RunError | UserError | None = field(default=None, init=False)  # of that step, when known
     _waited_s: float = field(default=0.0, init=False)
+    _checked: Metrics = field(default_factory=dict, init=False)
 
     def generate(
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
@@ -59,9 +68,17 @@ class OneStepAhead(WrappedRollouts):
         self._started, self._result = None, None
         if isinstance(rollout, Exception):
             raise rollout
+        if self.compare is not None and step % self.check_interval == 0:
+            sampled = self.source.generate(prompts[: self.check_prompts], step=step, draws=self.check_draws)
+            compared = self.compare(sampled)
+            self._checked = {name: value for name, value in compared.items() if name.startswith(CHECKED)}
         if step + 1 < self.steps:
             self._start(self.prompts(step + 1), step + 1)
         return rollout
+
+    def metrics(self) -> Metrics:
+        checked, self._checked = self._checked, {}
+        return super().metrics() | checked
 
     def publish(self) -> Metrics:
         """Send the weights between requests; `rollout/ahead_wait_s` is the time that training waited for generation."""

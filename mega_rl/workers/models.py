@@ -18,7 +18,7 @@ from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses, Teacher
-from mega_rl.types import Experience, Lesson, Metrics, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,8 @@ class LearningWorker:
 
     The learning rate counts from `first_step`: the warm-up is of the role's own updates, whose Adam moments begin at 0.
     An optimizer step whose gradient norm is not finite is skipped, on all ranks alike; after more than
-    `max_skipped_steps` in a row `update` raises NonFiniteGradientError. A resumed run counts from 0.
+    `max_skipped_steps` in a row `update` raises NonFiniteGradientError. A resumed run counts from 0. The step of a
+    mini-batch without a token that trains is skipped too, and does not count among those in a row.
     """
 
     role: str
@@ -138,8 +139,9 @@ class LearningWorker:
         lesson = None if self.lessons is None else self.lessons(minibatch)
         try:
             metrics = self.engine.train_minibatch(minibatch, self.loss, lr=lr, inspect=inspect, lesson=lesson)
-            metrics[SKIPPED] = 0.0
-            self._skipped = 0
+            metrics[SKIPPED] = float(metrics.get(TRAINED_TOKENS) == 0.0)
+            if not metrics[SKIPPED]:
+                self._skipped = 0
         except NonFiniteGradientError as error:
             metrics = self._skip(error, step=step)
         return {name if "/" in name else f"{self.role}/{name}": value for name, value in metrics.items()}

@@ -17,6 +17,7 @@ from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.step_metrics.responses import QUANTILES as RESPONSE_QUANTILES
+from mega_rl.types import TRAINED_TOKENS
 from mega_rl.workers import colocation
 from mega_rl.workers.colocation import Stage
 from mega_rl.workers.models import SKIPPED
@@ -118,7 +119,7 @@ def written() -> frozenset[str]:
         for name in keys_of_metrics(tree)
     }
     names |= {f"{role}/{name}" for role in ("actor", "critic") for name in bare}
-    names |= {f"{role}/{SKIPPED}" for role in ("actor", "critic")}
+    names |= {f"{role}/{name}" for role in ("actor", "critic") for name in (SKIPPED, TRAINED_TOKENS)}
     return frozenset(name for name in names if name not in OTHERS and not name.startswith(DERIVED))
 
 

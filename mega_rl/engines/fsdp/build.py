@@ -64,6 +64,7 @@ def build_fsdp_engine(
         reduce_every_microbatch=fsdp.reduce_every_microbatch,
         keep_gathered=not fsdp.reshard_after_forward,
         temperature=settings.temperature,
+        hidden_tokens=settings.hidden_tokens,
         export_bucket_bytes=settings.export_bucket_bytes,
     )
 

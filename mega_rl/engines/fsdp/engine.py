@@ -35,9 +35,9 @@ from mega_rl.engines.outcome import (
 from mega_rl.parallel.boxes import whole
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
-from mega_rl.parallel.vocab import VocabColumns, vocab_parallel_logprobs_entropy
+from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
 from mega_rl.protocols import Inspect, TokenLoss
-from mega_rl.types import EngineState, Experience, Lesson, Metrics, Piece, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metrics, Piece, Rollout, TokenOutputs
 
 
 @dataclass(kw_only=True)
@@ -110,12 +110,14 @@ class FSDPEngine(EngineBase):
             result.loss.backward()
             results.append(finished(micro, outputs, result))
         metrics = reduce_losses(results, self.data_parallel)
+        if not metrics[TRAINED_TOKENS]:
+            return {TRAINED_TOKENS: 0.0}
         if inspect is not None:
             metrics |= inspect(
                 minibatch,
                 collect(results, minibatch, head=self.sharding.head, with_entropy=loss.needs_entropy),
             )
-        metrics["grad_norm"] = self._apply_gradients(lr, metrics)
+        metrics["grad_norm"] = metrics["grad_norm_max"] = self._apply_gradients(lr, metrics)
         metrics |= was_clipped(metrics["grad_norm"], self.clip_grad)
         metrics["lr"] = lr
         metrics["num_microbatches"] = float(len(micros))
@@ -183,6 +185,7 @@ class FSDPEngine(EngineBase):
             return TokenOutputs(values=logits.view(micro.targets.shape).float())
         targets = there.targets.flatten() if kept is None else there.targets.flatten()[kept]
         vocab_size, temperature = self.sharding.hf.vocab_size, self.temperature
+        hide(logits, self.hidden_tokens)
         divergence: Tensor | None = None
         if lesson is None:
             logprobs, entropy = vocab_parallel_logprobs_entropy(
@@ -192,7 +195,7 @@ class FSDPEngine(EngineBase):
             assert there.hidden is not None, "a lesson has hidden states"
             assert lesson.weight is not None, "a lesson has a projection"
             columns = VocabColumns.of(logits, targets, group=None, vocab_size=vocab_size, temperature=temperature)
-            teacher = TeacherHead(there.hidden, lesson.weight, lesson.beta)
+            teacher = TeacherHead(there.hidden, lesson.weight, lesson.beta, self.hidden_tokens)
             logprobs, entropy, divergence = vocab_parallel_divergence(
                 logits, targets, teacher, columns=columns, with_entropy=with_entropy
             )

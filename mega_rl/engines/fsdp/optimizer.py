@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mega_rl.accelerator.norms import squared_norm
 from mega_rl.config.schema import OptimConfig
 from mega_rl.engines.fsdp.weights import is_first_copy
 from mega_rl.protocols import Ranks
@@ -55,12 +56,8 @@ def set_steps(optimizer: torch.optim.AdamW, steps: int) -> None:
 def gradient_norm(parameters: Iterable[DTensor], ranks: Ranks) -> float:
     """Return the L2 norm of all gradients, squares summed in float64; `ranks` are all of them; collective."""
     own = (local(p.grad) for p in parameters if p.grad is not None and is_first_copy(p))
-    gradients = [gradient for gradient in own if gradient.numel()]
-    total = torch.zeros((), dtype=torch.float64)
-    if gradients:  # in one list of kernels and one copy, not one of each for every parameter
-        norms = torch._foreach_norm(gradients, dtype=torch.float32)
-        total = torch.stack(norms).double().square().sum().cpu()
-    return math.sqrt(float(ranks.sum(total)))
+    squares = squared_norm([gradient for gradient in own if gradient.numel()])
+    return math.sqrt(float(ranks.sum(squares.cpu())))
 
 
 def clip(parameters: Iterable[DTensor], *, norm: float, limit: float) -> None:

@@ -74,6 +74,7 @@ def build_megatron_engine(
         device=accelerator.device,
         attention=request.attention,
         temperature=settings.temperature,
+        hidden_tokens=settings.hidden_tokens,
         export_bucket_bytes=settings.export_bucket_bytes,
         routing=routing,
     )

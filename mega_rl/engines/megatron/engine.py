@@ -49,7 +49,7 @@ from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.context import sum_over_context
 from mega_rl.protocols import Inspect, Ranks, TokenLoss
-from mega_rl.types import EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
+from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
 
 UNKNOWN = 1 << 62  # more steps than any run makes
 
@@ -74,7 +74,8 @@ class MegatronEngine(EngineBase):
         self._context = ranks_of(groups.cp)
         self._token_shares = ranks_of(groups.dp_cp)  # the ranks that have different tokens
         self._is_last = self._pipeline.rank == self._pipeline.size - 1
-        self._schedule = Schedule(self.config, self.sharding, groups, self.device, self.temperature, self.routing)
+        read = (self.sharding, groups, self.device, self.temperature, self.hidden_tokens)
+        self._schedule = Schedule(self.config, *read, self.routing)
 
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         micros = self.batching.split(batch, data_parallel=self.data_parallel)
@@ -127,13 +128,17 @@ class MegatronEngine(EngineBase):
         metrics = _reduce(results, self._token_shares, self._pipeline) | _rounding_error(
             self.chunks, ranks_of(self.groups.world), self.device
         )
+        if not metrics[TRAINED_TOKENS]:
+            if self.routing is not None:
+                self.routing.finish_training()
+            return {TRAINED_TOKENS: 0.0}
         if inspect is not None:
             head, with_entropy = self.sharding.head, loss.needs_entropy
             outputs = collect(results, minibatch, head=head, with_entropy=with_entropy, combine=self._combine)
             metrics |= inspect(minibatch, outputs)
         if self.routing is not None:
             metrics |= self.routing.finish_training()
-        metrics["grad_norm"] = self._apply_gradients(self.optimizer, lr, metrics)
+        metrics["grad_norm"] = metrics["grad_norm_max"] = self._apply_gradients(self.optimizer, lr, metrics)
         metrics |= was_clipped(metrics["grad_norm"], self.optimizer.config.clip_grad)
         if self.routing is not None:
             self.routing.update_biases()

@@ -24,8 +24,8 @@ from mega_rl.models.heads import hidden_outputs
 from mega_rl.models.routing import Routing
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.groups import Groups
-from mega_rl.parallel.vocab import VocabColumns, vocab_parallel_logprobs_entropy
-from mega_rl.types import Lesson, TokenOutputs
+from mega_rl.parallel.vocab import VocabColumns, hide, vocab_parallel_logprobs_entropy
+from mega_rl.types import IdRanges, Lesson, TokenOutputs
 
 Result = TypeVar("Result")  # of a micro-batch
 # (a micro-batch, the last stage's output) -> (loss, unused token count, result)
@@ -41,6 +41,7 @@ class Schedule:
     groups: Groups
     device: torch.device
     temperature: float
+    hidden_tokens: IdRanges
     routing: Routing | None  # of a mixture of experts
 
     def run(
@@ -136,6 +137,7 @@ class Schedule:
             return TokenOutputs(values=output.squeeze(-1).float())
         logits, targets, shape = output.flatten(0, 1), micro.targets.flatten(), micro.targets.shape
         group, vocab_size, temperature = self.groups.tp, self.sharding.hf.vocab_size, self.temperature
+        hide(logits, self.hidden_tokens, first=group.rank() * logits.shape[1])
         divergence: Tensor | None = None
         if lesson is None:
             logprobs, entropy = vocab_parallel_logprobs_entropy(
@@ -145,7 +147,7 @@ class Schedule:
             assert micro.hidden is not None, "the lesson is of another pipeline stage"
             assert lesson.weight is not None, "the lesson is of another pipeline stage"
             columns = VocabColumns.of(logits, targets, group=group, vocab_size=vocab_size, temperature=temperature)
-            teacher = TeacherHead(micro.hidden, lesson.weight, lesson.beta)
+            teacher = TeacherHead(micro.hidden, lesson.weight, lesson.beta, self.hidden_tokens)
             logprobs, entropy, divergence = vocab_parallel_divergence(
                 logits, targets, teacher, columns=columns, with_entropy=with_entropy
             )

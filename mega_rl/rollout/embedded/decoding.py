@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from mega_rl import progress
+from mega_rl.parallel.vocab import hide
 from mega_rl.rollout.counter_rng import uniform_at
 from mega_rl.rollout.embedded.sampling import Sampler
+from mega_rl.types import IdRanges
 
 # Finished rows leave the batch when at least this share of it is finished: each removal copies the cache once.
 _SHRINK_SHARE = 0.25
@@ -51,6 +53,7 @@ class DecodingLoop:
         stop_token_ids: Tensor,  # [number of stop ids] int64
         cache: Cache,  # empty
         cache_argument: str,  # of the model's forward
+        hidden: IdRanges = (),  # tokens that are never chosen
     ) -> None:
         self._prompt_of_row = prompt_of_row
         self._keys = keys
@@ -59,6 +62,7 @@ class DecodingLoop:
         self._max_new_tokens = max_new_tokens
         self._stop_token_ids = stop_token_ids
         self._cache, self._cache_argument = cache, cache_argument
+        self._hidden = hidden
 
     def run(self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Decoded:
         """Return the responses of all rows; a loop runs once, since it fills its cache.
@@ -111,7 +115,7 @@ class DecodingLoop:
             logits_to_keep=1,
             **{self._cache_argument: self._cache},
         )
-        return output.logits[:, -1]
+        return hide(output.logits[:, -1], self._hidden)
 
     def _choose(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """(token, log-prob) of each row, [rows] int64 and [rows] float32."""

@@ -22,7 +22,7 @@ from mega_rl.rollout.embedded.kv_cache import ATTENTION, cache_argument, make_ca
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.types import Draws, Metrics, Prompt, Rollout, response_mask
+from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout, response_mask
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +53,14 @@ class HFRolloutEngine:
         max_new_tokens: int,
         stop_token_ids: Sequence[int],
         batch_size: int,
+        hidden_tokens: IdRanges = (),
     ) -> None:
         """Raises UserError for a directory without a config.json that transformers knows."""
         self._sampler = sampler
         self._device = torch.device(device)
         self._max_new_tokens = max_new_tokens
         self._batch_size = batch_size
+        self._hidden_tokens = hidden_tokens
         config = read_model_config(Path(model_path))
         self._model = _build_model(config, dtype=dtype, device=self._device)
         self._cache_argument = cache_argument(self._model)
@@ -169,6 +171,7 @@ class HFRolloutEngine:
             stop_token_ids=self._stop_token_ids,
             cache=make_cache(self._model.config, max_tokens=longest),
             cache_argument=self._cache_argument,
+            hidden=self._hidden_tokens,
         )
         input_ids, attention_mask = _left_padded(token_ids, self._device)
         return _cut(loop.run(self._model, input_ids, attention_mask), limits)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from mega_rl.accelerator.norms import norm
 from mega_rl.errors import UserError
 from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings
@@ -123,8 +124,8 @@ def _gradient_error(real: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tu
     typical = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in own.values()) / numel)
     errors = {}
     for name, expected in own.items():
-        gap = float((real[name].double() - expected.double()).norm())
-        size = max(float(expected.double().norm()), FLOOR * typical * math.sqrt(expected.numel()))
+        gap = norm(real[name].double() - expected.double())
+        size = max(norm(expected.double()), FLOOR * typical * math.sqrt(expected.numel()))
         errors[name] = _finite(gap / size) if gap else 0.0
     worst = max(errors, key=lambda name: errors[name])
     return errors[worst], worst

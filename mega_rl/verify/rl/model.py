@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from mega_rl.config.keys import with_settings
@@ -20,6 +22,7 @@ from mega_rl.verify.rl.inputs import CHARACTERS, EOS, STAND_IN, LockstepRun, row
 from mega_rl.verify.twin.shrink import random_tensors, shrink
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
+PAD = SPECIAL.index("<pad>")
 VOCABULARY = (*SPECIAL, *CHARACTERS)
 # The architecture without a model: that of the quickstart, with grouped heads.
 ARCHITECTURE = {
@@ -56,11 +59,11 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
             "give the config of another family"
         )
     twin = shrink(hf, where=where, multiple=multiple, narrow=True)
-    raw = {**twin.raw, "vocab_size": len(VOCABULARY), "eos_token_id": EOS}
+    raw = {**twin.raw, "vocab_size": len(VOCABULARY), "eos_token_id": EOS, "pad_token_id": PAD}
     small = parse_hf_config(raw, where=f"{where}, shrunk")
     model, config_file, prompts = folder / "model", folder / "config.json", folder / "prompts.jsonl"
     config_file.write_text(json.dumps(raw), encoding="utf-8")
-    write_checkpoint(model, random_tensors(small, seed=seed), files={"config.json": config_file})
+    write_checkpoint(model, _with_zero_row(random_tensors(small, seed=seed)), files={"config.json": config_file})
     _write_tokenizer(model)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows(seed)), "utf-8")
     named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(prompts)]}
@@ -71,6 +74,14 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
         _write_tokenizer(teacher)
         named["model.ref_path"] = str(teacher)
     return with_settings(run.config, named), small
+
+
+def _with_zero_row(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, the row of the padding token zero, as transformers writes it: no side may sample the token."""
+    for name, tensor in tensors:
+        if name.endswith("embed_tokens.weight"):
+            tensor[PAD] = 0.0
+        yield name, tensor
 
 
 def _write_tokenizer(folder: Path) -> None:

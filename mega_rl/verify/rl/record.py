@@ -178,9 +178,9 @@ class RecordedLearner:
                 self.role,
                 *self._place,
                 tokens={name: getattr(rows, name)[order][mask].double() for name in self.names},
-                loss=metrics[f"{self.role}/loss"],
+                loss=metrics.get(f"{self.role}/loss", 0.0),  # 0 of a mini-batch without tokens
                 loss_scale=0.0,
-                grad_norm=metrics[f"{self.role}/grad_norm"],
+                grad_norm=metrics.get(f"{self.role}/grad_norm", 0.0),
                 gradients={name: kept(gradient) for name, gradient in exported_gradients(engine)},
                 weights={name: kept(weight) for name, weight in engine.export_weights()},
             )

@@ -65,7 +65,9 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
         raw.pop(name, None)
     raw["num_hidden_layers"] = len(layers)
     raw["vocab_size"] = min(hf.vocab_size, MAX_VOCAB)
-    raw |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), None)
+    raw |= dict.fromkeys(("bos_token_id", "eos_token_id"), None)
+    if isinstance(raw.get("pad_token_id"), int):  # a row that transformers never trains
+        raw["pad_token_id"] %= raw["vocab_size"]
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(raw.get(name), list):
             raw[name] = [raw[name][layer] for layer in layers]

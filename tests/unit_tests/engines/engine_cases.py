@@ -153,7 +153,8 @@ def spoiled_case(checkpoint: Path, name: str, value: float) -> dict[str, Any]:
 def skip_updates(
     engine: Any, state: Callable[[Any], dict[str, torch.Tensor]], value: float, *, expected: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Two updates with an advantage of `value` on one rank, of which one may be skipped in a row, then a good one.
+    """An update without a token that trains, two with an advantage of `value` on one rank, of which one may be skipped
+    in a row, then a good one.
 
     expected: the state after the good one alone.
     """
@@ -165,7 +166,12 @@ def skip_updates(
     batch = random_experience()
     row, column = batch.loss_mask.nonzero()[0].tolist()  # of the first data-parallel rank
     batch.advantages[row, column] = value
-    result: dict[str, Any] = {"metrics": worker.update(own_rows(batch, engine), step=7)}
+    empty = random_experience()
+    for field in (empty.loss_mask, empty.loss_weights, empty.token_weights):
+        field.zero_()
+    result: dict[str, Any] = {"of nothing": worker.update(own_rows(empty, engine), step=7)}
+    result["still"] = same(state(engine), before)
+    result["metrics"] = worker.update(own_rows(batch, engine), step=7)
     result["skipped"] = same(state(engine), before)
     try:
         worker.update(own_rows(batch, engine), step=8)

@@ -78,6 +78,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any
     for actual in (rank["spoiled"] for rank in ranks):
         assert actual["of the engine"] == "actor: the gradient norm is nan; weights and optimizer state are unchanged"
         assert actual["message"].startswith("actor, step 9: the gradient norm is nan in 2 optimizer steps in a row;")
+        assert actual["of nothing"] == {"actor/trained_tokens": 0.0, "actor/skipped_steps": 1.0}
+        assert actual["still"]
         assert actual["metrics"]["actor/skipped_steps"] == 1.0
         assert all(map(math.isfinite, actual["metrics"].values()))
         assert actual["skipped"]

@@ -44,11 +44,13 @@ def test_training_goes_on_after_onload(ranks: list[dict[str, Any]], case: str) -
 
 @pytest.mark.parametrize("case", list(SPOILED))
 def test_a_gradient_that_is_not_finite(ranks: list[dict[str, Any]], case: str) -> None:
-    """A skipped step and then an error, on all ranks: no bit of weights, moments and step counts changes, and the
-    engine goes on as if neither had been."""
+    """A step without a token, a skipped step and then an error, on all ranks: no bit of weights, moments and step
+    counts changes, and the engine goes on as if none had been."""
     for actual in (rank["spoiled"][case] for rank in ranks):
         assert actual["of the engine"].startswith("actor: the gradient norm is ")
         assert actual["message"].startswith("actor, step 9: the gradient norm is ")
+        assert actual["of nothing"] == {"actor/trained_tokens": 0.0, "actor/skipped_steps": 1.0}
+        assert actual["still"]
         assert actual["metrics"]["actor/skipped_steps"] == 1.0
         assert all(map(math.isfinite, actual["metrics"].values()))
         assert actual["skipped"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
+from mega_rl.parallel.vocab import hide, vocab_parallel_logprobs_entropy
 from tests.helpers.distributed import device_for, run_ranks
 
 CASES: dict[str, dict[str, Any]] = {
@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "no entropy": {"with_entropy": False},
     "own gradient": {"inplace_backward": False},
     "no tokens": {"tokens": 0},
+    "hidden": {"hidden": ((0, 1), (40, 75), (90, 1 << 40)), "temperature": 0.7},
+    "hidden bf16": {"hidden": ((0, 30), (95, 96)), "dtype": torch.bfloat16},
 }
 VOCAB = 96  # columns over all ranks
 
@@ -42,7 +44,7 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, entropy, gradient) in float64 from the whole vocabulary."""
     full = logits.double().requires_grad_()
-    logp = torch.log_softmax(full[:, :vocab_size] / temperature, dim=-1)
+    logp = torch.log_softmax(full[:, :vocab_size] / temperature, dim=-1).clamp(min=-1e9)  # hidden ones are -inf
     logprobs = logp.gather(1, targets[:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(dim=-1)
     objective = (weights[0].double() * logprobs).sum()
@@ -62,13 +64,21 @@ def check(name: str, group: dist.ProcessGroup | None, device: str, *, bf16_rtol:
     logits = (torch.randn(tokens, VOCAB, generator=generator) * spread).to(dtype)
     targets = torch.randint(vocab_size, (tokens,), generator=generator)
     weights = torch.randn(2, tokens, generator=generator)
+    hidden = case.pop("hidden", ())
+    is_hidden = torch.zeros(VOCAB, dtype=torch.bool)
+    for first, end in hidden:
+        is_hidden[first:end] = True
+    targets = torch.where(is_hidden[targets], 39, targets)
+    shown = logits.masked_fill(is_hidden, -torch.inf)
     expected = reference(
-        logits, targets, weights, vocab_size=vocab_size, temperature=temperature, with_entropy=with_entropy
+        shown, targets, weights, vocab_size=vocab_size, temperature=temperature, with_entropy=with_entropy
     )
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     columns = slice(rank * VOCAB // size, (rank + 1) * VOCAB // size)
     leaf = logits[:, columns].clone().to(device).requires_grad_()
-    given = leaf * 1  # as from an output layer: its storage may become the gradient's
+    given = hide(
+        leaf * 1, hidden, first=columns.start
+    )  # as from an output layer: its storage may become the gradient's
     before = given.detach().clone()
     logprobs, entropy = vocab_parallel_logprobs_entropy(
         given, targets.to(device), group=group, **{"chunk_rows": 5, **case}
@@ -90,6 +100,7 @@ def check(name: str, group: dist.ProcessGroup | None, device: str, *, bf16_rtol:
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": bf16_rtol, "atol": 2**-12}
     torch.testing.assert_close(leaf.grad.cpu().double(), expected[2][:, columns], **tolerance)
     assert not leaf.grad[:, max(0, vocab_size - columns.start) :].any(), "padding has a gradient"
+    assert not leaf.grad[:, is_hidden[columns]].any(), "a hidden token has a gradient"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from mega_rl.trainer.hints import FLAT_STEPS, AbsentRewards, FlatRewards
+from mega_rl.trainer.hints import FLAT_STEPS, AbsentRewards, FlatRewards, GradientSpikes
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 
 
@@ -23,6 +23,41 @@ def test_the_hint_comes_once_after_some_steps_in_a_row(caplog: pytest.LogCapture
     assert line.startswith(
         f"in each of {FLAT_STEPS} steps all responses to a prompt got the same reward (0.25 on average)"
     )
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        ({"rollout/filtered_fraction": 1.0, EQUAL_GROUPS: 1.0}, "reward.overlong.filter=true"),
+        ({"rollout/filtered_fraction": 0.75, EQUAL_GROUPS: 0.0}, "(rollout/filtered_fraction=0.75"),
+    ],
+)
+def test_a_run_in_which_nothing_trains_says_why(
+    caplog: pytest.LogCaptureFixture, step: dict[str, float], reason: str
+) -> None:
+    hint = FlatRewards()
+    idle = {"reward/mean": 0.25, "advantage/abs_mean": 0.0, **step}
+    for metrics in [*[idle] * (FLAT_STEPS - 1), {**idle, "advantage/abs_mean": 0.5, EQUAL_GROUPS: 0.0}]:
+        hint(metrics)
+    assert caplog.messages == []
+    for _ in range(9):
+        hint(idle)
+    [line] = caplog.messages
+    assert reason in line
+
+
+def test_a_gradient_a_hundred_times_the_median_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """By the largest update of a step, however small the step's mean; not before the run has a median."""
+    hint = GradientSpikes()
+    usual = {"actor/grad_norm": 2.0, "actor/grad_norm_max": 3.0}
+    spike = {"actor/grad_norm": 80.0, "actor/grad_norm_max": 201.0}
+    for metrics in [spike, *[usual] * FLAT_STEPS, {}]:
+        hint(metrics)
+    assert caplog.messages == []
+    hint(spike)
+    hint(usual)
+    [line] = caplog.messages
+    assert line.startswith("an update's gradient norm is 201, the run's median is 2:")
 
 
 def test_a_step_without_any_reward_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -99,6 +99,18 @@ def test_means_are_over_response_tokens() -> None:
     assert experience_metrics(experience, FakeRanks(), has_reference=False, has_critic=True)["values/mean"] == 3.0
 
 
+def test_means_of_updates_are_weighted_by_their_tokens() -> None:
+    """Not by the number of updates: one without a token has no share, and a learning rate is not of tokens."""
+    updates = [
+        {"actor/entropy": 2.0, "actor/lr": 0.1, "actor/trained_tokens": 30.0, "actor/skipped_steps": 0.0},
+        {"actor/trained_tokens": 0.0, "actor/skipped_steps": 1.0},
+        {"actor/entropy": 4.0, "actor/lr": 0.3, "actor/trained_tokens": 10.0, "actor/skipped_steps": 0.0},
+    ]
+    expected = {"actor/entropy": 2.5, "actor/lr": 0.2, "actor/trained_tokens": 40.0, "actor/skipped_steps": 1.0}
+    assert mean_metrics(updates) == pytest.approx(expected)
+    assert "actor/entropy" not in mean_metrics([updates[1]])
+
+
 def test_updates_of_a_step_are_put_together() -> None:
     """A metric that an update lacks, because its step was skipped, has the mean of the others."""
     updates = [

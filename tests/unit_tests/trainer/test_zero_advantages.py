@@ -102,13 +102,16 @@ def test_an_advantage_off_the_mask_is_none() -> None:
     assert only(batch)[0].prompt_index.tolist() == [3, 3]
 
 
-def test_without_any_advantage_the_shortest_row_is_left_even_without_tokens() -> None:
+def test_without_any_advantage_the_shortest_row_that_trains_is_left() -> None:
+    """The update has a gradient of 0, as that of all rows; only a mini-batch without a token is no update."""
     batch = experience((0, 1, 2, 3))
-    shortest = int(batch.lengths.argmin())
+    shortest, second = batch.lengths.argsort()[:2].tolist()
     batch.loss_mask[shortest] = False
     left, _ = only(batch)
-    assert torch.equal(left.tokens[0], batch.tokens[shortest])
-    assert not left.token_weights.any()
+    assert torch.equal(left.tokens[0][: batch.lengths[second]], batch.tokens[second][: batch.lengths[second]])
+    assert left.token_weights.any()
+    batch.loss_mask[:] = False
+    assert not only(batch)[0].loss_mask.any()
 
 
 def test_steps_that_train_nothing_have_no_metrics() -> None:

@@ -98,6 +98,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "mixture": ALGORITHMS["ppo"],
 }
 STEPS = {} if FULL else {"trainer.steps": 2}
+# With others no prompt of two steps has parts that differ and sums that do not.
+SEEDS = {"gdpo_sampling": {"trainer.seed": 1}}
 ALL_RUNS = ALGORITHMS | VARIANTS
 # `make test` has these; the others are those of `make test-full`.
 FEW = (
@@ -133,7 +135,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         inputs = root / name
         inputs.mkdir()
         source = bare_config(inputs / "bare", TINY[ROUTED]) if name == "mixture" else None
-        run = algorithm_run({**SHARED, **STEPS, **ALL_RUNS[name]}, source=source)
+        run = algorithm_run({**SHARED, **STEPS, **SEEDS.get(name, {}), **ALL_RUNS[name]}, source=source)
         config, _ = write_inputs(run, inputs, multiple=2)
         for layout in (layout for one, layout in CASES if one == name):
             trace = root / f"{name}_{layout}"

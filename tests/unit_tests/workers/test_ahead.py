@@ -174,6 +174,26 @@ def test_every_sample_but_the_first_steps_is_one_version_old() -> None:
     assert max(record.get("rollout/stale_logprob_diff_max", 0.0) for record in records.values()) > 0.01
 
 
+def test_servers_answer_a_prompt_with_the_trainers_weights_now_and_then() -> None:
+    """After a rollout is taken and before the next generation begins: no token is older, and no update lies between."""
+    policy = FakePolicy([])
+    trainer, ahead = run_of(policy, Recorded(policy), steps=4)
+    starts: list[int] = []
+
+    def compare(sampled: Rollout) -> Metrics:
+        starts.append(sum(event.startswith("start") for event in policy.events))
+        assert sampled.weight_version.unique().tolist() == [policy.weight_version]
+        return {"rollout/logprob_diff_mean": 0.25, "importance/k3": 99.0}
+
+    ahead.compare, ahead.check_interval = compare, 2
+    trainer.fit()
+    assert starts == [1, 3], "of steps 1 and 3, each before the next one's generation begins"
+    records = trainer.metrics.records  # type: ignore[attr-defined]
+    assert records[3]["rollout/logprob_diff_mean"] == 0.25, "all tokens that step 3 trains are older"
+    assert records[3]["importance/k3"] != 99.0
+    assert "rollout/logprob_diff_mean" not in records[2]
+
+
 def threads_of(
     policy: FakePolicy, generate: Callable[[Sequence[Prompt], int], Rollout] | None = None
 ) -> ThreadedRollouts[Rollout]:

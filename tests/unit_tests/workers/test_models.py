@@ -240,6 +240,13 @@ class OverflowingEngine(RecordingEngine):
         raise NonFiniteGradientError("overflow", norm=norm, metrics={"critic/loss": norm, "critic/error_max": 3.0})
 
 
+def test_an_update_without_a_token_is_a_skipped_step() -> None:
+    """It is no failure: the count of gradients in a row that are not finite neither grows nor begins anew."""
+    worker = learner(RecordingEngine({"trained_tokens": 0.0}), max_skipped_steps=0)
+    for step in range(3):
+        assert worker.update(BATCH, step=step) == {"critic/trained_tokens": 0.0, "critic/skipped_steps": 1.0}
+
+
 def test_steps_without_a_finite_gradient_are_skipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     """Two in a row are allowed here, and each finite gradient begins the count anew."""
     worker = learner(OverflowingEngine([math.nan, math.inf, 1.0, math.inf, math.nan, 1.0]), max_skipped_steps=2)

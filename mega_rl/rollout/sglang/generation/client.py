@@ -13,7 +13,7 @@ from mega_rl.rollout.sglang.generation.answers import ExpectedAnswer, parse_answ
 from mega_rl.rollout.sglang.generation.failures import STATUS_KINDS, BadAnswer, NoAnswer, RequestFailure
 from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.request import NUCLEUS_OF_ONE
+from mega_rl.rollout.sglang.http.request import NUCLEUS_OF_ONE, hidden_bias
 
 _CONNECT_S = 10.0
 _ERROR_BYTES = 4096  # of a refusal; its first 200 characters are shown
@@ -212,6 +212,7 @@ def _sampling_params(sampling: Sampling, *, seed: int, max_new_tokens: int) -> d
         "stop_token_ids": list(sampling.stop_token_ids),
         # Also turns stop_token_ids off, so only where there are none: else a model's own end would still stop it.
         "ignore_eos": not sampling.stop_token_ids,
+        **hidden_bias(sampling.hidden_token_ids),
     }
     if sampling.greedy:
         return {**shared, "temperature": sampling.temperature, "top_p": NUCLEUS_OF_ONE}

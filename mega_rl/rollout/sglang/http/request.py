@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -15,9 +15,15 @@ from mega_rl.errors import RunError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import GENERATION
 
+NEVER = -1e30  # added to a logit: probability 0; JSON has no infinity
 NUCLEUS_OF_ONE = 1e-6  # a top_p so small that the nucleus is the most likely token alone
 _MAX_MESSAGE = 400  # characters of a server's words that an error repeats
 _MAX_ANSWER = 256 << 20  # bytes; checksums of all tensors of the largest models are far below
+
+
+def hidden_bias(token_ids: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return SGLang's sampling parameter that gives tokens a probability of 0; none without tokens."""
+    return {"logit_bias": {str(token): NEVER for token in token_ids}} if token_ids else {}
 
 
 class ServerError(RunError):

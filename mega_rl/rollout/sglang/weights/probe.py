@@ -13,7 +13,7 @@ from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.ask_all import each
 from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.request import NUCLEUS_OF_ONE
+from mega_rl.rollout.sglang.http.request import NUCLEUS_OF_ONE, hidden_bias
 from mega_rl.types import Rollout, TokenOutputs
 
 _PROMPT_TOKENS = 8
@@ -58,6 +58,7 @@ class Probe:
     temperature: float  # that divides the trainer's logits
     num_tokens: int
     limits: ProbeLimits
+    hidden_token_ids: tuple[int, ...] = ()  # of probability 0 at the trainer
 
     def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> Probed:
         """Probe `servers`; controls: of the servers that this rank steers."""
@@ -93,6 +94,7 @@ class Probe:
                 "temperature": self.temperature,
                 "top_p": NUCLEUS_OF_ONE,  # greedy, with log-probs at the temperature, as the trainer's are
                 "ignore_eos": True,
+                **hidden_bias(self.hidden_token_ids),
             },
             "return_logprob": True,
         }

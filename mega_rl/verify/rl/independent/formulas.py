@@ -90,12 +90,16 @@ def differ(rewards: Sequence[Row]) -> bool:
     return any(row != rewards[0] for row in rewards)
 
 
+UNSAID = -1e30  # logit of a token that is never said
+
+
 def divergence(student: Tensor, teacher: Tensor, temperature: float, beta: float) -> Tensor:
     """Return the generalised Jensen-Shannon divergence of two models at each token (GKD, arXiv:2306.13649, eq. 1), [n].
 
     student, teacher: logits [n, V]. Section 2 has its limits: KL(teacher || student) of beta 0, and the reverse of 1.
     """
-    p, q = torch.softmax(teacher / temperature, dim=-1), torch.softmax(student / temperature, dim=-1)
+    said = student[0] > UNSAID / 2
+    p, q = (torch.softmax(logits[:, said] / temperature, dim=-1) for logits in (teacher, student))
     if beta == 0.0:
         return _kl(p, q)
     if beta == 1.0:

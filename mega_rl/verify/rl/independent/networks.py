@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from mega_rl.verify.rl.independent.formulas import Formulas, clip_factor
+from mega_rl.verify.rl.independent.formulas import UNSAID, Formulas, clip_factor
 from mega_rl.verify.rl.independent.records import LockstepSettings, ScoredSample
 
 VALUE_HEAD = "score.weight"
@@ -59,13 +59,19 @@ def of_response(logits: Tensor, sample: ScoredSample, temperature: float) -> tup
 
 
 class PolicyNetwork(Network):
-    """A language model."""
+    """A language model that never says a token which its tokenizer does not know, nor padding."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        tokenizer, config = AutoTokenizer.from_pretrained(path, local_files_only=True), self._model.config
+        names = [tokenizer.convert_ids_to_tokens(token) for token in range(config.vocab_size)]
+        self._unsaid = [i for i, name in enumerate(names) if name is None or i == tokenizer.pad_token_id]
 
     def logits(self, sample: ScoredSample) -> Tensor:
         """Return the logits of each response token, [n, V] float64: an output predicts the token after it."""
         tokens = torch.tensor([sample.tokens[:-1]])
         logits: Tensor = self._model(tokens, use_cache=False).logits[0, sample.prompt_length - 1 :].double()
-        return logits
+        return logits.index_fill(1, torch.tensor(self._unsaid, dtype=torch.int64), UNSAID)
 
     def logprobs(self, sample: ScoredSample, temperature: float) -> Tensor:
         """Return the log-prob of each response token, [n] float64."""

@@ -61,7 +61,8 @@ class TrainedNetwork:
             term.sum().backward()
             loss, scale = loss + float(term.sum().detach()), scale + float(term.detach().abs().sum())
         norm = self._adam.clip()
-        self._adam.step(lr)
+        if samples:  # a mini-batch without a token to learn from is no optimizer step
+            self._adam.step(lr)
         return Figures(
             self._name,
             *place,
