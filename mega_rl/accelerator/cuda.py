@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mega_rl.accelerator.gpus import device_index
+from mega_rl.cores import bind_near
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,12 @@ class CudaAccelerator:
 
 @cache
 def prepare() -> CudaAccelerator:
-    """Bind this process to its GPU, see `device_index`. Raises UserError where there is none for it."""
+    """Bind this process to its GPU, see `device_index`, and to the processors near it.
+
+    Raises UserError where there is no GPU for it.
+    """
     device = torch.device("cuda", device_index(os.environ, count=torch.cuda.device_count()))
     torch.cuda.set_device(device)
+    facts = torch.cuda.get_device_properties(device)
+    bind_near(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
     return CudaAccelerator(device=device)

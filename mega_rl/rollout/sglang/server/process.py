@@ -16,6 +16,7 @@ from typing import Self
 
 import psutil
 
+from mega_rl.cores import processors
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
@@ -213,6 +214,7 @@ class ServerProcess:
                     start_new_session=True,
                 )
             )
+        os.sched_setaffinity(self._process.pid, processors())  # its GPUs may be near others than this rank's
 
     def _wait_for_start(self) -> None:
         """Wait until the process that was started is ready, on another port if need be. Raises ServerStartError."""
