@@ -175,6 +175,6 @@ def test_ranks_do_not_import_packages_of_servers_and_trackers(tmp_path: Path) ->
     assert done.stdout.splitlines() == ["ready", *imported], done.stderr
     assert done.stderr.splitlines()[-1] == (
         "mega_rl.errors.UserError: engine.megatron.moe.dispatcher=deepep: the package deep_ep does not load "
-        "(AssertionError); it needs the CUDA toolkit (CUDA_HOME, or nvcc on PATH) and pip's NCCL before any other on "
+        "(AssertionError()); it needs the CUDA toolkit (CUDA_HOME, or nvcc on PATH) and pip's NCCL before any other on "
         "LD_LIBRARY_PATH; mend that, or set engine.megatron.moe.dispatcher=alltoall"
     )

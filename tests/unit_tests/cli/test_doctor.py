@@ -76,11 +76,11 @@ def test_other_releases_count_as_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     (sglang,) = doctor.missing(["sglang"])
     assert "MISSING: not installed; " in sglang
     monkeypatch.setattr(doctor, "find_sglang", lambda: Installation("0.5.20", None))
-    monkeypatch.setattr(doctor, "missing_tools", lambda variables: [])
+    monkeypatch.setattr(doctor, "missing_tools", lambda: [])
     assert list(doctor.missing(["sglang"])) == []
-    monkeypatch.setattr(doctor, "missing_tools", lambda variables: ["no ninja", "no nvcc"])
+    monkeypatch.setattr(doctor, "missing_tools", lambda: ["no ninja", "no nvcc"])
     assert "MISSING: no ninja; no nvcc" in next(doctor.missing(["sglang"]))
-    assert doctor._sglang_line().endswith("0.5.20, beside the rest; CANNOT COMPILE ITS KERNELS: no ninja; no nvcc")
+    assert doctor._sglang_line().endswith("0.5.20, beside the rest; LACKS: no ninja; LACKS: no nvcc")
     monkeypatch.setattr(doctor, "find_sglang", lambda: Installation("0.5.20", Path("/for/cpus")))
     assert list(doctor.missing(["sglang"])) == []
 
