@@ -78,12 +78,9 @@ class CudaAccelerator:
 
 @cache
 def prepare() -> CudaAccelerator:
-    """Bind this process to its GPU, see `device_index`, and to the processors near it.
-
-    Raises UserError where there is no GPU for it.
-    """
+    """Bind this process to its GPU (`device_index`) and the processors near it. Raises UserError without one."""
     device = torch.device("cuda", device_index(os.environ, count=torch.cuda.device_count()))
     torch.cuda.set_device(device)
-    facts = torch.cuda.get_device_properties(device)
+    facts: Any = torch.cuda.get_device_properties(device)
     bind_near(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
     return CudaAccelerator(device=device)

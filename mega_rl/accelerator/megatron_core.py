@@ -171,19 +171,13 @@ _HIDDEN = ("wandb", "deep_ep", "flashinfer", "torch_memory_saver")
 
 
 def load(*, deepep: bool = False) -> None:
-    """Import Megatron-Core while the packages of `_HIDDEN` cannot be imported.
-
-    deepep: the run sends tokens by DeepEP, whose package is then imported first.
-
-    Raises UserError where `deep_ep` does not load.
-    """
+    """Import Megatron-Core without the packages of `_HIDDEN`; deepep: `deep_ep` first, or a UserError says why not."""
     if deepep:
         try:
             importlib.import_module("deep_ep")
         except (ImportError, AssertionError, OSError, RuntimeError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
             raise UserError(
-                f"engine.megatron.moe.dispatcher=deepep: the package deep_ep does not load ({reason}); it needs the "
+                f"engine.megatron.moe.dispatcher=deepep: the package deep_ep does not load ({error!r}); it needs the "
                 "CUDA toolkit (CUDA_HOME, or nvcc on PATH) and pip's NCCL before any other on LD_LIBRARY_PATH; mend "
                 "that, or set engine.megatron.moe.dispatcher=alltoall"
             ) from error

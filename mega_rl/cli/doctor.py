@@ -124,8 +124,8 @@ def _sglang_line() -> str:
     else:
         where = "beside the rest" if installation.folder is None else f"for CPUs, in {installation.folder}"
         wrong = "" if installation.version == SGLANG_VERSION else f"; mega_rl works with {SGLANG_VERSION} only"
-        tools = "; ".join(missing_tools(os.environ)) if installation.folder is None else ""
-        status = f"{installation.version}, {where}{wrong}{tools and f'; CANNOT COMPILE ITS KERNELS: {tools}'}"
+        tools = [] if installation.folder else [f"; LACKS: {tool}" for tool in missing_tools()]
+        status = f"{installation.version}, {where}{wrong}{''.join(tools)}"
     return f"{'sglang':<20} {status}"
 
 
@@ -215,7 +215,7 @@ def _no_sglang() -> str | None:
         return f"not installed; {how_to_install()}"
     if installation.version != SGLANG_VERSION:
         return f"{installation.version} is installed; mega_rl works with {SGLANG_VERSION} only"
-    return "; ".join(missing_tools(os.environ)) or None if installation.folder is None else None
+    return "; ".join(missing_tools()) or None if installation.folder is None else None
 
 
 def _does_not_load(module: str) -> str | None:

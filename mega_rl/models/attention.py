@@ -89,7 +89,7 @@ def te_sequences(cu_seqlens: Tensor, max_seqlen: int, *, positions: Tensor, cp_s
     Of context-parallel slices every boundary is that of the whole sequences, padding included.
     """
     bounds = send(cu_seqlens, positions.device)
-    padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if cp_size > 1 else {}
+    padded: dict[str, Any] = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if cp_size > 1 else {}
     return TokenPositions(
         qkv_format="thd",
         cu_seqlens_q=bounds,

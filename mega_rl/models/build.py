@@ -296,14 +296,9 @@ def unmark_whole_weights(model: torch.nn.Module) -> None:
 
 
 def pass_on_padding(model: torch.nn.Module) -> None:
-    """Let Transformer Engine's attention hear from `te_sequences` that no padding lies between packed sequences.
-
-    It would compare boundaries on the device to know, and the host would wait in every layer and pass under context
-    parallelism. From 0.19 Megatron-Core passes it on by itself.
-    """
+    """Let Transformer Engine hear that no padding lies between packed sequences, else the host waits in each layer."""
     for module in model.modules():
-        if hasattr(module, "kept_packed_seq_params"):
-            module.kept_packed_seq_params.add("pad_between_seqs")
+        vars(module).get("kept_packed_seq_params", set()).add("pad_between_seqs")
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mega_rl.config.checkout import made_by_make
+from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 
 SGLANG_VERSION = "0.5.20"  # the only release that the launcher, the client and the weight updates were tested with
@@ -101,11 +102,7 @@ def how_to_install(device: str = "") -> str:
 
 
 def with_tools(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which a server on CUDA finds ninja and nvcc, where they are installed.
-
-    The programs next to this interpreter (pip puts ninja there) come first on PATH. CUDA_HOME names pip's toolkit where
-    the environment leads to no nvcc: SGLang does not look for it there.
-    """
+    """Return the variables with pip's programs, as ninja, first on PATH, and pip's nvcc if there is no other."""
     path = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH") or os.defpath])
     given = {**variables, "PATH": path}
     toolkits = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"))
@@ -114,9 +111,9 @@ def with_tools(variables: Mapping[str, str]) -> dict[str, str]:
     return given
 
 
-def missing_tools(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield what a server on CUDA needs to compile its kernels and lacks in this environment (the trainer's)."""
-    given = with_tools(variables)
+def missing_tools(variables: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield what a server on CUDA needs to compile its kernels and lacks, in this environment or `variables`."""
+    given = with_tools(of_other_programs() if variables is None else variables)
     if not os.access(_nvcc(given), os.X_OK):
         yield f"no compiler {_nvcc(given)}: install the CUDA toolkit or set CUDA_HOME to its folder"
     if shutil.which("ninja", path=given["PATH"]) is None:
