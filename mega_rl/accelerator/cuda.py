@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -81,6 +82,6 @@ def prepare() -> CudaAccelerator:
     """Bind this process to its GPU (`device_index`) and the processors near it. Raises UserError without one."""
     device = torch.device("cuda", device_index(os.environ, count=torch.cuda.device_count()))
     torch.cuda.set_device(device)
-    facts: Any = torch.cuda.get_device_properties(device)
-    bind_near(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
+    address = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")(torch.cuda.get_device_properties(device))
+    bind_near("{:04x}:{:02x}:{:02x}.0".format(*address))
     return CudaAccelerator(device=device)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mega_rl.assemble.plan import RunPlan, engine_settings
-from mega_rl.assemble.servers import device_share
+from mega_rl.assemble.servers import _settings, device_share
 from mega_rl.config.loader import load
 from mega_rl.config.plugins.choices import CORRECTION, chosen
 from mega_rl.config.rules import check
@@ -22,6 +22,7 @@ from mega_rl.errors import UserErrors
 from mega_rl.plan.setup import Machine, RunSetup
 from mega_rl.plan.verdict import judge
 from mega_rl.preflight import host, preflight
+from mega_rl.rollout.sglang.server.settings import arguments
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 DEVICE = 80 * 10**9
@@ -101,6 +102,8 @@ def test_servers_hold_eight_whole_sequences(name: str, world_size: int) -> None:
     share = device_share(plan, total=DEVICE, world_size=world_size)
     cache = share.fraction(0.0) * DEVICE - share.weights
     assert cache * config.rollout.sglang.server.tp > 8 * sequence_bytes(config, hf)
+    server = _settings(plan, cast(Any, SimpleNamespace(device=torch.device("cuda"))), mem_fraction=0.0)(0)
+    assert ("--enable-fp32-lm-head" in arguments(server, 1)) == config.model.fp32_head, "one key for both sides"
 
 
 def sequence_bytes(config: Config, hf: HFConfig) -> int:
