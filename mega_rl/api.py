@@ -84,7 +84,9 @@ class Trainer:
         from mega_rl.accelerator import prepare
 
         accelerator = prepare(
-            config.trainer.device, variables=variables_of(config.engine, config.rollout, config.trainer)
+            config.trainer.device,
+            variables=variables_of(config.engine, config.rollout, config.trainer),
+            deepep=config.engine.megatron.moe.dispatcher == "deepep",
         )
         from mega_rl.assemble import running
 

@@ -50,6 +50,7 @@ PACKAGES = (
 )
 # Of the extra `gpu`, and no dependency. Megatron-Core imports it wherever it is installed; 0.16.1 asks for >=2.9,<2.12.
 TRANSFORMER_ENGINE = Package("transformer-engine", "==2.11.*", "2.11.0", "2.11.0")
+_KERNELS = {"13": "transformer-engine-cu13", "12": "transformer-engine-cu12"}  # by CUDA's release
 
 
 @cache
@@ -77,8 +78,8 @@ def problems() -> Iterator[str]:
     if installed is not None and not is_allowed(engine, installed):
         yield (
             f"{engine.name} {installed} is installed, which Megatron-Core would import and has not been compared with; "
-            f"run 'pip install --no-build-isolation \"{engine.name}[pytorch]{engine.allowed}\"', or 'pip uninstall "
-            f"{engine.name}' to run Megatron-Core's own layers"
+            f"run 'pip install --no-build-isolation \"{engine.name}[core_cu13,pytorch]{engine.allowed}\"', or 'pip "
+            f"uninstall {engine.name}' to run Megatron-Core's own layers"
         )
 
 
@@ -93,6 +94,11 @@ def remark(name: str) -> str:
     if not Version(package.oldest) <= _release(installed) <= Version(package.newest):
         return f"not tested: {package.oldest} to {package.newest} are"
     return ""
+
+
+def cuda_of_transformer_engine() -> str | None:
+    """Return the CUDA release that Transformer Engine's kernels are built for; None where no wheel of them is here."""
+    return next((cuda for cuda, name in _KERNELS.items() if installed_version(name)), None)
 
 
 def is_allowed(package: Package, installed: str) -> bool:

@@ -19,7 +19,9 @@ __all__ = ["Accelerator", "prepare"]
 log = logging.getLogger(__name__)
 
 
-def prepare(device: str = "auto", *, variables: Mapping[str, str] = MappingProxyType({})) -> Accelerator:
+def prepare(
+    device: str = "auto", *, variables: Mapping[str, str] = MappingProxyType({}), deepep: bool = False
+) -> Accelerator:
     """The accelerator of this process; "auto" takes CUDA where there is one.
 
     On a CPU this makes Megatron-Core's CUDA assumptions hold (see `mega_rl.accelerator.cpu`), so it must run before the
@@ -27,10 +29,11 @@ def prepare(device: str = "auto", *, variables: Mapping[str, str] = MappingProxy
     cores (see `mega_rl.accelerator.threads`).
 
     variables: environment of the run on a GPU (`mega_rl.environment`), which has to be there before CUDA starts.
+    deepep: the run sends tokens to experts by DeepEP (`megatron_core.load`).
 
     Raises:
         UserError: "cuda" without a CUDA device, "cpu" on a machine whose CUDA devices are visible, an unknown name, or
-            a Megatron-Core that is not supported, or a package that the CPU needs and does not find.
+            a Megatron-Core that is not supported, or a package that the CPU or DeepEP needs and does not find.
         UserErrors: releases of packages that are not allowed.
     """
     versions.require()
@@ -62,5 +65,5 @@ def prepare(device: str = "auto", *, variables: Mapping[str, str] = MappingProxy
         from mega_rl.accelerator import cpu
 
         accelerator = cpu.prepare()
-    megatron_core.load()
+    megatron_core.load(deepep=deepep)
     return accelerator

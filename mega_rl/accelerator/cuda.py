@@ -7,11 +7,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from mega_rl.accelerator.gpus import device_index
+from mega_rl.cores import bind_near
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class CudaAccelerator:
 
 @cache
 def prepare() -> CudaAccelerator:
-    """Bind this process to its GPU, see `device_index`. Raises UserError where there is none for it."""
+    """Bind this process to its GPU (`device_index`) and the processors near it. Raises UserError without one."""
     device = torch.device("cuda", device_index(os.environ, count=torch.cuda.device_count()))
     torch.cuda.set_device(device)
+    address = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")(torch.cuda.get_device_properties(device))
+    bind_near("{:04x}:{:02x}:{:02x}.0".format(*address))
     return CudaAccelerator(device=device)

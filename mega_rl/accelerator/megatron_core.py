@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from mega_rl.errors import UserError
+
 
 @dataclass(frozen=True)
 class Release:
@@ -163,17 +165,31 @@ _ADVICE = {  # logger below megatron.core -> start of a message that asks for no
 }
 
 
-def load() -> None:
-    """Import Megatron-Core without W&B, which it imports where it can, for its inference: two seconds of every rank."""
+# Megatron-Core imports these where it can, and no run needs them. Each costs every rank: W&B and flashinfer take
+# seconds, torch_memory_saver sets its mode, and SGLang's deep_ep asserts a CUDA toolkit and pip's NCCL at its import.
+_HIDDEN = ("wandb", "deep_ep", "flashinfer", "torch_memory_saver")
+
+
+def load(*, deepep: bool = False) -> None:
+    """Import Megatron-Core without the packages of `_HIDDEN`; deepep: `deep_ep` first, or a UserError says why not."""
+    if deepep:
+        try:
+            importlib.import_module("deep_ep")
+        except (ImportError, AssertionError, OSError, RuntimeError) as error:
+            raise UserError(
+                f"engine.megatron.moe.dispatcher=deepep: the package deep_ep does not load ({error!r}); it needs the "
+                "CUDA toolkit (CUDA_HOME, or nvcc on PATH) and pip's NCCL before any other on LD_LIBRARY_PATH; mend "
+                "that, or set engine.megatron.moe.dispatcher=alltoall"
+            ) from error
     modules = cast("dict[str, ModuleType | None]", sys.modules)
-    hidden = "wandb" not in modules
-    if hidden:
-        modules["wandb"] = None  # an import of it raises ImportError
+    hidden = [name for name in _HIDDEN if name not in modules]
+    modules.update(dict.fromkeys(hidden))  # an import of None raises ImportError
     try:
-        importlib.import_module("megatron.core")
+        for module in ("megatron.core", "megatron.core.models.gpt"):
+            importlib.import_module(module)
     finally:
-        if hidden:
-            del modules["wandb"]
+        for name in hidden:
+            del modules[name]
 
 
 def silence_advice() -> None:

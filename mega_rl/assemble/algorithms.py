@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from mega_rl.config.values import shown
 from mega_rl.errors import UserError
 from mega_rl.workers.user_files import load_from_file
 
+log = logging.getLogger(__name__)
+
 
 def build_estimator(config: Config) -> AdvantageEstimator:
     """Return the advantage estimator that the recipe chooses. Raises UserError: see `_build`, `_check_needs`."""
@@ -38,6 +41,8 @@ def build_objective(config: Config) -> PolicyObjective:
 
 def build_correction(config: Config) -> Correction | None:
     """Return the correction that the recipe chooses, None for none. Raises UserError: see `_build`."""
+    if config.algorithm.correction == "auto":
+        log.info("algorithm.correction=auto takes %s", chosen(config, CORRECTION))
     return _build(config, CORRECTION, CORRECTIONS) if corrects(config) else None
 
 

@@ -222,7 +222,7 @@ def _settings(plan: RunPlan, accelerator: Accelerator, *, host: str, share: floa
             seed=config.trainer.seed,
             start_timeout_s=sglang.start_timeout_s,
             return_routing=sglang.return_routing,
-            args=sglang.server.args,
+            args=dict(sglang.server.args) | ({"enable_fp32_lm_head": True} if config.model.fp32_head else {}),
         )
 
     return settings

@@ -124,7 +124,9 @@ def train(
         from mega_rl.accelerator import prepare
 
         accelerator = prepare(
-            resolved.trainer.device, variables=variables_of(resolved.engine, resolved.rollout, resolved.trainer)
+            resolved.trainer.device,
+            variables=variables_of(resolved.engine, resolved.rollout, resolved.trainer),
+            deepep=resolved.engine.megatron.moe.dispatcher == "deepep",
         )
         from mega_rl.assemble import train as run
 

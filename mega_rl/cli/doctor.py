@@ -19,7 +19,7 @@ from mega_rl.accelerator import megatron_core
 from mega_rl.accelerator.patches import patches
 from mega_rl.config.checkout import made_by_make
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install
+from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install, missing_tools
 from mega_rl.sandbox.bubblewrap import Tool
 from mega_rl.sandbox.limits import Limits, SandboxError
 from mega_rl.sandbox.local import LocalSandbox
@@ -55,7 +55,8 @@ OPTIONAL = (
     ),
     # The apex of the package index is another project; NVIDIA's has optimizers and comes with its containers.
     Optional("apex (NVIDIA)", "apex.optimizers", "apex", "torch's AdamW and unfused kernels"),
-    Optional("flash-attn", "flash_attn", "flash-attn", "torch's scaled_dot_product_attention"),
+    # The beta of FlashAttention 4 leaves a folder flash_attn without this module.
+    Optional("flash-attn", "flash_attn.flash_attn_interface", "flash-attn", "torch's scaled_dot_product_attention"),
     Optional("wandb", "wandb", "wandb", "metrics.jsonl and TensorBoard"),
     Optional("mlflow", "mlflow", "mlflow-skinny", "metrics.jsonl and TensorBoard"),
     Optional("swanlab", "swanlab", "swanlab", "metrics.jsonl and TensorBoard"),
@@ -110,6 +111,8 @@ def is_importable(module: str) -> bool:
 def _optional_line(package: Optional) -> str:
     if is_importable(package.module):
         remark = versions.remark(package.distribution)
+        if package.distribution == "transformer-engine" and (cuda := versions.cuda_of_transformer_engine()):
+            remark = "; ".join(filter(None, [remark, f"kernels for CUDA {cuda}"]))
         return f"{package.name:<20} {installed_version(package.distribution) or 'found'}{remark and f'; {remark}'}"
     return f"{package.name:<20} not found; used instead: {package.instead}"
 
@@ -121,7 +124,8 @@ def _sglang_line() -> str:
     else:
         where = "beside the rest" if installation.folder is None else f"for CPUs, in {installation.folder}"
         wrong = "" if installation.version == SGLANG_VERSION else f"; mega_rl works with {SGLANG_VERSION} only"
-        status = f"{installation.version}, {where}{wrong}"
+        tools = [] if installation.folder else [f"; LACKS: {tool}" for tool in missing_tools()]
+        status = f"{installation.version}, {where}{wrong}{''.join(tools)}"
     return f"{'sglang':<20} {status}"
 
 
@@ -197,7 +201,11 @@ def _no_cuda() -> str | None:
 
 
 def _no_transformer_engine() -> str | None:
-    remark = versions.remark("transformer-engine")
+    import torch
+
+    remark, kernels = versions.remark("transformer-engine"), versions.cuda_of_transformer_engine()
+    if kernels and torch.version.cuda and torch.version.cuda.partition(".")[0] != kernels:
+        return f"its kernels are for CUDA {kernels}, and torch's CUDA is {torch.version.cuda}"
     return remark if remark.startswith("NOT") else _does_not_load("transformer_engine.pytorch")
 
 
@@ -207,7 +215,7 @@ def _no_sglang() -> str | None:
         return f"not installed; {how_to_install()}"
     if installation.version != SGLANG_VERSION:
         return f"{installation.version} is installed; mega_rl works with {SGLANG_VERSION} only"
-    return None
+    return "; ".join(missing_tools()) or None if installation.folder is None else None
 
 
 def _does_not_load(module: str) -> str | None:
@@ -229,7 +237,7 @@ REQUIREMENTS: Mapping[str, Callable[[], str | None]] = {
     "megatron": megatron_core.problem,
     "te": _no_transformer_engine,
     "apex": lambda: _does_not_load("fused_weight_gradient_mlp_cuda"),  # all of it that is used
-    "flash-attn": lambda: _does_not_load("flash_attn"),
+    "flash-attn": lambda: _does_not_load("flash_attn.flash_attn_interface"),
     "sglang": _no_sglang,
     "sandbox": _no_sandbox,
     "ray": lambda: _does_not_load("ray"),

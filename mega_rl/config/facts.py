@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 MAX_LISTED = 12  # legal values that one line repeats
@@ -24,6 +24,12 @@ class ModelFacts:
     expert_ffn_hidden_size: int = 0
     expert_biases: bool = False
     shared_experts: bool = False
+
+    def too_long(self, key: str, keys: str, longest: int, backend: str) -> Iterator[str]:
+        """Yield that the checkpoint of `key` has no room for `longest` tokens, the sum of the settings `keys`."""
+        free = " but the one that SGLang keeps free" * (backend == "sglang")
+        if longest > (positions := self.max_position_embeddings - bool(free)):
+            yield f"{keys}={longest} is above the {positions} positions of {key}{free}; make them shorter"
 
 
 def divisors(number: int) -> list[int]:

@@ -152,7 +152,7 @@ _NEEDS = (
     Need(
         ("algorithm.correction",),
         "algorithm.old_logprobs=auto or recompute: with rollout the ratio itself is to what sampled",
-        lambda config: config.algorithm.old_logprobs != "rollout",
+        lambda config: config.algorithm.old_logprobs != "rollout" or not corrects(config),
     ),
     Need(
         ("optim.min_lr_ratio",),

@@ -62,7 +62,9 @@ def summary_rows(run_dir: Path) -> list[tuple[str, str]]:
         shown = "  ".join(f"{step}: {value:.4f}" for step, value in validation[-MOST_VALIDATIONS:])
         of_set = held_out.removeprefix("val/").rpartition("/")[0]
         rows.append((f"validation reward{of_set and ' of '}{of_set}", left_out + shown))
-    return [*rows, *_files(run_dir), ("plot", f"mega-rl plot {run_dir}")]
+    files = _files(run_dir)
+    export = [("export", f"mega-rl checkpoint export {run_dir} FOLDER")] * ("checkpoint" in dict(files))
+    return [*rows, *files, *export, ("page", f"mega-rl report {run_dir}"), ("plot", f"mega-rl plot {run_dir}")]
 
 
 def _points(records: Sequence[StepMetrics], name: str) -> list[tuple[int, float]]:

@@ -89,7 +89,7 @@ def te_sequences(cu_seqlens: Tensor, max_seqlen: int, *, positions: Tensor, cp_s
     Of context-parallel slices every boundary is that of the whole sequences, padding included.
     """
     bounds = send(cu_seqlens, positions.device)
-    padded = {"cu_seqlens_q_padded": bounds, "cu_seqlens_kv_padded": bounds} if cp_size > 1 else {}
+    padded = bounds if cp_size > 1 else None
     return TokenPositions(
         qkv_format="thd",
         cu_seqlens_q=bounds,
@@ -97,7 +97,8 @@ def te_sequences(cu_seqlens: Tensor, max_seqlen: int, *, positions: Tensor, cp_s
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
         positions=positions,
-        **padded,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
     )
 
 

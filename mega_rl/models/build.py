@@ -233,6 +233,7 @@ def build_chunks(
         order_angles(chunk)
         mark_tensor_parallel(chunk)
         unmark_whole_weights(chunk)
+        pass_on_padding(chunk)
         mark_experts(chunk, layout, always=experts_apart)
         use_own_dispatchers(chunk, groups.collection)
         chunks.append(chunk.to(device=device))
@@ -292,6 +293,12 @@ def unmark_whole_weights(model: torch.nn.Module) -> None:
         if not expert and getattr(module, "parallel_mode", "") is None:
             for parameter in module.parameters(recurse=False):
                 vars(parameter)["tensor_model_parallel"] = False
+
+
+def pass_on_padding(model: torch.nn.Module) -> None:
+    """Let Transformer Engine hear that no padding lies between packed sequences, else the host waits in each layer."""
+    for module in model.modules():
+        vars(module).get("kept_packed_seq_params", set()).add("pad_between_seqs")
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:

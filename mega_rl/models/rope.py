@@ -23,9 +23,10 @@ ONE_ROW = "sbhd"
 
 @dataclass
 class TokenPositions(PackedSeqParams):
-    """`PackedSeqParams` with the position of each token in its own sequence."""
+    """`PackedSeqParams` with the position of each token in its own sequence, and a word on padding."""
 
     positions: Tensor | None = None  # [T / cp] int64, of the tokens that this rank holds, on the model's device
+    pad_between_seqs: bool = False  # a sequence's padding is a part of it; see `mega_rl.models.build.pass_on_padding`
 
 
 class PackedRotary(torch.nn.Module):

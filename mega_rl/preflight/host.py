@@ -16,8 +16,9 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.errors import RunError, UserError
+from mega_rl.preflight.memory import smallest_gpu
 from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server.installation import Installation, argument_names, require_sglang
+from mega_rl.rollout.sglang.server.installation import Installation, argument_names, missing_tools, require_sglang
 from mega_rl.storage.disk import free_bytes
 
 
@@ -72,6 +73,9 @@ def check_servers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterat
         if not sglang.urls:
             installation = require_sglang(device="" if config.trainer.device == "auto" else config.trainer.device)
             yield from _unknown_arguments(sglang.server.args, installation)
+            if config.trainer.device != "cpu" and smallest_gpu() is not None:
+                lacks = "rollout.backend=sglang: SGLang compiles kernels when it starts: "
+                yield from (lacks + tool for tool in missing_tools())
         elif sglang.keys_file:
             Keys.read(Path(sglang.keys_file))
     except UserError as error:

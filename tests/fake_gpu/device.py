@@ -123,7 +123,15 @@ def _name_device(host_wait: Callable[[str], None]) -> None:
         "device_count": lambda: 8,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: types.SimpleNamespace(
-            name="fake", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, uuid="fake"
+            name="fake",
+            major=9,
+            minor=0,
+            multi_processor_count=132,
+            total_memory=80 << 30,
+            uuid="fake",
+            pci_domain_id=0,
+            pci_bus_id=0xDC,
+            pci_device_id=0,
         ),
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *_, **__: True,

@@ -11,11 +11,24 @@ QWEN3 = {  # of the published config.json files
     "0.6b": (28, 1024, 16, 8, 3072),
     "8b": (36, 4096, 32, 8, 12288),
     "32b": (64, 5120, 64, 8, 25600),
+    "30b-a3b": (48, 2048, 32, 4, 6144),
+}
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
 }
 
 
 def qwen3_config(size: str = "0.6b", **changes: Any) -> dict[str, Any]:
-    """config.json of Qwen3-0.6B, 8B or 32B."""
+    """config.json of Qwen3-0.6B, 8B, 32B or 30B-A3B."""
     layers, hidden, heads, kv_heads, ffn = QWEN3[size]
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -40,6 +53,7 @@ def qwen3_config(size: str = "0.6b", **changes: Any) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "use_sliding_window": False,
         "vocab_size": 151936,
+        **(EXPERTS if size == "30b-a3b" else {}),
         **changes,
     }
 

@@ -76,6 +76,8 @@ def test_the_metadata_says_who_may_use_it_and_on_what(release: Release) -> None:
     assert metadata["Keywords"]
     extras = set(metadata.get_all("Provides-Extra", []))
     assert extras >= {"sglang", "gpu", "ray", "dev"}
+    gpu = [line for line in metadata.get_all("Requires-Dist", []) if "extra == 'gpu'" in line.replace('"', "'")]
+    assert any(line.startswith("transformer-engine[core_cu13,pytorch]==2.11.*;") for line in gpu), gpu
 
 
 def test_the_description_leads_nowhere_that_a_package_page_has_not(release: Release) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.preflight import REWARD_FUNCTIONS, host, known_bugs, launched_world_size, preflight
+from mega_rl.rollout.sglang.server.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
 from tests.unit_tests.converters.tiny_configs import TINY, YARN
 
@@ -595,6 +596,17 @@ def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')
     Path("keys.json").chmod(0o600)
     preflight(None, [*BASE, *JOINED])  # servers to join do not
+
+
+def test_servers_on_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "require_sglang", lambda device: Installation("0.5.20", None))
+    monkeypatch.setenv("HOME", "/nowhere")
+    preflight(None, [*BASE, "rollout.backend=sglang"])  # without GPUs
+    monkeypatch.setattr(host, "smallest_gpu", lambda: 2**36)
+    start = "rollout.backend=sglang: SGLang compiles kernels when it starts: "
+    assert f"{start}HOME=/nowhere is not a writable folder, and compiled kernels are kept there: set HOME to one" in (
+        problems("rollout.backend=sglang")
+    )
 
 
 def test_keys_of_joined_servers_are_their_owners_alone() -> None:

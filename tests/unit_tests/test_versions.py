@@ -35,8 +35,10 @@ def test_the_table_is_that_of_pyproject() -> None:
 
 def test_the_extra_for_gpus_takes_the_release_of_transformer_engine_that_is_checked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (required,) = map(Requirement, project["optional-dependencies"]["gpu"])
+    required, megatron = map(Requirement, project["optional-dependencies"]["gpu"])
     engine = versions.TRANSFORMER_ENGINE
+    assert required.extras == {"core_cu13", "pytorch"}, "the kernels for torch's CUDA are in an extra of their own"
+    assert (megatron.name, megatron.specifier) == ("megatron-core", SpecifierSet("==0.16.*")), "compared with it"
     assert (required.name, required.specifier) == (engine.name, SpecifierSet(engine.allowed))
     assert f"{engine.allowed.removeprefix('==').removesuffix('.*')} exactly" in (ROOT / "docs/versions.md").read_text()
 
@@ -52,7 +54,7 @@ def test_another_release_of_transformer_engine_is_one_line_at_start(
     install(monkeypatch, **{"transformer-engine": release})
     assert list(versions.problems()) == [
         f"transformer-engine {release} is installed, which Megatron-Core would import and has not been compared with; "
-        "run 'pip install --no-build-isolation \"transformer-engine[pytorch]==2.11.*\"', or 'pip uninstall "
+        "run 'pip install --no-build-isolation \"transformer-engine[core_cu13,pytorch]==2.11.*\"', or 'pip uninstall "
         "transformer-engine' to run Megatron-Core's own layers"
     ]
 

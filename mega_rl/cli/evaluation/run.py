@@ -13,4 +13,5 @@ from mega_rl.environment import variables_of
 def run(config: Config) -> Mapping[str, object]:
     """Prepare the accelerator and evaluate; returns the results."""
     variables = variables_of(config.engine, config.rollout, config.trainer)
-    return evaluate(config, prepare(config.trainer.device, variables=variables))
+    deepep = config.engine.megatron.moe.dispatcher == "deepep"
+    return evaluate(config, prepare(config.trainer.device, variables=variables, deepep=deepep))

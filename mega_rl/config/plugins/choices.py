@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import get_type_hints
 
 from mega_rl.config.keys import value_of
@@ -137,9 +139,15 @@ CHOICES = (*ALGORITHM_CHOICES, ROLLOUT, DATA)
 
 
 def chosen(config: Config, choice: Choice) -> str:
-    """Return the name that a recipe chooses."""
+    """Return the name that a recipe chooses; for algorithm.correction=auto the name of what it takes."""
     name: str = value_of(config, choice.key)
-    return name
+    if (choice.key, name) != ("algorithm.correction", "auto"):
+        return name
+    algorithm, other_engine = config.algorithm, config.rollout.backend == "sglang"
+    differs = other_engine and ("bf16" in (config.model.dtype, config.rollout.dtype) or config.trainer.async_steps > 0)
+    if not differs or algorithm.old_logprobs == "rollout" or algorithm.loss == "distillation":
+        return "none"
+    return "icepop" if _has_experts(Path(config.model.path)) else "tis"
 
 
 def settings_of(config: Config, choice: Choice) -> dict[str, object]:
@@ -173,7 +181,17 @@ def reads_reference(config: Config) -> bool:
 
 def corrects(config: Config) -> bool:
     """Return whether token losses are weighted for what sampled the tokens."""
-    return config.algorithm.correction != "none"
+    return chosen(config, CORRECTION) != "none"
+
+
+def _has_experts(folder: Path) -> bool:
+    """Return whether a checkpoint is a mixture of experts, by the names in its config.json."""
+    try:
+        return bool(
+            re.search(r'"(num_(local_)?experts|n_routed_experts)"', (folder / "config.json").read_text("utf-8"))
+        )
+    except OSError:
+        return False
 
 
 def _default(field: dataclasses.Field[object]) -> object:

@@ -296,11 +296,7 @@ def _without_rewards(config: Config) -> Iterator[str]:
 
 def _fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > facts.max_position_embeddings:
-        yield (
-            f"data.max_prompt_tokens+rollout.max_new_tokens={longest} is above the "
-            f"{facts.max_position_embeddings} positions of {key}; make them shorter"
-        )
+    yield from facts.too_long(key, "data.max_prompt_tokens+rollout.max_new_tokens", longest, config.rollout.backend)
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < facts.vocab_size]
     if outside and key == "model.path":
         yield f"rollout.stop_token_ids={outside}: legal: 0 to {facts.vocab_size - 1}, the vocabulary of {key}"

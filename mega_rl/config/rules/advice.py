@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mega_rl.config.needs import updates_of_a_batch
-from mega_rl.config.plugins.choices import LOSS
+from mega_rl.config.plugins.choices import ADVANTAGE, LOSS, settings_of
 from mega_rl.config.schema import Config
 
 
@@ -17,6 +17,14 @@ def advice(config: Config) -> Iterator[str]:
             f"algorithm.loss_settings.dual_clip=0 with {updates} optimizer steps for each batch: where the advantage "
             "is negative the gradient of a token grows with its ratio, up to e^20, and is lost beyond; set "
             "algorithm.loss_settings.dual_clip=3"
+        )
+    decay = settings_of(config, ADVANTAGE) if algorithm.advantage == "gae" else {}
+    gae_lambda, own = float(str(decay.get("gae_lambda", 1))), decay.get("policy_lambda") or decay.get("length_alpha")
+    if gae_lambda < 1 and not own and rollout.max_new_tokens * (1 - gae_lambda) > 5:
+        yield (
+            f"algorithm.advantage_settings.gae_lambda={gae_lambda:g} with rollout.max_new_tokens="
+            f"{rollout.max_new_tokens}: the score at the end of a response hardly moves tokens more than "
+            f"{5 / (1 - gae_lambda):.0f} before it; set gae_lambda=1 with policy_lambda=0.95 or length_alpha=0.05"
         )
     cut = [f"rollout.top_p={rollout.top_p:g}"] if rollout.top_p < 1 else []
     cut += [f"rollout.top_k={rollout.top_k}"] if rollout.top_k > 0 else []

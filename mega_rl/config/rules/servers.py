@@ -29,6 +29,7 @@ DECIDED = {
     "enable_memory_saver": "rollout.sglang.placement",
     "enable_deterministic_inference": "trainer.deterministic",
     "enable_return_routed_experts": "rollout.sglang.return_routing",
+    "enable_fp32_lm_head": "model.fp32_head",
     "random_seed": "trainer.seed",
     "skip_tokenizer_init": "nothing: tokens travel as ids",
     "skip_server_warmup": "nothing: a start ends with a real generation",

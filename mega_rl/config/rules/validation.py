@@ -42,11 +42,9 @@ def fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
     """List conflicts between the length of validations and a checkpoint that reads their responses."""
     longest = config.data.max_prompt_tokens + config.validation.max_new_tokens
     reads = key == "model.path" or (key == "reward.model.path" and config.reward.source == "model")
-    if config.validation.max_new_tokens and reads and longest > facts.max_position_embeddings:
-        yield (
-            f"data.max_prompt_tokens+validation.max_new_tokens={longest} is above the "
-            f"{facts.max_position_embeddings} positions of {key}; make them shorter"
-        )
+    if config.validation.max_new_tokens and reads:
+        keys = "data.max_prompt_tokens+validation.max_new_tokens"
+        yield from facts.too_long(key, keys, longest, config.rollout.backend)
 
 
 def _room(config: Config) -> Iterator[str]:

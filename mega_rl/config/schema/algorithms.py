@@ -185,7 +185,7 @@ class PPOSettings(_MultipleOfAdvantage):
     """The clipped objective."""
 
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
-    clip_high: float = setting(0.2, "The ratio is clipped at 1 + clip_high.", above=0.0)
+    clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
     dual_clip: float = setting(
         3.0,
         "Lower bound of the objective for negative advantages, as a ratio above 1: beyond it a token gives no "
@@ -299,7 +299,7 @@ class TeacherDivergenceSettings(LossSettings):
 
 @dataclass(frozen=True)
 class CorrectionSettings(Settings):
-    """No correction: every token counts fully."""
+    """No correction (none: every token counts fully), or another one, which the log names (auto)."""
 
 
 @dataclass(frozen=True)
@@ -389,6 +389,7 @@ LOSSES: dict[str, type[LossSettings]] = {
     "distillation": TeacherDivergenceSettings,
 }
 CORRECTIONS: dict[str, type[CorrectionSettings]] = {
+    "auto": CorrectionSettings,  # another one: `choices.chosen`
     "none": CorrectionSettings,
     "tis": TISSettings,
     "icepop": IcePopSettings,

@@ -131,9 +131,10 @@ class AlgorithmConfig:
     loss: str = setting("ppo", "Policy loss: a built-in one, of those below, or path/to/file.py:class.")
     loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
     correction: str = setting(
-        "none",
+        "auto",
         "Weights of token losses for what sampled the tokens, other weights or another engine: a built-in one, as tis "
-        "(truncated importance sampling), none, or path/to/file.py:class.",
+        "(truncated importance sampling), none, path/to/file.py:class, or auto: tis for SGLang's samples in bf16 or of "
+        "older weights, icepop for those of a mixture of experts, else none.",
     )
     correction_settings: dict[str, object] = setting({}, "Settings of the correction by name, as cap.")
     entropy_coef: float = setting(

@@ -144,7 +144,7 @@ def coverage(choice: Choice) -> tuple[list[str], list[str]]:
     """Return the names of built-in choices that are followed, and of those that are refused."""
     followed = FORMULAS[choice.key]
     return [name for name in choice.builtin if name in followed], [
-        name for name in choice.builtin if name not in followed
+        name for name in choice.builtin if name not in followed and name != "auto"
     ]
 
 

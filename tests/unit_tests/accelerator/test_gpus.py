@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,8 @@ def test_more_ranks_than_devices_are_an_error_with_its_fix(environment: dict[str
 def test_a_process_that_sees_only_its_own_gpu_is_bound_to_it(visible: pytest.MonkeyPatch) -> None:
     bound: list[torch.device] = []
     visible.setattr(torch.cuda, "set_device", bound.append)
+    facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=0, pci_device_id=0)
+    visible.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     visible.setenv("LOCAL_RANK", "3")
     visible.setenv(gpus.VISIBLE, "3")
     assert cuda.prepare.__wrapped__().device == torch.device("cuda", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -129,11 +130,51 @@ def test_the_versions_are_described() -> None:
     assert rows == [(r.series, ", ".join(r.compared), ".".join(map(str, r.python))) for r in RELEASES]
 
 
-def test_ranks_do_not_import_a_tracker() -> None:
-    """Megatron-Core's inference imports W&B where it is installed; who wants it gets it afterwards."""
+# Packages outside the standard library that Megatron-Core asks for when a run imports it. A new name may do anything
+# when it is imported.
+ASKED_FOR = {
+    "absl", "amp_C", "apex", "einops", "emerging_optimizers", "flash_attn", "flash_attn_3", "flash_mla",
+    "flashattn_hopper", "fused_weight_gradient_mlp_cuda", "grouped_gemm", "multistorageclient",
+    "nvidia_resiliency_ext", "nvtx", "transformer_engine", "triton", "yaml",
+}  # fmt: skip
+HOOKED = """
+import sys, traceback
+class Finder:
+    names = set()
+    def find_spec(self, name, path=None, target=None):
+        frames = [frame.filename for frame in traceback.extract_stack() if "importlib" not in frame.filename][:-1]
+        if path is None and "/megatron/core/" in frames[-1]:
+            self.names.add(name)
+sys.meta_path.insert(0, Finder())
+sys.modules.pop("wandb", None)
+from mega_rl.accelerator import prepare
+prepare("auto")
+import mega_rl.engines.megatron, mega_rl.models.build
+print(*sorted(Finder.names))
+"""
+
+
+def test_packages_that_an_import_of_megatron_asks_for_are_known() -> None:
+    done = subprocess.run([sys.executable, "-c", HOOKED], capture_output=True, text=True, check=True)
+    asked = {name for name in done.stdout.split() if name not in sys.stdlib_module_names}
+    assert {"apex", "flash_attn"} < asked <= ASKED_FOR
+
+
+def test_ranks_do_not_import_packages_of_servers_and_trackers(tmp_path: Path) -> None:
+    """Megatron-Core imports them where they are installed, and deep_ep may raise anything; others may import them."""
+    for name in ("deep_ep", "flashinfer", "torch_memory_saver", "wandb"):
+        (tmp_path / f"{name}.py").write_text(f"print('imported {name}')\nassert {name != 'deep_ep'}\n")
     program = (
-        "import sys; from mega_rl.accelerator import prepare; prepare('auto'); import megatron.core;"
-        "print('wandb' in sys.modules); import wandb; print(callable(wandb.init))"
+        "import sys; from mega_rl.accelerator import prepare; prepare('auto'); import mega_rl.engines.megatron;"
+        "print('ready'); import flashinfer, wandb; prepare('auto', deepep=True)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    imported = [f"imported {name}" for name in ("flashinfer", "wandb", "deep_ep")]
+    assert done.stdout.splitlines() == ["ready", *imported], done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "mega_rl.errors.UserError: engine.megatron.moe.dispatcher=deepep: the package deep_ep does not load "
+        "(AssertionError()); it needs the CUDA toolkit (CUDA_HOME, or nvcc on PATH) and pip's NCCL before any other on "
+        "LD_LIBRARY_PATH; mend that, or set engine.megatron.moe.dispatcher=alltoall"
+    )

@@ -209,7 +209,7 @@ def test_losses_of_covariance(peers: Answers, name: str) -> None:
         tokens = PolicyTokens(leaf, leaf - old, advantages, weights, weights, numbers)
         shares = covariance(tokens)
         if name == "clip_cov":
-            objective: PolicyObjective = ClipCov(threshold=0.1, dual_clip=0.0)
+            objective: PolicyObjective = ClipCov(clip_high=0.2, threshold=0.1, dual_clip=0.0)
         else:
             third, fourth = shares[0].sort(descending=True).values[2:4].tolist()  # a quarter of 14 tokens is 3
             objective = KLCov(threshold=(third + fourth) / 2, coef=0.7, dual_clip=0.0)

@@ -107,7 +107,7 @@ CASES: dict[str, tuple[PolicyObjective, Definition, bool]] = {
     "sapo": (SAPO(tau_positive=1.5, tau_negative=2.5), sapo, False),
     "dppo_tv": (DPPOTV(threshold=0.05, cap=1.4), dppo(lambda p, q: abs(p - q), 0.05), False),
     "dppo_kl": (DPPOKL(threshold=0.01, cap=1.4), dppo(binary_kl, 0.01), False),
-    "clip_cov": (ClipCov(threshold=0.4), clip_cov, False),
+    "clip_cov": (ClipCov(clip_high=0.2, threshold=0.4), clip_cov, False),
     "kl_cov": (KLCov(threshold=0.4, coef=0.7, dual_clip=1.5), kl_cov, False),
 }
 

@@ -76,11 +76,25 @@ def test_other_releases_count_as_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     (sglang,) = doctor.missing(["sglang"])
     assert "MISSING: not installed; " in sglang
     monkeypatch.setattr(doctor, "find_sglang", lambda: Installation("0.5.20", None))
+    monkeypatch.setattr(doctor, "missing_tools", lambda: [])
+    assert list(doctor.missing(["sglang"])) == []
+    monkeypatch.setattr(doctor, "missing_tools", lambda: ["no ninja", "no nvcc"])
+    assert "MISSING: no ninja; no nvcc" in next(doctor.missing(["sglang"]))
+    assert doctor._sglang_line().endswith("0.5.20, beside the rest; LACKS: no ninja; LACKS: no nvcc")
+    monkeypatch.setattr(doctor, "find_sglang", lambda: Installation("0.5.20", Path("/for/cpus")))
     assert list(doctor.missing(["sglang"])) == []
 
     monkeypatch.setattr("mega_rl.versions.installed_version", lambda name: "2.20.2")
     (engine,) = doctor.missing(["te"])
     assert engine.endswith("MISSING: NOT SUPPORTED: needs transformer-engine==2.11.*")
+
+
+def test_kernels_of_transformer_engine_are_those_of_torch_s_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mega_rl.versions.installed_version", {"transformer-engine-cu12": "2.11.0"}.get)
+    monkeypatch.setattr(doctor, "is_importable", lambda module: True)
+    assert "; kernels for CUDA 12" in doctor._optional_line(doctor.OPTIONAL[0])
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert next(doctor.missing(["te"])).endswith("its kernels are for CUDA 12, and torch's CUDA is 13.0")
 
 
 def test_core_is_every_package_in_a_release_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,11 @@ SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorith
             "algorithm.loss_settings.dual_clip=0 with 8 optimizer steps for each batch: ",
             "set algorithm.loss_settings.dual_clip=3",
         ),
+        (
+            ("algorithm.advantage=gae", "algorithm.advantage_settings.gae_lambda=0.95", "rollout.max_new_tokens=256"),
+            "algorithm.advantage_settings.gae_lambda=0.95 with rollout.max_new_tokens=256: the score at the end",
+            "set gae_lambda=1 with policy_lambda=0.95 or length_alpha=0.05",
+        ),
         (("rollout.top_p=0.9",), "rollout.top_p=0.9: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
         (("rollout.top_k=50",), "rollout.top_k=50: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
         (
@@ -43,7 +48,16 @@ def test_what_runs_and_seldom_should_is_warned_of_once(overrides: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), SEVERAL, ("algorithm.loss_settings.dual_clip=0",), ("rollout.temperature=0.7",)]
+    "overrides",
+    [
+        (),
+        SEVERAL,
+        ("algorithm.loss_settings.dual_clip=0",),
+        ("rollout.temperature=0.7",),
+        ("algorithm.advantage=gae", "algorithm.advantage_settings.gae_lambda=0.95", "rollout.max_new_tokens=99"),
+        ("algorithm.advantage=gae", "algorithm.advantage_settings={gae_lambda: 0.95, length_alpha: 0.05}"),
+        ("algorithm.advantage=gae", "algorithm.advantage_settings={gae_lambda: 1, policy_lambda: 0.95}"),
+    ],
 )
 def test_the_usual_is_not(overrides: tuple[str, ...]) -> None:
     assert list(advice(load(None, overrides))) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +19,7 @@ from mega_rl.assemble.algorithms import build_correction, build_estimator, build
 from mega_rl.assemble.plan import roles_of
 from mega_rl.config.loader import load
 from mega_rl.config.needs import has_several_models, is_on_policy
-from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, needs_critic, reads_reference
+from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, chosen, needs_critic, reads_reference
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
@@ -83,7 +84,7 @@ def problems(*overrides: str) -> list[str]:
     ("choice", "registry"), [(ADVANTAGE, ESTIMATORS), (LOSS, OBJECTIVES), (CORRECTION, CORRECTIONS)]
 )
 def test_what_can_be_chosen_can_be_built_with_its_own_settings(choice: object, registry: dict[str, type]) -> None:
-    builtin = {name: area for name, area in choice.builtin.items() if name != "none"}  # type: ignore[attr-defined]
+    builtin = {name: area for name, area in choice.builtin.items() if name not in ("none", "auto")}  # type: ignore[attr-defined]
     assert list(builtin) == list(registry)
     for name, area in builtin.items():
         assert issubclass(registry[name], area)
@@ -128,7 +129,7 @@ def test_a_recipes_setting_stays_beside_an_argument_and_goes_with_its_choice(tmp
         ),
         (
             "algorithm.correction_settings.cap=2",
-            "algorithm.correction_settings.cap has no effect: algorithm.correction=none has no such setting; it has "
+            "algorithm.correction_settings.cap has no effect: algorithm.correction=auto has no such setting; it has "
             "none",
         ),
         (
@@ -270,6 +271,34 @@ def test_a_users_class_is_made_with_its_settings(mine: Path) -> None:
     objective = build_objective(load(None, [f"algorithm.loss={mine}/runs.py:plain"]))
     assert objective(torch.ones(1)) == 1  # type: ignore[arg-type, comparison-overlap]
     assert build_correction(load(None)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "taken"),
+    [
+        ("rollout.backend=hf", "none"),
+        ("rollout.backend=sglang", "tis"),
+        ("rollout.backend=sglang model.path=mixture", "icepop"),
+        ("rollout.backend=sglang model.dtype=fp32", "none"),
+        ("rollout.backend=sglang model.dtype=fp32 rollout.dtype=bf16", "tis"),
+        ("rollout.backend=sglang model.dtype=fp32 trainer.async_steps=1", "tis"),
+        ("rollout.backend=sglang trainer.async_steps=1 algorithm.old_logprobs=rollout", "none"),
+        ("rollout.backend=sglang algorithm.advantage=distillation algorithm.loss=distillation", "none"),
+    ],
+)
+def test_the_correction_of_auto(
+    settings: str, taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mixture").mkdir()
+    Path("mixture/config.json").write_text(json.dumps(qwen3_config("30b-a3b")))
+    config = load(None, settings.split())
+    with caplog.at_level("INFO"):
+        correction = build_correction(config)
+    assert chosen(config, CORRECTION) == taken
+    assert f"algorithm.correction=auto takes {taken}" in caplog.messages
+    assert (type(correction) is CORRECTIONS[taken]) if taken != "none" else correction is None
+    assert getattr(correction, "cap", 2.0) == 2.0
 
 
 @dataclasses.dataclass(frozen=True)

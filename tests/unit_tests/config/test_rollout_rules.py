@@ -51,7 +51,10 @@ def test_runs(overrides: tuple[str, ...]) -> None:
             ("trainer.async_steps=1", "algorithm.correction=tis"),
             "cannot run ahead: it needs rollout.backend=sglang",
         ),
-        ((SGLANG, "trainer.async_steps=1"), "with algorithm.correction=none: samples of old weights would pass for"),
+        (
+            (SGLANG, "trainer.async_steps=1", "algorithm.correction=none"),
+            "with algorithm.correction=none: samples of old weights would pass for",
+        ),
         (
             (SGLANG, "rollout.sglang.server.tp=5"),
             "rollout.sglang.server.tp=5 does not divide the 12 attention heads of model.path; legal: 1, 2, 3",

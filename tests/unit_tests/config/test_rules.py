@@ -294,6 +294,19 @@ RULES = [
     ),
     (
         1,
+        "rollout.backend=sglang data.max_prompt_tokens=3840",
+        "data.max_prompt_tokens+rollout.max_new_tokens=4096 is above the 4095 positions of model.path but the one that "
+        "SGLang keeps free; make them shorter",
+    ),
+    (
+        1,
+        "rollout.backend=sglang data.max_prompt_tokens=8 trainer.val_interval=1 data.val_files=[v] "
+        "validation.max_new_tokens=4088",
+        "data.max_prompt_tokens+validation.max_new_tokens=4096 is above the 4095 positions of model.path but the one "
+        "that SGLang keeps free; make them shorter",
+    ),
+    (
+        1,
         "rollout.stop_token_ids=[1000,3,-1]",
         "rollout.stop_token_ids=[1000, -1]: legal: 0 to 999, the vocabulary of model.path",
     ),

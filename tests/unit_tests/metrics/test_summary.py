@@ -36,6 +36,8 @@ def test_a_run_is_summed_up_from_its_files(tmp_path: Path) -> None:
         f"metrics             {run}/metrics.jsonl",
         f"checkpoint          {run}/checkpoints/step_000002",
         f"Hugging Face model  {run}/hf/step_000002",
+        f"export              mega-rl checkpoint export {run} FOLDER",
+        f"page                mega-rl report {run}",
         f"plot                mega-rl plot {run}",
     ]
     framed = written(run, terminal=True)

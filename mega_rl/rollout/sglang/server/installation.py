@@ -1,4 +1,4 @@
-"""Location and version of SGLang on this machine, without importing it. Imports no torch.
+"""Location and version of SGLang on this machine, and the tools that it compiles kernels with. Imports no torch.
 
 Two ways exist. The `sglang` extra puts it beside everything else (machines with CUDA). On a CPU it has a folder of its
 own, `<environment>/sglang`, which only the server's process has on its path: PyPI's torchvision, which SGLang needs,
@@ -10,16 +10,22 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import os
+import shutil
 import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mega_rl.config.checkout import made_by_make
+from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 
 SGLANG_VERSION = "0.5.20"  # the only release that the launcher, the client and the weight updates were tested with
 CPU_REQUIREMENTS = Path(__file__).parents[1] / "requirements-cpu.txt"
 FOLDER = "sglang"  # below the environment's prefix
+SYSTEM_TOOLKIT = Path("/usr/local/cuda")  # where SGLang looks for nvcc at last
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,34 @@ def how_to_install(device: str = "") -> str:
     on_cpu = f"'{'make sglang' if made_by_make() else pip}' installs it on a CPU"
     on_cuda = "'pip install mega_rl[sglang]' does so on a GPU machine"
     return {"cpu": on_cpu, "cuda": on_cuda}.get(device, f"{on_cpu}, {on_cuda}")
+
+
+def with_tools(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with pip's programs, as ninja, first on PATH, and pip's nvcc if there is no other."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH") or os.defpath])
+    given = {**variables, "PATH": path}
+    toolkits = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"))
+    if toolkits and not (given.get("CUDA_HOME") or given.get("CUDA_PATH")) and not _nvcc(given).is_file():
+        given["CUDA_HOME"] = str(toolkits[-1].parents[1])
+    return given
+
+
+def missing_tools(variables: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield what a server on CUDA needs to compile its kernels and lacks, in this environment or `variables`."""
+    given = with_tools(of_other_programs() if variables is None else variables)
+    if not os.access(_nvcc(given), os.X_OK):
+        yield f"no compiler {_nvcc(given)}: install the CUDA toolkit or set CUDA_HOME to its folder"
+    if shutil.which("ninja", path=given["PATH"]) is None:
+        yield f"no program ninja in {Path(sys.executable).parent} or on PATH: pip install ninja"
+    if shutil.which(compiler := given.get("CXX") or "c++", path=given["PATH"]) is None:
+        yield f"no C++ compiler {compiler} on PATH: install g++, or name one in CXX"
+    home = Path(given.get("HOME", "/"))
+    if not os.access(home, os.W_OK | os.X_OK):
+        yield f"HOME={home} is not a writable folder, and compiled kernels are kept there: set HOME to one"
+
+
+def _nvcc(variables: Mapping[str, str]) -> Path:
+    """Return the nvcc that SGLang would run; it may not exist."""
+    home = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
+    on_path = shutil.which("nvcc", path=variables["PATH"])
+    return Path(on_path) if on_path and not home else Path(home or SYSTEM_TOOLKIT) / "bin" / "nvcc"

@@ -16,6 +16,7 @@ from typing import Self
 
 import psutil
 
+from mega_rl.cores import processors
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
@@ -220,6 +221,7 @@ class ServerProcess:
                         start_new_session=True,
                     )
                 )
+            os.sched_setaffinity(self._process.pid, processors())  # its GPUs may be near others than this rank's
         except OSError:
             _remove(self._scratch)
             raise

@@ -15,6 +15,7 @@ import mega_rl
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server import kept, launcher
+from mega_rl.rollout.sglang.server.installation import with_tools
 from mega_rl.rollout.sglang.server.nodes import MeetingPlace
 
 _CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's memory, which is the trainer's too
@@ -148,7 +149,7 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
     """
     clean = {
         name: value
-        for name, value in of_other_programs().items()
+        for name, value in with_tools(of_other_programs()).items()
         if name not in _OF_A_RANK and not name.startswith(_PREFIXES_OF_A_RANK)
     }
     paths = [str(Path(mega_rl.__file__).parents[1]), *([str(packages)] if packages else [])]

@@ -31,6 +31,7 @@ from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import GENERATION, Keys
 from mega_rl.rollout.sglang.server import group, installation
 from mega_rl.rollout.sglang.server import process as server
+from mega_rl.rollout.sglang.server.installation import missing_tools
 from mega_rl.rollout.sglang.server.kept import KEYS_FILE
 from mega_rl.rollout.sglang.server.process import (
     ServerProcess,
@@ -123,6 +124,34 @@ def test_the_environment_makes_no_rank_of_a_server(monkeypatch: pytest.MonkeyPat
     assert environment(colocated, scratch=tmp_path, packages=None)["NCCL_SOCKET_IFNAME"] == "lo"
     spanning = environment(replace(colocated, tp=2, nodes=2), scratch=tmp_path, packages=None)
     assert spanning.get("NCCL_SOCKET_IFNAME") == os.environ.get("NCCL_SOCKET_IFNAME")
+
+
+def test_servers_find_the_tools_of_pip(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SGLang compiles kernels when it starts, and `.venv/bin/mega-rl` puts neither ninja nor nvcc on PATH."""
+    programs = tmp_path / "bin"
+    toolkit = tmp_path / "packages" / "nvidia" / "cu13"
+    for program in (programs / "ninja", toolkit / "bin" / "nvcc"):
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "packages"))
+    monkeypatch.setattr(installation, "SYSTEM_TOOLKIT", tmp_path / "none")
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "")
+    given = environment(replace(SETTINGS, device="cuda"), scratch=tmp_path, packages=None)
+    assert given["PATH"] == os.pathsep.join([str(programs), os.defpath])
+    assert given["CUDA_HOME"] == str(toolkit)
+    monkeypatch.setenv("PATH", str(toolkit / "bin"))
+    assert "CUDA_HOME" not in environment(SETTINGS, scratch=tmp_path, packages=None), "nvcc is on PATH"
+    nowhere = {"PATH": str(tmp_path), "CUDA_HOME": "/nowhere", "HOME": "/nowhere", "CXX": "c+++"}
+    assert list(missing_tools(nowhere)) == [
+        "no compiler /nowhere/bin/nvcc: install the CUDA toolkit or set CUDA_HOME to its folder",
+        "no C++ compiler c+++ on PATH: install g++, or name one in CXX",
+        "HOME=/nowhere is not a writable folder, and compiled kernels are kept there: set HOME to one",
+    ]
+    (programs / "ninja").unlink()
+    assert f"no program ninja in {programs} or on PATH: pip install ninja" in list(missing_tools(nowhere))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
