@@ -327,15 +327,17 @@ def _read_sharded(root: Path) -> dict[str, TensorInfo]:
             continue
         try:
             header = read_header(root / shard)
-        except UserErrors as error:
-            problems += error.problems
         except UserError as error:
-            problems.append(str(error))
+            problems += error.problems if isinstance(error, UserErrors) else [str(error)]
         else:
             problems += [
                 f"{root / shard}: lacks {name}, which the index puts there" for name in names if name not in header
             ]
-            tensors.update((name, header[name]) for name in names if name in header)
+            if twice := sorted(header.keys() & tensors.keys()):
+                more = f", and so are {len(twice) - 1} more" if twice[1:] else ""
+                where = f"{root / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}{more}"
+                problems.append(f"{where}; only one file may hold a name, so write the checkpoint again")
+            tensors.update(header)  # also names that the index lacks, which transformers loads: the model judges them
     if problems:
         raise UserErrors(problems)
     return tensors

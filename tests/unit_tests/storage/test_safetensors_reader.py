@@ -211,6 +211,21 @@ def test_sharded(tmp_path: Path) -> None:
         assert torch.equal(reader.read("b"), torch.ones(3))
 
 
+def test_name_in_two_shards_is_refused(tmp_path: Path) -> None:
+    root = sharded(tmp_path)
+    first, second = sorted(root.glob("*.safetensors"))
+    save_file(load_file(first) | load_file(second), second)
+    with pytest.raises(UserErrors, match=r"a is also in model-00001-of-00002\.safetensors.*only one file"):
+        CheckpointReader(root)
+
+
+def test_names_that_the_index_lacks_are_read(tmp_path: Path) -> None:
+    root = sharded(tmp_path)
+    names = set(CheckpointReader(root).tensors)
+    save_file(load_file(root / (last := "model-00002-of-00002.safetensors")) | {"z": torch.ones(2)}, root / last)
+    assert set(CheckpointReader(root).tensors) == {*names, "z"}
+
+
 def test_shards_may_be_links_out_of_the_folder(tmp_path: Path) -> None:
     # So it is in a hub cache: snapshots/x/model.safetensors -> ../../blobs/y
     (tmp_path / "blobs").mkdir()
