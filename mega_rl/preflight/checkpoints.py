@@ -11,6 +11,7 @@ from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED
+from mega_rl.converters.hf.companions import companions
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError, UserErrors
@@ -48,9 +49,15 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
 
 
 def weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> list[str]:
-    """Return what is wrong with the weight files of the checkpoints."""
+    """Return what is wrong with the weight files of the checkpoints, and with files that an export copies."""
     paths = {key: path for key, path in checkpoint_paths(config).items() if key in checkpoints}
-    return [f"{key}: {problem}" for key, path in paths.items() for problem in _weight_files(Path(path))]
+    problems = [f"{key}: {problem}" for key, path in paths.items() for problem in _weight_files(Path(path))]
+    if "model.path" in paths and (config.checkpoint.hf_final or config.checkpoint.hf_interval):
+        try:
+            companions(Path(paths["model.path"]))
+        except UserError as error:
+            problems.append(f"model.path: {error}")
+    return problems
 
 
 def check_pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
