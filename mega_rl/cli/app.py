@@ -40,7 +40,7 @@ from mega_rl.config import loader, render
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
-from mega_rl.errors import PeerError, RunError, UserError, UserErrors
+from mega_rl.errors import PeerError, RunError, UserError, UserErrors, printable
 from mega_rl.health.overview import overview
 from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
 from mega_rl.launcher.peers import has_launcher, innocence
@@ -236,7 +236,7 @@ def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
         time.sleep(OTHER_RANKS_WAIT_S)
         prefix = f"error: rank {rank}: "
     for problem in problems:
-        sys.stderr.write(prefix + " ".join(problem.split("\n")) + "\n")
+        sys.stderr.write(prefix + printable(" ".join(problem.split("\n"))) + "\n")
     sys.stderr.flush()
     return code
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mega_rl import __version__
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError, UserError, printable
 from mega_rl.launcher.health import health_of
 from mega_rl.launcher.nodes.channel import SILENT_S
 from mega_rl.launcher.nodes.fleet import JOIN_S, Fleet
@@ -108,7 +108,7 @@ def launch(settings: Launch, *, variables: Mapping[str, str] | None = None) -> i
             conclusion = Conclusion(error.exit_code, str(error))
     if conclusion.line:
         start = ERASE_LINE if sys.stderr.isatty() else ""
-        sys.stderr.write(f"{start}error: {conclusion.line}\n")
+        sys.stderr.write(f"{start}error: {printable(conclusion.line)}\n")
     return conclusion.code
 
 

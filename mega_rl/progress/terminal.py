@@ -23,6 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.text import Text
 
+from mega_rl.errors import printable
 from mega_rl.progress.phases import Phase, close, listen
 
 REFRESHES_PER_SECOND = 8
@@ -203,7 +204,12 @@ class _Formatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Put time, level and rank before the message."""
         level = "" if record.levelno <= logging.INFO else f"{record.levelname} "
-        return f"{self.formatTime(record, self.datefmt)} {level}{self._rank}{record.message}"
+        return f"{self.formatTime(record, self.datefmt)} {level}{self._rank}{printable(record.message)}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, and an indented traceback, whose message cannot look like lines of the log."""
+        line, *traceback = super().format(record).split("\n")
+        return "\n".join([line, *(f"  {printable(entry)}" for entry in traceback)])
 
 
 class _Reminder(threading.Thread):

@@ -136,6 +136,8 @@ def file(tmp_path: Path) -> Path:
         (lambda header: header.update(b=3), ["b: is a JSON int"]),
         (lambda header: header.pop("b"), ["12 bytes follow the last tensor"]),
         (lambda header: header["b"].update(shape=[30], data_offsets=[32, 152]), ["truncated"]),
+        (lambda header: header.update({"\x1b[2J": header.pop("b")}), ["'\\x1b[2J': a name must be printable"]),
+        (lambda header: header.update({"x" * 10**6: header.pop("b")}), [f": {'x' * 80}...: a name must be"]),
     ],
 )
 def test_damaged_header(file: Path, edit: Callable[[dict[str, Any]], object], words: list[str]) -> None:
