@@ -40,10 +40,11 @@ from mega_rl.config import loader, render
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
-from mega_rl.errors import PeerError, RunError, UserError, UserErrors, printable
+from mega_rl.errors import PeerError, RunError, UserError, UserErrors
 from mega_rl.health.overview import overview
 from mega_rl.launcher.outcome import LOST_PEER, WAITED_IN_VAIN
 from mega_rl.launcher.peers import has_launcher, innocence
+from mega_rl.progress.printable import printable
 from mega_rl.schedulers.slurm.tasks import become_rank
 from mega_rl.workers.user_files import place_in_users_code
 

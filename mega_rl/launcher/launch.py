@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mega_rl import __version__
-from mega_rl.errors import RunError, UserError, printable
+from mega_rl.errors import RunError, UserError
 from mega_rl.launcher.health import health_of
 from mega_rl.launcher.nodes.channel import SILENT_S
 from mega_rl.launcher.nodes.fleet import JOIN_S, Fleet
@@ -28,6 +28,7 @@ from mega_rl.launcher.signals import StopSignals
 from mega_rl.launcher.steps import RunProgress
 from mega_rl.launcher.store import LOOPBACK, listen
 from mega_rl.launcher.supervisor import Supervisor
+from mega_rl.progress.printable import printable
 from mega_rl.progress.terminal import ERASE_LINE
 from mega_rl.rollout.sglang.server.kept import keeping_servers
 

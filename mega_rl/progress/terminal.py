@@ -23,8 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.text import Text
 
-from mega_rl.errors import printable
 from mega_rl.progress.phases import Phase, close, listen
+from mega_rl.progress.printable import printable
 
 REFRESHES_PER_SECOND = 8
 REMINDER_S = 60.0  # off a terminal, between the lines that say that a start-up phase is still in progress
