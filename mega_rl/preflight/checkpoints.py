@@ -44,7 +44,7 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
         except UserError as error:
             problems += [f"{key}: {line}" for line in str(error).splitlines()]
             continue
-        problems += [f"{key}: {path}: {problem}" for problem in _untrained(checkpoints[key])]
+        problems += [f"{key}: {path}: {problem}" for problem in untrained(checkpoints[key])]
     return checkpoints, problems
 
 
@@ -119,7 +119,7 @@ def tensor_shape(directory: Path, name: str) -> list[int] | None:
         return None
 
 
-def _untrained(hf: HFConfig) -> Iterator[str]:
+def untrained(hf: HFConfig) -> Iterator[str]:
     """Yield why a model that can be converted cannot be trained: not shown to train, a known bug, quantized weights."""
     reason = FAMILIES[hf.family].not_trained
     if reason:
