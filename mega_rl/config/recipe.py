@@ -24,7 +24,7 @@ class _RecipeLoader(yaml.SafeLoader):
     A few lines of anchors and aliases can stand for more than a memory holds.
     """
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             line = f"line {event.start_mark.line + 1}"

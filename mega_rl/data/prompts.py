@@ -21,6 +21,7 @@ from mega_rl.types import Prompt
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS_SHOWN = 20
+MOST_TEXT = 16 << 20  # characters of a prompt
 TOKENIZER_BATCH = 1024  # texts handed to the tokenizer at once: enough to use its threads
 
 
@@ -124,6 +125,11 @@ def split(prompts: Sequence[Prompt], val_size: int, *, seed: int) -> tuple[list[
     return train, [prompts[position] for position in sorted(held_out)]
 
 
+def _is_giant(row: PromptRow) -> bool:
+    """Return whether a text is so long that tokenizing it could take all memory."""
+    return len(row.model_text) > MOST_TEXT
+
+
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Return the SHA-256 over content and order of the prompts (hex), by which a resumed run sees changed data."""
     digest = hashlib.sha256()
@@ -149,6 +155,9 @@ def _tokenise(
     """Return (prompts that fit, one line for each that is too long)."""
     prompts: list[Prompt] = []
     long: list[str] = []
+    giant = "the prompt has {:,} characters; at most {:,} are tokenized"
+    bad += [f"{row.where}: {giant.format(len(row.model_text), MOST_TEXT)}" for row in rows if _is_giant(row)]
+    rows = [row for row in rows if not _is_giant(row)]
     for first in range(0, len(rows), TOKENIZER_BATCH):
         chunk = rows[first : first + TOKENIZER_BATCH]
         encoded = tokenizer([row.model_text for row in chunk], add_special_tokens=add_special_tokens)["input_ids"]

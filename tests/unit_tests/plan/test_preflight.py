@@ -55,7 +55,9 @@ def test_a_cpu_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plan_refuses_a_family_that_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TINY["gpt_oss"] | {"max_position_embeddings": 4096}), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps(TINY["gpt_oss"] | {"max_position_embeddings": 4096}), encoding="utf-8"
+    )
     arguments = ["gsm8k_qwen3_8b_8gpu", f"model.path={tmp_path}", "engine.megatron.etp=1", "engine.megatron.tp=1"]
     assert main(["plan", *arguments, "--gpus", "8", "--gpu-memory", "80G"]) == 2
     assert "attention sinks" in capsys.readouterr().err
