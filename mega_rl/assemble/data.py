@@ -12,7 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from jinja2 import TemplateError
+from jinja2 import nodes as nodes_of
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mega_rl import progress
 from mega_rl.config.keys import with_settings
@@ -20,10 +23,12 @@ from mega_rl.config.plugins.choices import DATA
 from mega_rl.config.rules import check
 from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import ChatConfig, Config, DataConfig, SourceConfig
+from mega_rl.config.values import shown
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts, split
 from mega_rl.data.source import RowSource
+from mega_rl.data.tokenizer_identity import check_bounds
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.protocols import Ranks
@@ -32,6 +37,10 @@ from mega_rl.types import Prompt, PromptSet
 from mega_rl.workers.scoring.responses import ResponseReader
 
 log = logging.getLogger(__name__)
+
+
+_REFUSED = (nodes_of.Pow, nodes_of.Import, nodes_of.FromImport, nodes_of.Include, nodes_of.Extends, nodes_of.Const)
+MAX_CONSTANT = 10**7  # of whole numbers in a chat template
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Tokens:
 def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
     """Return the actor's tokenizer. Raises UserError when no token ends a response."""
     with progress.phase("reading the tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
+        tokenizer = load_tokenizer(Path(config.model.path))
         stop_ids = check_stop_tokens(
             Path(config.model.path),
             tokenizer,
@@ -68,6 +77,28 @@ def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
             is_writer=is_writer,
         )
     return Tokens(tokenizer, stop_ids, config.reward.skip_special_tokens)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder. Raises UserError for files or templates that would take all memory or time.
+
+    A template is a program: of what a sandbox of Jinja lets it do, powers and numbers of many digits hang or abort.
+    """
+    check_bounds(folder)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    given = tokenizer.chat_template
+    environment = _compile_jinja_template("").environment  # to compile the template itself would compute its constants
+    for template in given.values() if isinstance(given, dict) else [given] if given else []:
+        try:
+            nodes = list(environment.parse(template).find_all(_REFUSED))
+        except (TemplateError, RecursionError) as error:
+            raise UserError(f"{folder}: its chat template is no Jinja template: {error}") from error
+        for node in nodes:
+            constant = getattr(node, "value", None)
+            if not isinstance(node, nodes_of.Const) or (isinstance(constant, int) and abs(constant) > MAX_CONSTANT):
+                what = type(node).__name__ if constant is None else f"the number {shown(constant)}"
+                raise UserError(f"{folder}: line {node.lineno} of its chat template has {what}, which is never run")
+    return tokenizer
 
 
 Split = Literal["train", "validation"]

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from mega_rl.assemble.data import load_tokenizer
 from mega_rl.assemble.roles import Roles
 from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.schema import Config, RewardConfig, RewardPoolConfig
@@ -237,7 +238,7 @@ def _specified(function: str, reward: RewardConfig) -> str:
 def _token_rows(config: Config, tokenizer: PreTrainedTokenizerBase, reader: ResponseReader) -> TokenRows:
     """Return how a reward model reads rollouts: the actor's tokens under the same tokenizer, else its own."""
     path = Path(config.reward.model.path)
-    own = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    own = load_tokenizer(path)
     identities = [read_tokenizer(folder) for folder in (path, Path(config.model.path))]
     digests = {None if identity is None else identity.digest for identity in identities}
     return token_rows(

@@ -44,6 +44,7 @@ from mega_rl.errors import PeerError, RunError, UserError, UserErrors, limits_as
 from mega_rl.health.overview import overview
 from mega_rl.launcher.peers import has_launcher, innocence
 from mega_rl.launcher.ranks import LAST_WORD, LOST_PEER, WAITED_IN_VAIN
+from mega_rl.progress.printable import printable
 from mega_rl.schedulers.slurm.tasks import become_rank
 from mega_rl.workers.user_files import place_in_users_code
 
@@ -245,7 +246,7 @@ def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
         time.sleep(OTHER_RANKS_WAIT_S)
         prefix = f"error: rank {rank}: "
     for problem in problems:
-        sys.stderr.write(prefix + " ".join(problem.split("\n")) + "\n")
+        sys.stderr.write(prefix + printable(" ".join(problem.split("\n"))) + "\n")
     sys.stderr.flush()
     return code
 

@@ -19,7 +19,17 @@ _DROPPED_TAGS = {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float"}
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, which YAML would let the last one win."""
+    """SafeLoader that refuses a key given twice, which YAML would let the last one win, and repetition of a part.
+
+    A few lines of anchors and aliases can stand for more than a memory holds.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            line = f"line {event.start_mark.line + 1}"
+            raise UserError(f"{line}: anchors (&) and aliases (*) are not read: {shown(event.anchor)}; write it out")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: dict[str, int] = {}

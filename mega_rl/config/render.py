@@ -105,6 +105,7 @@ def _section_lines(config: Config, *, mark_changes: bool) -> list[str]:
 
 def _scalar(value: object) -> str:
     """One-line YAML of a value."""
+    value = json.loads(json.dumps(value))  # without parts that are one object, for which YAML writes aliases
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     # The text "1e5" needs quotes for our reader, a line break an escape: JSON has both.

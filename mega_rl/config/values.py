@@ -42,7 +42,7 @@ def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
         value = str(value).lower()
     number_given = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind is float and number_given:
-        value = float(value)  # type: ignore[arg-type]
+        value = _as_float(value)  # type: ignore[arg-type]
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         raise BadValue(_needs(field, kind))
     if not _in_range(value, field):
@@ -94,7 +94,15 @@ def _coerce_mapping(value: object, kind: object) -> dict[str, Any]:
     for name, entry in value.items():
         if isinstance(entry, bool) or not isinstance(entry, (int, float)):
             raise BadValue(f"the value of {name} must be a finite number")
-    return {name: float(entry) for name, entry in value.items()}
+    return {name: _as_float(entry) for name, entry in value.items()}
+
+
+def _as_float(value: float) -> float:
+    """Return a number as a float; one of hundreds of digits is too large for it."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise BadValue("needs a finite number; this one is too large") from None
 
 
 def _is_json(value: object) -> bool:

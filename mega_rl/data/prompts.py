@@ -25,6 +25,7 @@ from mega_rl.types import Prompt
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS_SHOWN = 20
+MOST_TEXT = 16 << 20  # characters of a prompt
 TOKENIZER_BATCH = 1024  # texts handed to the tokenizer at once: enough to use its threads
 
 
@@ -137,6 +138,11 @@ def split(prompts: Sequence[Prompt], val_size: int, *, seed: int) -> tuple[list[
     return train, [prompts[position] for position in sorted(held_out)]
 
 
+def _is_giant(row: PromptRow) -> bool:
+    """Return whether a text is so long that tokenizing it could take all memory."""
+    return len(row.model_text) > MOST_TEXT
+
+
 def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Return the SHA-256 over content and order of the prompts (hex), by which a resumed run sees changed data."""
     digest = hashlib.sha256()
@@ -161,6 +167,9 @@ def _tokenise(
     """Return (prompts that fit, one line for each that is too long)."""
     prompts: list[Prompt] = []
     long: list[str] = []
+    giant = "the prompt has {:,} characters; at most {:,} are tokenized"
+    bad += [f"{row.where}: {giant.format(len(row.model_text), MOST_TEXT)}" for row in rows if _is_giant(row)]
+    rows = [row for row in rows if not _is_giant(row)]
     numbered = enumerate(rows)
     for (_, is_text), group in groupby(
         numbered, key=lambda one: (one[0] // TOKENIZER_BATCH, not one[1].prompt.messages)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,8 @@ from mega_rl.errors import UserError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # any one of them makes a tokenizer
 _WITHOUT_JSON = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 _ADDED = "added_tokens.json"
+MAX_BYTES, MAX_ADDED, MAX_GROWTH = 256 << 20, 1 << 16, 64
+_TEXT_STEPS = ("normalizer", "pre_tokenizer", "decoder")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,39 @@ def read_tokenizer(folder: Path) -> TokenizerIdentity | None:
         if (folder / names[0]).is_file():
             return _of_files([folder / name for name in (*names, _ADDED) if (folder / name).is_file()])
     return None
+
+
+def check_bounds(folder: Path) -> None:
+    """Raise UserError for a tokenizer.json that the tokenizers library would answer with all memory, or with an abort.
+
+    It must be small, with few added tokens, ids near the number of tokens, and no texts that grow many times.
+    """
+    path = folder / "tokenizer.json"
+    if path.is_file() and path.stat().st_size > MAX_BYTES:
+        raise UserError(f"{path}: {path.stat().st_size} bytes, at most {MAX_BYTES} are allowed")
+    content = read_json_object(path)
+    identity = read_tokenizer(folder) if content else None
+    if identity is None:
+        return
+    added, growth = len(content.get("added_tokens") or []), _growth([content.get(name) for name in _TEXT_STEPS])
+    most = 2 * len(identity.tokens) + MAX_ADDED
+    wrong = [number for number in identity.tokens if not 0 <= number < most]
+    if wrong:
+        raise UserError(f"{path}: token id {wrong[0]} of {len(identity.tokens)} tokens; ids are from 0 to {most - 1}")
+    if added > MAX_ADDED or growth > MAX_GROWTH:
+        what = f"{added} added tokens" if added > MAX_ADDED else "Replace steps that make a text over 64 times as long"
+        raise UserError(f"{path}: {what}; at most {MAX_ADDED} tokens and {MAX_GROWTH} times are allowed")
+
+
+def _growth(step: object) -> float:
+    """Return how many times longer the Replace steps in a part of tokenizer.json can make a text."""
+    inner: list[object] = step if isinstance(step, list) else list(step.values()) if isinstance(step, dict) else []
+    growth = math.prod(map(_growth, inner))
+    if isinstance(step, dict) and step.get("type") == "Replace" and isinstance(step.get("content"), str):
+        pattern = step.get("pattern")
+        given = pattern.get("String") if isinstance(pattern, dict) else None
+        growth *= max(1.0, len(step["content"]) / len(given or "x"))
+    return growth
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

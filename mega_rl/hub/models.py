@@ -19,7 +19,8 @@ INDEX = "model.safetensors.index.json"
 DESCRIPTION = (
     *("config.json", "generation_config.json", INDEX, "chat_template.jinja", "chat_template.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*"),
+    *("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.model.v[0-9]*", "tekken.json", "*.tiktoken"),
+    *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*"),
 )  # never code, never pickled weights
 
 
@@ -88,7 +89,8 @@ def _download(name: ModelName, files: Sequence[str], *, label: str) -> Path:
 
 
 def _snapshot(name: ModelName, files: Sequence[str], **settings: Any) -> Path:
-    nested = ["*/*"] if files is DESCRIPTION else None  # patterns match folders, too
+    # Patterns match folders, too: of those only additional_chat_templates is described.
+    nested = ["[!a]*/*", "a[!d]*/*"] if files is DESCRIPTION else None
     return Path(
         snapshot_download(
             name.repo, revision=name.revision, allow_patterns=list(files), ignore_patterns=nested, **settings

@@ -30,6 +30,7 @@ from mega_rl.launcher.signals import StopSignals
 from mega_rl.launcher.steps import RunProgress
 from mega_rl.launcher.store import LOOPBACK, listen
 from mega_rl.launcher.supervisor import Supervisor
+from mega_rl.progress.printable import printable
 from mega_rl.progress.terminal import ERASE_LINE
 from mega_rl.rollout.sglang.server.kept import keeping_servers
 
@@ -114,7 +115,7 @@ def launch(settings: Launch, *, variables: Mapping[str, str] | None = None) -> i
     if conclusion.line:
         start = ERASE_LINE if sys.stderr.isatty() else ""
         with contextlib.suppress(OSError):  # whoever read it has gone
-            sys.stderr.write(f"{start}error: {conclusion.line}\n")
+            sys.stderr.write(f"{start}error: {printable(conclusion.line)}\n")
     return conclusion.code
 
 

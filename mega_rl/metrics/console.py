@@ -73,17 +73,18 @@ def _derived(metrics: Metrics) -> Metrics:
     return derived
 
 
-def sample_text(row: Mapping[str, Any]) -> str:
-    """Return a dumped sample in three lines: rewards and advantage, the end of the prompt, the response."""
+def sample_lines(row: Mapping[str, Any]) -> list[str]:
+    """Return a dumped sample as lines: rewards and advantage, the prompt, the response."""
     numbers = [("reward", row.get("reward")), *((name, row[key]) for key in row if (name := _part(key)))]
     numbers.append(("advantage", row.get("advantage_mean")))
     shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers if value is not None)
     end = "" if row["finished"] else ", cut off"
     head = f"step {row['step']}, prompt {row['prompt_index']}, sample {row['sample_index']}"
-    return (
-        f"{head}: {shown}; {row['response_tokens']} tokens{end}\n"
-        f"    prompt    {_one_line(row['rendered_prompt'])}\n    response  {_one_line(row['response'])}"
-    )
+    return [
+        f"{head}: {shown}; {row['response_tokens']} tokens{end}",
+        f"    prompt    {_one_line(row['rendered_prompt'])}",
+        f"    response  {_one_line(row['response'])}",
+    ]
 
 
 def _one_line(text: str) -> str:
@@ -117,8 +118,8 @@ class ConsoleSink:
         for row in rows:
             self._parts += [name for name in map(_part, row) if name and name not in self._parts]
         if not validation:
-            for row in rows[: self._samples]:
-                logger.info("%s", sample_text(row))
+            for line in (line for row in rows[: self._samples] for line in sample_lines(row)):
+                logger.info("%s", line)
             self._samples = 0
 
     def close(self, *, failed: bool = False) -> None:

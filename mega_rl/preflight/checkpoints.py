@@ -11,6 +11,7 @@ from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED
+from mega_rl.converters.hf.companions import companions
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError, UserErrors
@@ -43,14 +44,20 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
         except UserError as error:
             problems += [f"{key}: {line}" for line in str(error).splitlines()]
             continue
-        problems += [f"{key}: {path}: {problem}" for problem in _untrained(checkpoints[key])]
+        problems += [f"{key}: {path}: {problem}" for problem in untrained(checkpoints[key])]
     return checkpoints, problems
 
 
 def weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> list[str]:
-    """Return what is wrong with the weight files of the checkpoints."""
+    """Return what is wrong with the weight files of the checkpoints, and with files that an export copies."""
     paths = {key: path for key, path in checkpoint_paths(config).items() if key in checkpoints}
-    return [f"{key}: {problem}" for key, path in paths.items() for problem in _weight_files(Path(path))]
+    problems = [f"{key}: {problem}" for key, path in paths.items() for problem in _weight_files(Path(path))]
+    if "model.path" in paths and (config.checkpoint.hf_final or config.checkpoint.hf_interval):
+        try:
+            companions(Path(paths["model.path"]))
+        except UserError as error:
+            problems.append(f"model.path: {error}")
+    return problems
 
 
 def check_pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
@@ -112,7 +119,7 @@ def tensor_shape(directory: Path, name: str) -> list[int] | None:
         return None
 
 
-def _untrained(hf: HFConfig) -> Iterator[str]:
+def untrained(hf: HFConfig) -> Iterator[str]:
     """Yield why a model that can be converted cannot be trained: not shown to train, a known bug, quantized weights."""
     reason = FAMILIES[hf.family].not_trained
     if reason:

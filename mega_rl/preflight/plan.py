@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.hardware import hardware_of
 from mega_rl.plan.report import as_json, as_text, make_plan
 from mega_rl.plan.request import parse_bytes, read_setup
 from mega_rl.plan.search import search
 from mega_rl.plan.setup import Machine
+from mega_rl.preflight.checkpoints import untrained
 from mega_rl.preflight.memory import smallest_gpu
 
 
@@ -49,6 +50,8 @@ def plan_lines(recipe: Path, overrides: Sequence[str], options: PlanOptions) -> 
         given = round(hardware.memory)
     memory = smallest_gpu() if given is None else given
     setup = read_setup(recipe, overrides, Machine(options.gpus, options.gpus_per_node, memory, has_te))
+    if problems := [f"{key}: {why}" for key, hf in setup.checkpoints.items() for why in untrained(hf)]:
+        raise UserErrors(problems)  # as training does
     if options.search and setup.config.engine.backend != "megatron":
         raise UserError("--search: engine.backend=fsdp has no layouts, every rank holds a share of everything")
     if options.server_gpus and not (hardware and setup.config.rollout.sglang.urls):

@@ -24,6 +24,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from mega_rl.progress.phases import Phase, close, listen
+from mega_rl.progress.printable import printable
 
 REFRESHES_PER_SECOND = 8
 REMINDER_S = 60.0  # off a terminal, between the lines that say that a start-up phase is still in progress
@@ -211,7 +212,12 @@ class _Formatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Put time, level and rank before the message."""
         level = "" if record.levelno <= logging.INFO else f"{record.levelname} "
-        return f"{self.formatTime(record, self.datefmt)} {level}{self._rank}{record.message}"
+        return f"{self.formatTime(record, self.datefmt)} {level}{self._rank}{printable(record.message)}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, and an indented traceback, whose message cannot look like lines of the log."""
+        line, *traceback = super().format(record).split("\n")
+        return "\n".join([line, *(f"  {printable(entry)}" for entry in traceback)])
 
 
 class _Reminder(threading.Thread):

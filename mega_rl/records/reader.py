@@ -53,7 +53,7 @@ def read_record(folder: str | Path) -> Record:
     folder = Path(folder)
     path = folder / RECORD_FILE
     try:
-        text = path.read_bytes() if path.stat().st_size <= MAX_RECORD_BYTES else b""
+        text = path.read_bytes() if path.stat().st_size <= MAX_RECORD_BYTES and not path.is_fifo() else b""
     except OSError as error:
         raise UserError(
             f"{folder}: is no record ({RECORD_FILE}: {error.strerror}); give a folder as RUN/records/step_000001"

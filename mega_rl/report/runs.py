@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from mega_rl.config.recipe import parse_yaml
 from mega_rl.errors import UserError
 from mega_rl.metrics.records import StepMetrics, read_metrics
 from mega_rl.storage.strict_json import JsonFields
@@ -125,8 +124,8 @@ def _read_config(file: Path) -> dict[str, str]:
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise UserError(f"{file}: is larger than {MAX_CONFIG_BYTES >> 20} MiB; it is no config of a run")
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        content = parse_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file}: is no config of a run; remove it, or give another folder")

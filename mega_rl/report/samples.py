@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ from mega_rl.storage.strict_json import JsonFields, parse_object
 logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 400_000  # of all samples of a page, as JSON
+MAX_LINE = 16 << 20  # characters of a row that is read
 MAX_TEXT = 6_000  # of a prompt or response
 NUM_SOURCES = 4  # dumps and records of a run that are shown, the newest of each
 NUM_ROWS = 12  # of each, the first
@@ -75,7 +78,7 @@ def _newest(run_dir: Path) -> Iterator[ShownSample]:
             logger.warning("%s; left out of the report", error)
     for file in _by_step(run_dir / "rollouts", _DUMP)[:NUM_SOURCES]:
         try:
-            yield from (_of_dump(row, file) for row in _rows(file)[:NUM_ROWS])
+            yield from (_of_dump(row, file) for row in _rows(file))
         except (OSError, ValueError) as error:
             logger.warning("%s: cannot be read: %s; left out of the report", file, error)
 
@@ -87,9 +90,22 @@ def _by_step(folder: Path, name: re.Pattern[str]) -> list[Path]:
     return [path for _, path in sorted(steps, reverse=True)]
 
 
-def _rows(file: Path) -> list[JsonFields]:
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [parse_object(line) for line in lines if line.endswith("\n")]  # one that is being written has no end yet
+def _rows(file: Path) -> Iterator[JsonFields]:
+    """Yield the first rows of a dump. Raises OSError for a pipe, which may have no writer, and the like."""
+    with open(file, encoding="utf-8", opener=_open_regular) as lines:
+        for _ in range(NUM_ROWS):
+            line = lines.readline(MAX_LINE)
+            if not line.endswith("\n"):
+                return  # the end, or a row that is being written
+            yield parse_object(line)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is not a regular file")
+    return descriptor
 
 
 def _of_dump(row: JsonFields, file: Path) -> ShownSample:

@@ -117,7 +117,10 @@ class _PageHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            return self._say(400, "this is no address")
         query = parse_qs(url.query)
         given = query.get("token", [""])[-1]
         if _name_of(self.headers.get("Host", "")) not in NAMES:

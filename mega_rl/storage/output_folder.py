@@ -90,12 +90,16 @@ def _locked(path: Path, target: Path) -> Iterator[None]:
 
 
 def copy_files(folder: Path, files: Mapping[str, Path]) -> None:
-    """Copy files (name -> source) into a folder byte for byte, and flush them to disk."""
+    """Copy files (name, or folder/name -> source) into a folder byte for byte, and flush them to disk."""
     for name, source in files.items():
-        with name_file(folder / name), source.open("rb") as read, (folder / name).open("xb") as write:
-            shutil.copyfileobj(read, write)
-            write.flush()
-            os.fsync(write.fileno())
+        target = folder / name
+        with name_file(target):
+            target.parent.mkdir(exist_ok=True)
+            with source.open("rb") as read, target.open("xb") as write:
+                shutil.copyfileobj(read, write)
+                write.flush()
+                os.fsync(write.fileno())
+            sync_folder(target.parent)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.strict_json import parse_object
+from mega_rl.storage.strict_json import parse_object, shorten
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's limit, also applied to an index
 METADATA = "__metadata__"
-_MAX_DIMS = 16
+_MAX_DIMS, _MAX_NAME = 16, 1024
 
 ITEM_BYTES = {
     "F64": 8,
@@ -110,17 +110,20 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
 
 def _entry(name: str, raw: Any, path: Path, start: int, problems: list[str]) -> HeaderEntry | None:
     """Return one entry, None after adding its faults to `problems`; the data begins at byte `start`."""
-    where = f"{path}: {name}"
+    where = f"{path}: {shorten(name)}"
+    if not name.isprintable() or len(name) > _MAX_NAME:
+        problems.append(f"{where}: a name must be printable and at most {_MAX_NAME} characters long")
+        return None
     if not isinstance(raw, dict):
         problems.append(f"{where}: is a JSON {type(raw).__name__}, must be an object")
         return None
     dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        problems.append(f"{where}: dtype={dtype!r} is unknown, must be one of {', '.join(ITEM_BYTES)}")
+        problems.append(f"{where}: dtype={shorten(repr(dtype))} is unknown, must be one of {', '.join(ITEM_BYTES)}")
     elif not _is_sizes(shape):
-        problems.append(f"{where}: shape={shape!r} must be a list of sizes")
+        problems.append(f"{where}: shape={shorten(repr(shape))} must be a list of sizes")
     elif not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        problems.append(f"{where}: data_offsets={offsets!r} must be [begin, end]")
+        problems.append(f"{where}: data_offsets={shorten(repr(offsets))} must be [begin, end]")
     else:
         nbytes, need = offsets[1] - offsets[0], prod(shape) * ITEM_BYTES[dtype]
         if nbytes == need:

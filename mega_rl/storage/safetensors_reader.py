@@ -27,6 +27,7 @@ from torch import Tensor
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.safetensors_header import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, parse_json, read_entries
+from mega_rl.storage.strict_json import shorten
 
 FP8_BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
@@ -317,25 +318,32 @@ def _read_sharded(root: Path) -> dict[str, TensorInfo]:
         if _is_inside(shard):
             by_shard.setdefault(shard, []).append(name)
         else:
-            problems.append(f"{index}: {name} is in {shard!r}, must be a relative path inside the checkpoint")
+            problems.append(
+                f"{index}: {shorten(name)} is in {shorten(repr(shard))}, must be a relative path inside the checkpoint"
+            )
     tensors: dict[str, TensorInfo] = {}
     for shard, names in sorted(by_shard.items()):
         if not _is_file(root / shard):
             problems.append(
-                f"{root / shard}: no such file, but the index puts {len(names)} tensors there ({names[0]}, ...)"
+                f"{root / shorten(shard)}: no such file, but the index puts {len(names)} tensors there "
+                f"({shorten(names[0])}, ...)"
             )
             continue
         try:
             header = read_header(root / shard)
-        except UserErrors as error:
-            problems += error.problems
         except UserError as error:
-            problems.append(str(error))
+            problems += error.problems if isinstance(error, UserErrors) else [str(error)]
         else:
             problems += [
-                f"{root / shard}: lacks {name}, which the index puts there" for name in names if name not in header
+                f"{root / shard}: lacks {shorten(name)}, which the index puts there"
+                for name in names
+                if name not in header
             ]
-            tensors.update((name, header[name]) for name in names if name in header)
+            if twice := sorted(header.keys() & tensors.keys()):
+                more = f", and so are {len(twice) - 1} more" if twice[1:] else ""
+                where = f"{root / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}{more}"
+                problems.append(f"{where}; only one file may hold a name, so write the checkpoint again")
+            tensors.update(header)  # also names that the index lacks, which transformers loads: the model judges them
     if problems:
         raise UserErrors(problems)
     return tensors

@@ -224,7 +224,8 @@ def as_score(value: object) -> Score:
 
 def _as_number(value: object, subject: str) -> float:
     if not isinstance(value, numbers.Real):
-        raise NotAScoreError(f"{subject} is not a number")
+        fix = "; wrap it in float()" if hasattr(value, "__float__") else ""  # a bool of NumPy, a tensor, a Decimal
+        raise NotAScoreError(f"{subject} is not a number{fix}")
     try:
         number = float(value)
     except OverflowError:  # of an integer

@@ -110,7 +110,7 @@ def print_description(facts: dict[str, Any]) -> None:
         typer.echo(
             f"  pp_rank {stage['pp_rank']}: layers {layers}: {stage['params']:,} elements, {in_units(stage['nbytes'])}"
         )
-    for label in ("missing", "unexpected", "mis_shaped", "ignored"):
+    for label in ("missing", "unexpected", "mis_shaped", "contradicting", "ignored"):
         _print_names(label, facts[label])
 
 

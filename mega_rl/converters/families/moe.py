@@ -76,7 +76,7 @@ def softmax_moe(fields: Fields, layers: list[bool], *, normalised: bool, ffn: st
     if not any(layers):
         return None
     total, top_k = num_experts(fields), fields.size("num_experts_per_tok")
-    if top_k > total:
+    if top_k > total and not fields.problems:
         fields.refuse("num_experts_per_tok", f"there are {total} experts")
     if normalised and top_k == 1:
         reason = "weights that are normalised are all 1, and Megatron-Core refuses such a router"

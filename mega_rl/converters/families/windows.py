@@ -21,7 +21,7 @@ def if_enabled(fields: Fields, num_layers: int) -> Window | None:
 def in_last_layers(fields: Fields, num_layers: int) -> Window | None:
     """Return the window of Qwen2 and Qwen3: layers from `max_window_layers` on, or those that `layer_types` says."""
     if not fields.boolean("use_sliding_window"):
-        return None
+        return by_layer_types(fields, [False] * num_layers, off="use_sliding_window=false")
     first = fields.size("max_window_layers", least=0)
     return by_layer_types(fields, [i >= first for i in range(num_layers)])
 
@@ -29,7 +29,7 @@ def in_last_layers(fields: Fields, num_layers: int) -> Window | None:
 def in_even_first_layers(fields: Fields, num_layers: int) -> Window | None:
     """Return the window of Qwen2-MoE: every second of the first `max_window_layers`, or as `layer_types` says."""
     if not fields.boolean("use_sliding_window"):
-        return None
+        return by_layer_types(fields, [False] * num_layers, off="use_sliding_window=false")
     last = fields.size("max_window_layers", least=0)
     return by_layer_types(fields, [i % 2 == 0 and i < last for i in range(num_layers)])
 
@@ -45,9 +45,13 @@ def but_every_nth(fields: Fields, num_layers: int) -> Window | None:
     return by_layer_types(fields, [(i + 1) % pattern != 0 for i in range(num_layers)])
 
 
-def by_layer_types(fields: Fields, default: list[bool]) -> Window | None:
-    """Return the window of the layers that `layer_types` says, else of `default`."""
+def by_layer_types(fields: Fields, default: list[bool], *, off: str = "") -> Window | None:
+    """Return the window of the layers that `layer_types` says, else of `default`; `off`: what turns them off."""
     kinds = fields.strings("layer_types", length=len(default), allowed=LAYER_TYPES)
+    off = off or ("sliding_window=null" if fields.get("sliding_window") is None else "")
+    if off and kinds and "sliding_attention" in kinds:
+        fields.refuse("layer_types", f"{off} takes away the windows of sliding_attention; correct one of the two")
+        return None
     return _window(fields, default if kinds is None else [kind == "sliding_attention" for kind in kinds])
 
 

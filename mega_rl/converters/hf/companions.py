@@ -11,19 +11,61 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import UserError
 from mega_rl.storage.output_folder import copy_files, write_file
 
-# Weights of the source, and its code, are never copied.
-_PATTERNS = ("*.json", "*.txt", "*.jinja", "*.model", "LICENSE*", "*.tiktoken")
-_EXCEPT = ("*.index.json",)
+# Endings of weights, of code, and of what belongs to other weights: never copied.
+_WEIGHTS = ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .onnx .onnx_data .gguf .npz .npy .distcp .ot .tflite .pkl"
+_CODE = ".py .pyc .so .sh .ipynb .js .exe .dll .jar"
+_ENDINGS = tuple(f"{_WEIGHTS} {_CODE} .index.json".split())
+_ADAPTERS = ("adapter_config.json", "adapter_model.")
+MOST_BYTES = 512 << 20  # larger files are weights in a format without a known ending
+_SHOWN = 10  # names in a message
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def companions(source: Path) -> dict[str, Path]:
-    """Return the files of a checkpoint folder that are neither weights nor code: name -> path."""
+    """Return the files of a checkpoint folder, and of the folders in it, that are copied: name -> path without links.
+
+    That is everything but weights, code, indexes, adapters and hidden files. Raises UserError without a config.json,
+    and for a link that leads out of the folder: what it names could be published with the model.
+    """
     if not (source / "config.json").is_file():
         raise UserError(f"{source}: has no config.json to copy into the exported checkpoint")
-    files = {path.name: path for pattern in _PATTERNS for path in source.glob(pattern) if path.is_file()}
-    return {name: path for name, path in sorted(files.items()) if not any(path.match(p) for p in _EXCEPT)}
+    return {
+        path.relative_to(source).as_posix(): _without_links(path, source)
+        for path in _regular_files(source)
+        if not path.name.endswith(_ENDINGS) and not path.name.startswith(_ADAPTERS) and _size(path) <= MOST_BYTES
+    }
+
+
+def not_copied(source: Path, files: Mapping[str, Path]) -> str:
+    """Return "; not copied: run.py, x.bin" with the files of a folder that are neither in `files` nor its weights."""
+    names = {path.relative_to(source).as_posix() for path in _regular_files(source)} - set(files)
+    left = sorted(name for name in names if not name.endswith((".safetensors", ".index.json")))
+    more = f" and {len(left) - _SHOWN} more" if left[_SHOWN:] else ""
+    return f"; not copied from {source}: {', '.join(left[:_SHOWN])}{more}" if left else ""
+
+
+def _regular_files(source: Path) -> list[Path]:
+    """Return the files of a folder and of the folders in it, hidden ones left out, sorted."""
+    paths = [*source.glob("[!.]*"), *source.glob("[!.]*/[!.]*")]
+    return sorted(path for path in paths if path.is_file())
+
+
+def _without_links(path: Path, source: Path) -> Path:
+    """Return the place of a file, which must be in the folder or a blob of the same repository in the Hub's cache."""
+    place, folder = path.resolve(), source.resolve()
+    if place.is_relative_to(folder):
+        return place
+    if folder.parent.name == "snapshots" and place.parent == folder.parent.parent / "blobs":
+        return place
+    raise UserError(
+        f"{path}: is, or lies behind, a link to {place}, outside of the model's folder, so it is not copied into an "
+        "export; put a copy of the file in its place, or delete the link"
+    )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
 
 
 def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool = False) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def parse_hf_config(
     _refuse_unknown(fields, family)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", default=heads)
-    if heads % kv_heads:
+    if heads % kv_heads and not fields.problems:  # a refused size is 1 from here on, which is not the file's
         fields.refuse("num_key_value_heads", f"it must divide num_attention_heads={heads}", value=kv_heads)
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     linear_bias = _linear_bias(fields, family)
@@ -93,7 +93,8 @@ def parse_hf_config(
         fused_experts=family.fused_experts,
         raw=dict(raw),
     )
-    _check_sizes(fields, config)
+    if not fields.problems:
+        _check_sizes(fields, config)
     if fields.problems:
         raise UserErrors(list(dict.fromkeys(fields.problems)))
     return config
@@ -216,7 +217,7 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
     if family.mla is not None:
         return fields.size("v_head_dim")
     head_dim = fields.size("head_dim", default=max(hidden // heads, 1))
-    if head_dim % 2:
+    if head_dim % 2 and not fields.problems:
         fields.refuse("head_dim", "rotary embedding needs an even number", value=head_dim)
     return head_dim
 

@@ -82,7 +82,8 @@ def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | Non
     known = {*SHARED_KEYS, *(KEYS[kind] if kind != "default" else (key for keys in KEYS.values() for key in keys))}
     for key in rope.raw:
         if key not in known and rope.raw[key] is not None:
-            rope.refuse(key, f"not a setting of rope_type={kind} that Megatron-Core knows")
+            fix = f"remove it if rope_type={kind} of transformers does not read it"
+            rope.refuse(key, f"not a setting that Megatron-Core knows; {fix}")
     factor, yarn, llama3 = 1.0, None, None
     if kind != "default":
         factor = _factor(fields, rope, kind)

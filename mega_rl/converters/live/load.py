@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mega_rl.accelerator.megatron_core import stable_name
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.live.copying import fill_all
+from mega_rl.converters.live.repeated import repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
@@ -95,8 +96,9 @@ def check_tensors(
 ) -> tuple[tuple[str, ...], frozenset[str]]:
     """(tensors left aside, tensors of the model that are not there) of a checkpoint that fits the config.
 
-    `hf` as it is on disk (`plan.as_on_disk`). Reads nothing but the bias of a value head. Raises UserErrors with
-    everything that is missing and may not be, is no part of the model, or has another shape or type.
+    `hf` as it is on disk (`plan.as_on_disk`). Reads the bias of a value head, and tensors that must repeat others, if
+    they are there. Raises UserErrors with everything that is missing and may not be, is no part of the model, has
+    another shape or type, or would be left out although it holds other values (`repeat_faults`).
     """
     expected, ignorable = hf_tensors(hf, head=head), ignored_tensors(hf, head=head)
     problems, absent = [], set()
@@ -129,6 +131,7 @@ def check_tensors(
         f"{info.file}: {info.name} {list(info.shape)} is no part of the {hf.family} model of config.json"
         for info in (reader.tensors[name] for name in sorted(unexpected))
     ]
+    problems = problems or [f"{reader.path}: {fault}" for fault in repeat_faults(reader, hf, head)]
     if problems:
         raise UserErrors(problems)
     return ignored, frozenset(absent)

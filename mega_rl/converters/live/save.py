@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mega_rl.converters.hf.companions import companions, config_changes, copy_companions
+from mega_rl.converters.hf.companions import companions, config_changes, copy_companions, not_copied
 from mega_rl.converters.live.copying import in_threads, rectangle
 from mega_rl.converters.live.export import export_hf, join_pieces, usual_dtype
 from mega_rl.converters.live.load import weights_of
@@ -83,7 +83,7 @@ def save_hf(
             if place.is_first:
                 usual = usual_dtype(chunks) if options.dtype is None else options.dtype
                 model = _Model(chunks, place.sharding, usual, None if place.needs_no_peer else stream)
-                _write_folder(Path(directory), model, reader, files, options)
+                _write_folder(Path(directory), model, reader, files, options, not_copied(Path(source), files))
         finally:
             # After an error too: the other ranks are inside the same collectives.
             if not place.needs_no_peer:
@@ -105,8 +105,12 @@ def _write_folder(
     reader: CheckpointReader | None,
     files: Mapping[str, Path],
     options: SaveOptions,
+    left: str,
 ) -> None:
-    """Write the whole folder; `reader` and `files` are the weights and the companions of the source."""
+    """Write the whole folder; `reader` and `files` are the weights and the companions of the source.
+
+    left: words on the files of the source that are not copied.
+    """
     hf = model.sharding.hf
     kept = _kept(reader, model.sharding, model.dtype) if options.mtp == "keep" and reader is not None else []
     name = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
@@ -121,7 +125,7 @@ def _write_folder(
                 _write_stream(writer, model.stream)
             if reader is not None:
                 _write_stream(writer, ((s.name, reader.read(s.name).to(s.dtype)) for s in kept))
-    logger.info("wrote %s", directory)
+    logger.info("wrote %s%s", directory, left)
 
 
 @contextmanager

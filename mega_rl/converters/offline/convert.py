@@ -9,6 +9,7 @@ Under torchrun the ranks share the files of the target between them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf.companions import changed_config, companions, config_changes
+from mega_rl.converters.hf.companions import companions, config_changes, copy_companions, not_copied
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.load import check_tensors
 from mega_rl.converters.offline.conversion import Conversion, Report, convert
@@ -49,6 +50,8 @@ from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.output_folder import copy_files
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import SHARD_BYTES, TensorSpec, shard_name, write_index
+
+logger = logging.getLogger(__name__)
 
 Format = Kind
 # Of one file of a distributed checkpoint; files are what ranks and threads share.
@@ -106,7 +109,7 @@ def import_hf(
         ignored, missing = check_tensors(reader, hf, options.head, allow_missing=options.allow_missing)
         wholes = {name: ShapeAndDtype(info.shape, info.dtype) for name, info in reader.tensors.items()}
         origin = WeightFiles(Path(source), "hf", sharding, wholes, reader, ignored=ignored)
-        return _to_megatron(origin, sharding, format, "disk", missing, cast, companions(Path(source)))
+        return _to_megatron(origin, sharding, format, "disk", missing, cast, _companions(Path(source)))
 
     return convert(prepare, target, [source], options=writing, label=f"import to {format}")
 
@@ -137,7 +140,7 @@ def reshard(
         wanted = Sharding(held.hf, layout, spec=spec or held.spec, head=held.head, padded_vocab=padded_vocab)
         sharding = _stored(wanted, kind)
         prove_complete(sharding)
-        files = companions(Path(reference) if reference is not None else Path(source) / HF_FOLDER)
+        files = _companions(Path(reference) if reference is not None else Path(source) / HF_FOLDER)
         return _to_megatron(origin, sharding, kind, "canonical", frozenset(origin.absent), None, files)
 
     inputs = [source] if reference is None else [source, reference]
@@ -167,7 +170,7 @@ def export_checkpoint(
         origin = opened() if opened is not None else open_checkpoint(source, reference=reference)
         if origin.kind == "hf" and opened is None:
             raise UserError(f"checkpoint {source}: is a Hugging Face checkpoint already")
-        files = companions(Path(reference) if reference is not None else Path(source) / HF_FOLDER)
+        files = _companions(Path(reference) if reference is not None else Path(source) / HF_FOLDER)
         return _to_hf(origin, _weights_of(reference), cast, files, options, where=str(source))
 
     inputs = [source] if reference is None else [source, reference]
@@ -241,6 +244,14 @@ def _to_megatron(
     return Conversion(files, complete, origin.ignored, manifest.absent, readers=[origin])
 
 
+def _companions(folder: Path) -> dict[str, Path]:
+    """Return the files of a folder that are copied, and name the others in one line of the log."""
+    files = companions(folder)
+    if left := not_copied(folder, files):
+        logger.info("%s", left.removeprefix("; "))
+    return files
+
+
 def _sources(plan: ParamPlan) -> tuple[str, ...]:
     """Return the names of the tensors that a plan reads."""
     return tuple(dict.fromkeys(copy.hf_name for copy in plan.copies if copy.hf_name is not None))
@@ -289,8 +300,7 @@ def _to_hf(
     shards = group_outputs(outputs, options.shard_bytes, shard_name)
 
     def complete(work: Path, _: Sequence[Written]) -> None:
-        copy_files(work, {name: path for name, path in files.items() if name != "config.json"})
-        (work / "config.json").write_bytes(changed_config(files["config.json"].read_bytes(), changes))
+        copy_companions(work, files, changes)
         if len(shards) > 1:
             weight_map = {output.spec.name: shard.name for shard in shards for output in shard.outputs}
             write_index(work, weight_map, total_bytes=sum(shard.nbytes for shard in shards))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from mega_rl.converters.live.copying import BlockReader, TensorLike
+from mega_rl.converters.live.repeated import repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
@@ -36,6 +37,7 @@ class Description:
     unexpected: tuple[str, ...]
     ignored: tuple[str, ...]
     mis_shaped: tuple[str, ...]
+    contradicting: tuple[str, ...]  # would be left out as copies of others, whose values they do not have
     stages: tuple[StageSize, ...]
 
     @property
@@ -43,7 +45,7 @@ class Description:
         """Return the mismatches of the tensors with the model, a line each."""
         missing = [f"{name} is missing" for name in self.missing]
         unexpected = [f"{name} is not part of the model of config.json" for name in self.unexpected]
-        return [*missing, *unexpected, *self.mis_shaped]
+        return [*missing, *unexpected, *self.mis_shaped, *self.contradicting]
 
 
 def describe(reader: BlockReader, sharding: Sharding) -> tuple[Sharding, Description]:
@@ -71,6 +73,7 @@ def describe(reader: BlockReader, sharding: Sharding) -> tuple[Sharding, Descrip
             for name, tensor in expected.items()
             if name in shapes and shapes[name] != tensor.shape
         ),
+        contradicting=tuple(repeat_faults(reader, hf, head)),
         stages=tuple(_stage(sharding, pp_rank, itemsize) for pp_rank in range(sharding.layout.pp)),
     )
     return sharding, description
@@ -95,6 +98,7 @@ def describe_config(sharding: Sharding) -> Description:
         unexpected=(),
         ignored=(),
         mis_shaped=(),
+        contradicting=(),
         stages=tuple(_stage(sharding, pp_rank, itemsize) for pp_rank in range(sharding.layout.pp)),
     )
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import DTYPES, read_hf_config
 from mega_rl.converters.live.copying import BlockReader, fill
+from mega_rl.converters.live.repeated import repeat_faults
 from mega_rl.converters.offline.dist_keys import EXTRA_STATE, FOREIGN_PREFIXES, whole_model
 from mega_rl.converters.offline.dist_metadata import METADATA_FILE, DistTensor, read_metadata
 from mega_rl.converters.offline.manifest import HF_FOLDER, MANIFEST_FILE, ConversionManifest, check_fits, read_manifest
@@ -251,6 +252,9 @@ def _open_hf(folder: Path) -> WeightFiles:
     hf = read_hf_config(folder)
     reader = CheckpointReader(folder)
     sharding = Sharding(as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()}))
+    faults = [] if sharding.hf.value_head in reader.tensors else repeat_faults(reader, sharding.hf, "lm")
+    if faults:
+        raise UserErrors([f"{folder}: {fault}" for fault in faults])
     wholes = {name: ShapeAndDtype(info.shape, info.dtype) for name, info in reader.tensors.items()}
     return WeightFiles(folder, "hf", sharding, wholes, reader)
 

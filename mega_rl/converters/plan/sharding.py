@@ -17,6 +17,9 @@ Head = Literal["lm", "value"]
 Spec = Literal["local", "te", "hf"]
 
 
+UNEVEN = "engine.megatron.pipeline (--pp-layout on a command line) gives stages of different sizes"
+
+
 @dataclass(frozen=True)
 class Sharding:
     """A model and how it is cut: everything that a plan depends on but the rank."""
@@ -73,7 +76,7 @@ def check_layout(hf: HFConfig, layout: ParallelLayout, *, padded_vocab: int | No
     except ValueError:
         if layout.pipeline is None:
             stages = f"pp*vpp={layout.pp}*{layout.vpp}={layout.num_stages}"
-            problems.append(f"{stages} does not divide num_hidden_layers={hf.num_layers}")
+            problems.append(f"{stages} does not divide num_hidden_layers={hf.num_layers}; {UNEVEN}")
         else:
             split = f"pipeline {'+'.join(map(str, layout.pipeline))}={sum(layout.pipeline)}"
             problems.append(f"{split} must be num_hidden_layers={hf.num_layers}")

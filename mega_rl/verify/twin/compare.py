@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,12 +12,18 @@ from torch import Tensor
 
 from mega_rl.accelerator import prepare
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.known_bugs import known_bug
-from mega_rl.verify.twin.shrink import Twin, write_twin
+from mega_rl.verify.twin.shrink import Twin, num_elements, write_twin
 
 GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
 TIMEOUT_S = 600.0
+_LOAD_BYTES = 8  # of memory for each element: transformers loads float32, and splits experts into copies
+_NOT_INDEPENDENT = (
+    "transformers has not loaded the whole checkpoint, which is quantised or would take over half of the memory: "
+    "tensors that are left out or held twice were judged by mega_rl only"
+)
 
 
 @dataclass(frozen=True)
@@ -33,19 +40,23 @@ class Parity:
 def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int = 0) -> Parity:
     """Compare logits of `num_tokens` random tokens: `reference` by transformers, `converted` by Megatron-Core.
 
-    Both are Hugging Face folders, of one model; each is cut down to a twin in a temporary folder first. Must be called
-    before anything else imports Megatron-Core, for one process.
+    Both are Hugging Face folders, of one model; each is cut down to a twin in a temporary folder first, `reference`
+    after transformers has loaded the whole folder by its own rules, if memory holds it (else a detail says so). Must be
+    called before anything else imports Megatron-Core, for one process.
     """
     accelerator = prepare("auto")
     from transformers.utils.logging import disable_progress_bar
 
     from mega_rl.parallel import groups as process_groups  # imports Megatron-Core
-    from mega_rl.verify.twin.logits import hf_logits, megatron_logits
+    from mega_rl.verify.twin.logits import hf_logits, hf_weights, megatron_logits
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="twin_") as folder:
         sides = [Path(folder) / name for name in ("reference", "converted")]
-        twin = write_twin(reference, sides[0])
+        hf = read_hf_config(reference)
+        host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        independent = hf.quantization is None and num_elements(hf) * _LOAD_BYTES < host_bytes // 2
+        twin = write_twin(reference, sides[0], weights=hf_weights(reference) if independent else None)
         write_twin(converted, sides[1])
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(0, twin.hf.vocab_size, (1, num_tokens), generator=generator)
@@ -57,7 +68,8 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
             process_groups.destroy()
     assert outputs is not None
     hidden = [(a, b.cpu()) for a, b in zip(expected.hidden, outputs.hidden, strict=True)]
-    return judge(twin, expected.logits, outputs.logits.cpu(), hidden)
+    parity = judge(twin, expected.logits, outputs.logits.cpu(), hidden)
+    return parity if independent else replace(parity, details=(*parity.details, _NOT_INDEPENDENT))
 
 
 def judge(twin: Twin, expected: Tensor, converted: Tensor, hidden: list[tuple[Tensor, Tensor]]) -> Parity:

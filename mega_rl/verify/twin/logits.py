@@ -17,12 +17,12 @@ from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Sharding, Spec
 from mega_rl.models.build import ModelSettings, build_chunks, transformer_config
 from mega_rl.parallel.groups import Groups
-from mega_rl.verify.twin.reference import Outputs, hf_logits, recorded
+from mega_rl.verify.twin.reference import Outputs, hf_logits, hf_weights, recorded
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-__all__ = ["LoadedModel", "Outputs", "hf_logits", "load_model", "megatron_logits"]
+__all__ = ["LoadedModel", "Outputs", "hf_logits", "hf_weights", "load_model", "megatron_logits"]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ config.json only, and may be narrowed besides: its widths are halved until the m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -21,8 +21,9 @@ from torch import Tensor
 from mega_rl.converters.architecture import HFConfig, Moe
 from mega_rl.converters.families.rules import DISK_LAYER
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.live.repeated import repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import write_checkpoint
 
@@ -84,15 +85,17 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
     return twin
 
 
-def write_twin(source: Path, target: Path, *, multiple: int = 1) -> Twin:
-    """Writes the twin of a checkpoint's model, with the checkpoint's weights, to `target`."""
+def write_twin(source: Path, target: Path, *, multiple: int = 1, weights: Mapping[str, Tensor] | None = None) -> Twin:
+    """Writes the twin of a checkpoint's model to `target`, with the checkpoint's weights or with these of the model."""
     with CheckpointReader(source) as reader:
         original = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
+        if faults := repeat_faults(reader, original, "lm"):
+            raise UserErrors([f"{source}: {fault}" for fault in faults])
         twin = shrink(original, where=str(source / "config.json"), multiple=multiple)
         spelled = as_on_disk(twin.hf, {name: (0,) for name in reader.tensors})
         config = target.with_name(f"{target.name}.config.json")
         config.write_text(json.dumps(twin.raw, indent=2))
-        write_checkpoint(target, _tensors(reader, twin, spelled), files={"config.json": config})
+        write_checkpoint(target, _tensors(reader, twin, spelled, weights), files={"config.json": config})
         config.unlink()
     return twin
 
@@ -127,16 +130,21 @@ def num_elements(hf: HFConfig) -> int:
     return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
 
 
-def _tensors(reader: CheckpointReader, twin: Twin, spelled: HFConfig) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    reader: CheckpointReader, twin: Twin, spelled: HFConfig, weights: Mapping[str, Tensor] | None
+) -> Iterator[tuple[str, Tensor]]:
     """The twin's tensors: leading rows of the original's, of the layers that were chosen."""
     prefixes = {DISK_LAYER.format(layer=i): DISK_LAYER.format(layer=layer) for i, layer in enumerate(twin.layers)}
     for name, tensor in hf_tensors(spelled, head="lm").items():
         prefix = next((p for p in prefixes if name.startswith(p)), "")
         there = prefixes.get(prefix, "") + name.removeprefix(prefix)
-        if there not in reader.tensors:
+        if there not in (reader.tensors if weights is None else weights):
             raise UserError(f"{reader.path}: {there} is missing; run verify without --logits for the whole list")
         numel, width = prod(tensor.shape), tensor.shape[-1] if len(tensor.shape) > 1 else 1
-        yield name, reader.read_rows(there, 0, numel // width).view(tensor.shape)
+        if weights is None:
+            yield name, reader.read_rows(there, 0, numel // width).view(tensor.shape)
+        else:
+            yield name, weights[there].reshape(-1, width)[: numel // width].reshape(tensor.shape)
 
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:

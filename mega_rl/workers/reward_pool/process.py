@@ -213,17 +213,25 @@ class _Output:
     def __init__(self, descriptor: int, number: int) -> None:
         self._descriptor = descriptor
         self._number = number
-        self._last = b""
+        self._last = self._line = b""
         self._minute = 0.0
         self._shown = 0
         os.set_blocking(descriptor, False)
         asyncio.get_running_loop().add_reader(descriptor, self._read)
 
     def tail(self) -> str:
-        """Return the end of it, or what Python says of a crash, as a part of a sentence; empty without output."""
-        text = " ".join(self._last.decode(errors="replace").split())
-        crash = text.rfind("Fatal Python error")
-        text = text[crash:][:SHOWN_CHARACTERS] if crash >= 0 else text[-SHOWN_CHARACTERS:]
+        """Return the cause of an end as a part of a sentence: of a crash what Python says, of a traceback its error.
+
+        Otherwise the end of the output; empty without any.
+        """
+        self._read()  # the last lines may have come with the end
+        text = self._last.decode(errors="replace")
+        crash, trace = text.rfind("Fatal Python error"), text.rfind("Traceback (most recent call last)")
+        if crash < 0 <= trace:
+            error = [line for line in text[trace:].splitlines()[1:] if line.strip() and not line.startswith(" ")]
+            text = " ".join(error) or text
+        text = " ".join(text[max(crash, 0) :].split())
+        text = text[:SHOWN_CHARACTERS] if max(crash, trace) >= 0 else text[-SHOWN_CHARACTERS:]
         return f", saying: {text}" if text else ""
 
     def close(self) -> None:
@@ -234,19 +242,26 @@ class _Output:
             self._descriptor = -1
 
     def _read(self) -> None:
+        """Read what there is; the log gets whole lines, and the rest of a line when the worker has ended."""
         try:
-            text = os.read(self._descriptor, 1 << 16)
+            text = os.read(self._descriptor, 1 << 16) if self._descriptor >= 0 else b""
         except BlockingIOError:
             return
+        self._last = (self._last + text)[-TAIL_BYTES:]
+        *lines, self._line = (self._line + text).split(b"\n")
+        if len(self._line) > SHOWN_BYTES or not text:
+            lines, self._line = [*lines, self._line], b""
+        for line in filter(None, map(bytes.rstrip, lines)):
+            self._log(line)
         if not text:
             self.close()
-            return
-        self._last = (self._last + text)[-TAIL_BYTES:]
+
+    def _log(self, line: bytes) -> None:
         now = time.monotonic()
         if now - self._minute >= 60:
             self._minute, self._shown = now, 0
         if self._shown < SHOWN_BYTES:
-            log.info("reward worker %d: %s", self._number, text.decode(errors="replace").rstrip())
-            if self._shown + len(text) >= SHOWN_BYTES:
+            log.info("reward worker %d: %s", self._number, line[:SHOWN_BYTES].decode(errors="replace"))
+            if self._shown + len(line) + 1 >= SHOWN_BYTES:
                 log.info("reward worker %d: the rest of its output is dropped for a minute", self._number)
-        self._shown += len(text)
+        self._shown += len(line) + 1

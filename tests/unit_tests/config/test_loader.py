@@ -125,6 +125,7 @@ BAD_VALUES = {
     "data.train_files=''": "data.train_files='': needs a list of texts; write it as [a, b]",
     "data.train_files=[1]": "data.train_files=[1]: needs a list of texts",
     "rollout.stop_token_ids=[[1]]": "rollout.stop_token_ids=[[1]]: needs a list of whole numbers",
+    f"optim.lr={'9' * 400}": f"optim.lr={'9' * 18}...{'9' * 19}: needs a finite number; this one is too large",
     "trainer.steps={a: 1}": "trainer.steps={'a': 1}: needs a whole number, at least 1",
     "model.path=${model.path}": "model.path='${model.path}': refers to a key that does not exist or to itself",
     "model.path=${model.nope}": "model.path='${model.nope}': refers to a key that does not exist or to itself",
@@ -149,7 +150,11 @@ BAD_RECIPES = {
     "": "is empty; it must hold sections such as 'model:' with 'key: value' lines",
     "optim: !!python/object/apply:os.system [touch hacked]\n": "line 1: not valid YAML: could not determine a",
     "? [a]\n: 1\n": "line 1: not valid YAML: found unhashable key",
-    "a: &a [*a]\nb: *c\n": "line 2: not valid YAML: found undefined alias",
+    "a: &a [*a]\nb: *c\n": "line 1: anchors (&) and aliases (*) are not read: 'a'; write it out",
+    "a: *c\n": "line 1: anchors (&) and aliases (*) are not read: 'c'",
+    "data: &r {chat: {template_kwargs: {a: *r}}}\n": "line 1: anchors (&) and aliases (*) are not read: 'r'",
+    "optim:\n  <<: &b {lr: 1}\n": "line 2: anchors (&)",
+    "data: {chat: {template_kwargs: {a: !!str &s x}}}\n": "line 1: anchors (&)",
     "[" * 3000: "not valid YAML: ",
 }
 
@@ -196,13 +201,13 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     ]
 
 
-def test_an_alias_bomb_is_refused_in_one_short_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", ["model: {path: *z}", "data: {chat: {template_kwargs: {a: *z}}}"])
+def test_an_alias_bomb_is_refused_in_one_short_line(tmp_path: Path, last: str) -> None:
     names = "abcdefghijklmnopqrstuvwxyz"
     lines = ["a: &a [x, x, x, x, x, x, x, x]"]
     lines += [f"{name}: &{name} [{', '.join([f'*{before}'] * 8)}]" for before, name in pairwise(names)]
-    actual = problems(recipe(tmp_path, "\n".join(lines) + "\nmodel: {path: *z}\n"))
-    assert actual[-1].endswith("needs a text; put it in quotes")
-    assert all(len(line) < 400 for line in actual)
+    (actual,) = problems(recipe(tmp_path, "\n".join(lines) + f"\n{last}\n"))
+    assert "anchors (&) and aliases (*) are not read" in actual
 
 
 @settings(max_examples=150, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf.companions import companions
+from mega_rl.converters.hf.companions import MOST_BYTES, companions, copy_companions, not_copied
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.live.export import assemble_bucket, buckets, export_hf
 from mega_rl.converters.live.load import load_hf
@@ -236,11 +237,61 @@ def test_companions(tmp_path: Path) -> None:
         "chat_template.jinja",
         "tokenizer.model",
         "vocab.json",
+        "tokenizer.model.v3",
+        "README.md",
+        "additional_chat_templates/tool_use.jinja",
     ]
-    left = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "modeling_x.py", "run.sh"]
-    for name in copied + left:
+    weights = ["model.safetensors", "model.safetensors.index.json", "sub/model.safetensors"]
+    left = ["pytorch_model.bin", "modeling_x.py", "run.sh", "adapter_config.json", "adapter_model.bin", "sub/a.pth"]
+    hidden = [".gitattributes", ".cache/note.txt", "sub/.netrc", "sub/deep/er.json"]
+    for name in copied + weights + left + hidden:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(name)
-    assert list(companions(tmp_path)) == sorted(copied)
+    os.mkfifo(tmp_path / "vocab.txt")
+    with (tmp_path / "experts.raw").open("wb") as large:
+        large.truncate(MOST_BYTES + 1)
+    files = companions(tmp_path)
+    assert sorted(files) == sorted(copied)
+    assert not_copied(tmp_path, files) == f"; not copied from {tmp_path}: {', '.join(sorted([*left, 'experts.raw']))}"
+    copy_companions(tmp_path / ".cache", {name: files[name] for name in copied}, {})
+    assert (tmp_path / ".cache" / copied[-1]).read_text() == copied[-1]
+
+
+@pytest.mark.parametrize("link", ["LICENSE", "extra", "chain.txt", "config.json"])
+def test_links_out_of_a_model_folder_are_refused(tmp_path: Path, link: str) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key.txt").write_text("secret")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / ".hop").symlink_to("../secret/key.txt")
+    targets = {"extra": secret, "chain.txt": Path(".hop")}
+    (model / link).unlink(missing_ok=True)
+    (model / link).symlink_to(targets.get(link, secret / "key.txt"))
+    with pytest.raises(UserError, match=rf"{link}.*a link to {secret}/key\.txt, outside of the model's folder"):
+        companions(model)
+
+
+def test_links_inside_a_folder_and_into_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    repository = tmp_path / "models--a--b"
+    snapshot, blobs = repository / "snapshots" / "1f", repository / "blobs"
+    for folder in (snapshot / "additional_chat_templates", blobs):
+        folder.mkdir(parents=True)
+    for blob in ("aa", "bb"):
+        (blobs / blob).write_text(blob)
+    (snapshot / "config.json").symlink_to("../../blobs/aa")
+    (snapshot / "additional_chat_templates" / "rag.jinja").symlink_to("../../../blobs/bb")
+    (snapshot / "copy.json").symlink_to("config.json")
+    names = ["additional_chat_templates/rag.jinja", "config.json", "copy.json"]
+    assert {name: path.read_text() for name, path in companions(snapshot).items()} == dict(
+        zip(names, ("bb", "aa", "aa"), strict=True)
+    )
+    (tmp_path / "models--c--d" / "blobs").mkdir(parents=True)
+    (tmp_path / "models--c--d" / "blobs" / "cc").write_text("cc")
+    (snapshot / "x.json").symlink_to("../../../models--c--d/blobs/cc")
+    with pytest.raises(UserError, match=r"x\.json"):
+        companions(snapshot)
 
 
 # Arguments of Megatron-Core.

@@ -392,6 +392,35 @@ def test_gated_delta_nets_are_refused_by_field(name: str) -> None:
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("base", "change", "value", "wrong"),
+    [
+        ("qwen3", {"num_attention_heads": 0}, "num_attention_heads=0: ", "=1"),
+        ("qwen3", {"head_dim": 0}, "head_dim=0: ", "head_dim=1:"),
+        ("qwen3_moe", {"num_experts": 10**9}, "num_experts=1000000000: ", "there are 1"),
+        ("deepseek_v3", {"n_routed_experts": 10**9}, "n_routed_experts=1000000000: ", "there are 1"),
+    ],
+)
+def test_a_refused_size_is_named_by_its_own_number(base: str, change: dict[str, Any], value: str, wrong: str) -> None:
+    with pytest.raises(UserErrors) as caught:
+        parse_hf_config(TINY[base] | change)
+    assert value in str(caught.value)
+    assert wrong not in str(caught.value)
+
+
+@pytest.mark.parametrize("off", [{"use_sliding_window": False, "sliding_window": 4}, {"sliding_window": None}])
+def test_windows_that_another_key_takes_away_are_refused(off: dict[str, Any]) -> None:
+    kinds = ["sliding_attention"] + ["full_attention"] * (QWEN2["num_hidden_layers"] - 1)
+    with pytest.raises(UserErrors, match=r"layer_types=.*takes away the windows.*correct one of the two"):
+        parse_hf_config(QWEN2 | {"use_sliding_window": True, "max_window_layers": 2, "layer_types": kinds} | off)
+
+
+def test_a_key_of_yarn_that_transformers_drops_has_a_remedy() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "attn_factor": 0.87}
+    with pytest.raises(UserErrors, match=r"attn_factor=0\.87: not a setting .*; remove it if rope_type=yarn"):
+        parse_hf_config(QWEN2 | {"rope_scaling": yarn})
+
+
 def test_keys_that_say_nothing_about_the_computation_are_accepted() -> None:
     extra = {"_name_or_path": "x", "_anything": [1], "id2label": {"0": "a"}, "temperature": 0.6, "unknown": None}
     assert parse_hf_config(QWEN2 | extra | {"architectures": ["X"]}) == parse_hf_config(QWEN2)

@@ -169,8 +169,20 @@ def test_a_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
 def test_tied_checkpoint_that_ships_a_head(tmp_path: Path) -> None:
     hf = small_config(tied=True)
     state = hf_state(hf)
-    write(tmp_path, state | {"lm_head.weight": torch.full((13, 10), 7.0)})
+    write(tmp_path, state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()})
     assert load_one(tmp_path, hf, state).ignored == ("lm_head.weight",)
+    assert load_one(tmp_path, hf, hf_state(hf, value_head=True), head="value").ignored == ("lm_head.weight",)
+
+
+@pytest.mark.parametrize("row", [0, 12])
+def test_tied_checkpoint_with_another_head_is_refused(tmp_path: Path, row: int) -> None:
+    hf = small_config(tied=True)
+    state = hf_state(hf)
+    other = state["model.embed_tokens.weight"].clone()
+    other[row] *= 1.25
+    write(tmp_path, state | {"lm_head.weight": other})
+    with pytest.raises(UserErrors, match=r"lm_head\.weight .* differs from model\.embed.*set it to false.*delete"):
+        load_one(tmp_path, hf, state)
 
 
 def test_old_buffers_are_left_aside(tmp_path: Path) -> None:

@@ -241,6 +241,14 @@ def test_equal_problems_are_counted_once(tmp_path: Path, changed: dict[str, Any]
         load(jsonl(tmp_path / "d.jsonl", [bad, good, bad, good, good]))
 
 
+def test_a_giant_row_is_refused_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mega_rl.data.prompts.MOST_TEXT", 100)
+    rows = [{"prompt": "short", "answer": "1"}, {"prompt": "x" * 101, "answer": "1"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"a\.jsonl:2: the prompt has 101 characters; at most 100 are tokenized"):
+        load(tmp_path / "a.jsonl")
+
+
 def test_overlong_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n, "answer": "y"} for n in (4, 5, 6, 3, 2)])
     with pytest.raises(UserErrors) as error:

@@ -73,8 +73,7 @@ def test_named_parts_get_columns_and_the_first_samples_are_shown(caplog: pytest.
     for step in (1, 2):
         sink.dump_rollouts(step, [row, row])
         sink.log(step, METRICS | {"reward/exact": 0.75})
-    sample, *lines = (record.getMessage() for record in caplog.records)
-    head, prompt, response = sample.splitlines()
+    head, prompt, response, *lines = (record.getMessage() for record in caplog.records)
     assert head == "step 1, prompt 4, sample 0: reward 1.5, exact 1, advantage 0.25; 3 tokens, cut off"
     assert prompt.endswith('END"')
     assert len(prompt) < 430

@@ -16,6 +16,7 @@ from mega_rl.config.schema import Config
 from mega_rl.preflight import memory
 from mega_rl.preflight.launcher import gpus_are_hidden, ranks_of_this_host
 from mega_rl.preflight.memory import check_memory
+from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.plan.models import QWEN3, QWEN3_8B, QWEN3_32B
 from tests.unit_tests.plan.test_plan import COMMON, GB, OF_8B, OF_32B
 
@@ -51,6 +52,15 @@ def test_what_fits_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(monkeypatch, QWEN3_8B, 8, OF_8B, None) == []
     assert refusal(monkeypatch, QWEN3_8B, 8, {**OF_8B, "trainer.device": "cpu"}, 80 * GB) == []
+
+
+def test_plan_refuses_a_family_that_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(TINY["gpt_oss"] | {"max_position_embeddings": 4096}), encoding="utf-8"
+    )
+    arguments = ["gsm8k_qwen3_8b_8gpu", f"model.path={tmp_path}", "engine.megatron.etp=1", "engine.megatron.tp=1"]
+    assert main(["plan", *arguments, "--gpus", "8", "--gpu-memory", "80G"]) == 2
+    assert "attention sinks" in capsys.readouterr().err
 
 
 def test_preflight_runs_the_check(

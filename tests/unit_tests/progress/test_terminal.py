@@ -151,3 +151,21 @@ def test_a_program_outlives_the_reader_of_its_lines(tmp_path: Path) -> None:
     command = f'"{sys.executable}" -c "$0" 2>&1 | head -1'
     assert "line 0" in subprocess.check_output(["sh", "-c", command, program], cwd=tmp_path, text=True)
     assert (tmp_path / "whole").exists()
+
+
+def test_control_characters_are_escaped_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b[2J\x1b]0;title\x07b\r\n17:00:00 step 99\x9bm\u202eevil\u2028 kept: é 日\u3000本 \U0001f600"
+    show_progress(live=False)
+    try:
+        logging.getLogger("mega_rl.x").warning("%s", hostile)
+        try:
+            raise ValueError(hostile)
+        except ValueError:
+            logging.getLogger("mega_rl.x").exception("failed")
+    finally:
+        progress.close()
+    written = capsys.readouterr().err
+    shown = "a\\x1b[2J\\x1b]0;title\\x07b\\r\\n17:00:00 step 99\\u009bm\\u202eevil\\u2028 kept: é 日\u3000本 \U0001f600"
+    assert shown in written
+    assert not [line for line in written.splitlines() if line.startswith("17:00:00 step")]
+    assert not set(written) & set("\x1b\x07\r\x9b\u202e\u2028")

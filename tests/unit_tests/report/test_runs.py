@@ -68,6 +68,9 @@ def test_a_mistake_is_named_in_one_line(tmp_path: Path) -> None:
     (run / "config.yaml").write_text("a: [")
     with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
         read_runs([run])
+    (run / "config.yaml").write_text("a: &a [x]\nb: *a\n")
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read: line 1: anchors"):
+        read_runs([run])
     (run / "config.yaml").unlink()
     (run / "metrics.jsonl").write_text("nonsense\n")
     with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read: .* line 1"):

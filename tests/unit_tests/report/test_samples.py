@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from mega_rl.report.samples import read_samples
+from mega_rl.report.samples import NUM_ROWS, read_samples
 from tests.unit_tests.report.planted import HOSTILE, dump, plant, record
 
 
@@ -79,3 +80,19 @@ def test_a_dump_that_is_no_json_is_left_out(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "a" / "rollouts" / "step_000030.jsonl").write_text("nonsense\n")
     assert len(read_samples(tmp_path / "a").rows) == 1
     assert "step_000030.jsonl" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["rollouts/step_000099.jsonl", "records/step_000099/record.json"])
+def test_a_pipe_without_a_writer_is_left_out(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
+    dump(plant(tmp_path))
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(tmp_path / place)
+    assert read_samples(tmp_path).rows
+    assert "left out of the report" in caplog.text
+
+
+def test_only_the_rows_that_are_shown_are_read(tmp_path: Path) -> None:
+    row = json.dumps({"prompt": "p", "response": "r", "reward": 1.0}) + "\n"
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text(row * NUM_ROWS + "no json\n")
+    assert len(read_samples(tmp_path).rows) == NUM_ROWS

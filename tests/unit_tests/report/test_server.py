@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -82,6 +83,13 @@ def test_paths_lead_to_no_file(server: ViewServer, path: str) -> None:
 def test_a_request_can_only_read(server: ViewServer) -> None:
     for method in ("POST", "PUT", "DELETE"):
         assert ask(server, "/", method, Cookie=cookie(server))[0] == 501
+
+
+def test_an_address_that_is_none_is_refused(server: ViewServer, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as caller:
+        caller.sendall(b"GET http://[bad/ HTTP/1.0\r\n\r\n")
+        assert b" 400 " in caller.recv(1000).splitlines()[0]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_cookie_that_is_none_is_refused(server: ViewServer) -> None:

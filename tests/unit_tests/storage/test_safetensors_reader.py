@@ -136,6 +136,8 @@ def file(tmp_path: Path) -> Path:
         (lambda header: header.update(b=3), ["b: is a JSON int"]),
         (lambda header: header.pop("b"), ["12 bytes follow the last tensor"]),
         (lambda header: header["b"].update(shape=[30], data_offsets=[32, 152]), ["truncated"]),
+        (lambda header: header.update({"\x1b[2J": header.pop("b")}), ["'\\x1b[2J': a name must be printable"]),
+        (lambda header: header.update({"x" * 10**6: header.pop("b")}), [f": {'x' * 80}...: a name must be"]),
     ],
 )
 def test_damaged_header(file: Path, edit: Callable[[dict[str, Any]], object], words: list[str]) -> None:
@@ -209,6 +211,21 @@ def test_sharded(tmp_path: Path) -> None:
     with CheckpointReader(sharded(tmp_path)) as reader:
         assert set(reader.tensors) == {"a", "b", "c"}
         assert torch.equal(reader.read("b"), torch.ones(3))
+
+
+def test_name_in_two_shards_is_refused(tmp_path: Path) -> None:
+    root = sharded(tmp_path)
+    first, second = sorted(root.glob("*.safetensors"))
+    save_file(load_file(first) | load_file(second), second)
+    with pytest.raises(UserErrors, match=r"a is also in model-00001-of-00002\.safetensors.*only one file"):
+        CheckpointReader(root)
+
+
+def test_names_that_the_index_lacks_are_read(tmp_path: Path) -> None:
+    root = sharded(tmp_path)
+    names = set(CheckpointReader(root).tensors)
+    save_file(load_file(root / (last := "model-00002-of-00002.safetensors")) | {"z": torch.ones(2)}, root / last)
+    assert set(CheckpointReader(root).tensors) == {*names, "z"}
 
 
 def test_shards_may_be_links_out_of_the_folder(tmp_path: Path) -> None:

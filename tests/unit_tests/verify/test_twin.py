@@ -103,6 +103,28 @@ def test_equal_models_agree(mixture: Path) -> None:
     assert parity.first_layer is None
 
 
+def test_reference_takes_the_tensors_that_transformers_takes(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A converter that reads another tensor under a name reads it for its own side only."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert compare_twin(mixture, mixture, num_tokens=24).details == ()
+    read_rows = CheckpointReader.read_rows
+
+    def wrong(self: CheckpointReader, tensor: str, low: int, high: int) -> torch.Tensor:
+        rows = read_rows(self, tensor, low, high)
+        return rows.flip(0) if tensor == name else rows
+
+    monkeypatch.setattr(CheckpointReader, "read_rows", wrong)
+    parity = compare_twin(mixture, mixture, num_tokens=24)
+    assert (parity.good, parity.first_layer) == (False, 0)
+
+
+def test_reference_too_large_for_memory_is_named(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mega_rl.verify.twin.compare._LOAD_BYTES", 1 << 40)
+    parity = compare_twin(mixture, mixture, num_tokens=24)
+    assert parity.good
+    assert "over half of the memory" in parity.details[-1]
+
+
 def test_a_family_that_transformers_lacks_is_computed_by_its_stand_in(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path / "model", family="kimi_k2", tied=False)
     parity = compare_twin(path, path, num_tokens=24)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -132,6 +133,7 @@ def test_numbers_of_other_types(value: object) -> None:
         (1e300, "returned 1e+300, which is not finite in float32"),
         ([], "returned [], which is not a number"),
         ("0.5", "returned '0.5', which is not a number"),
+        (np.bool_(True), "which is not a number; wrap it in float()"),
         (10**400, "(401 characters), which is not finite in float32"),
         ("x" * 1000, "... (1002 characters), which is not a number"),
     ],

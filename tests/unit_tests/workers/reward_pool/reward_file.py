@@ -54,6 +54,18 @@ class Naughty:
         """Nothing else."""
 
     @staticmethod
+    def interrupt(rest: str) -> None:
+        """Ends the worker by an exception that ends programs, whose message has several lines."""
+        raise KeyboardInterrupt("of the\nfunction", rest)
+
+    @staticmethod
+    def colours(rest: str) -> None:
+        """Writes half a line, control characters, and a line of the log that is none."""
+        os.write(1, b"half a ")
+        time.sleep(0.05)
+        os.write(1, b"line\n\x1b[2J\r12:00:00 saved\n")
+
+    @staticmethod
     def pid(rest: str) -> float:
         """Scores the process id."""
         return float(os.getpid())

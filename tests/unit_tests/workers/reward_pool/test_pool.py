@@ -115,6 +115,7 @@ def test_responses_that_were_sent_ahead_of_one_that_fails_are_scored_once(
         ("segfault", "died of SIGSEGV, saying: Fatal Python error: Segmentation fault"),
         ("leave", "ended with exit code 3"),
         ("leave 167", "died of signal 39"),  # a signal without a name
+        ("interrupt", "died of SIGINT, saying: KeyboardInterrupt: ('of the\\nfunction', '')"),
     ],
 )
 def test_a_response_that_crashes_its_worker_costs_itself(pool: RewardPool, response: str, what: str) -> None:
@@ -137,6 +138,15 @@ def test_output_is_read_shown_and_dropped(pool: RewardPool, caplog: pytest.LogCa
     shown = [record.getMessage() for record in caplog.records if "reward worker 0: " in record.getMessage()]
     assert sum(map(len, shown)) < 200_000
     assert shown[-1] == "reward worker 0: the rest of its output is dropped for a minute"
+
+
+def test_output_is_logged_as_whole_lines(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), running() as pool:
+        assert outcomes(pool, "colours 1", "interrupt", "score 3")[::2] == [1.0, 3.0]
+    shown = [line for record in caplog.records if "reward worker" in (line := record.getMessage())]
+    assert "reward worker 0: half a line" in shown
+    assert "reward worker 0: \x1b[2J\r12:00:00 saved" in shown
+    assert not [line for line in shown if line.endswith(": ^")], "a line is not cut at a write"
 
 
 def test_a_fork_that_comes_back_gives_no_score(pool: RewardPool) -> None:
