@@ -68,7 +68,7 @@ def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     model_type = raw.pop("model_type")
     family = FAMILIES.get(model_type)
     config = AutoConfig.for_model(family.transformers_type if family else model_type, **raw)
-    model, report = AutoModelForCausalLM.from_pretrained(
+    answer: Any = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         dtype=dtype,
@@ -77,6 +77,7 @@ def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         local_files_only=True,
         output_loading_info=True,
     )
+    model, report = answer
     if missing := sorted(report["missing_keys"]):
         raise UserError(f"{path}: transformers does not find {len(missing)} weights of its model ({missing[0]}, ...)")
     loaded: PreTrainedModel = model.eval()
