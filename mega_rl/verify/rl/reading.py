@@ -128,8 +128,8 @@ ALGORITHMS: dict[str, Mapping[str, object]] = {
         "rollout.n": 2,
         "rollout.dynamic_sampling.max_generations": 3,
         "reward.overlong.filter": True,
-        "reward.overlong.buffer_tokens": 6,
-        "reward.overlong.penalty": 0.5,
+        "reward.overlong.buffer_tokens": 9,
+        "reward.overlong.penalty": 2.0,
     },
 }
 # What the independent trainer has formulas for: settings that each reads, by kind of choice and name.
