@@ -8,7 +8,7 @@ programs stay alive and take turns (ABBA), so that a drift of the machine's spee
 
     make bench            # 1 warm-up and 6 pairs, some 5 minutes on two cores
     python benchmarks/e2e.py --pairs 15
-    python benchmarks/e2e.py --model build/real-models/SmolLM2-135M-Instruct
+    python benchmarks/e2e.py --model build/real_models/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations
