@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -41,9 +42,18 @@ print(tokenizer.decode(out))
 sys.exit(tokenizer.eos_token_id not in out)
 """
 REWARD = """
-def score(prompt, response, answer):
-    return float(answer in response) + float(response.strip() == answer)
+import re
+
+def score(response, answer, finish):
+    numbers = re.findall(r"\\d+", response)
+    return {
+        "right": float(answer in numbers),
+        "last": float(numbers[-1:] == [answer]),
+        "exact": float(response.strip() == answer),
+        "stopped": 0.5 * (finish == "stop"),
+    }
 """
+HELD_OUT = 16  # sums of the validation
 STEP_S = 3600  # deadline of one command
 
 
@@ -66,23 +76,28 @@ def make_model(cache: Path) -> Path:
     return folder
 
 
-def commands(model: Path, work: Path) -> list[list[str]]:
-    """Return the commands that must end well, with their files written into `work`."""
+def commands(model: Path, work: Path, *, steps: int) -> list[list[str]]:
+    """Return the commands that must end well, with their files written into `work`; steps: of each training run."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"What is {a} plus {b}? Reply with the number only, nothing else."}],
             "answer": str(a + b),
         }
-        for a, b in ((2, 3), (4, 5), (1, 7), (8, 6))
+        for a in range(10)
+        for b in range(10)
     ]
-    (work / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    random.Random(0).shuffle(rows)
+    for name, part in (("val", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
+        (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     (work / "rewards.py").write_text(REWARD)
     program = [sys.executable, "-m", "mega_rl.cli"]
     train = [
         *(*program, "train", f"model.path={model}", "model.dtype=fp32", f"data.train_files=[{work / 'train.jsonl'}]"),
         *("data.chat.template=true", "data.max_prompt_tokens=128", f"reward.function={work / 'rewards.py'}:score"),
         *("algorithm.advantage=grpo", "optim.lr=1e-5", "rollout.n=8", "rollout.max_new_tokens=16"),
-        *("trainer.steps=1", "trainer.prompts_per_step=4", "trainer.minibatch_size=4", "checkpoint.save_final=false"),
+        *(f"trainer.steps={steps}", "trainer.prompts_per_step=4", "trainer.minibatch_size=4"),
+        *("checkpoint.save_final=false", "metrics.progress_bar=false"),
+        *((f"data.val_files=[{work / 'val.jsonl'}]", "trainer.val_interval=10") if steps > 1 else ()),
     ]
     return [
         [sys.executable, "-c", ANSWER, str(model)],
@@ -98,26 +113,49 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cache", type=Path, default=ROOT / "build" / "real_models", help="Folder of what is made.")
     parser.add_argument("--only", default="", help="Run the commands that hold this text.")
+    parser.add_argument("--steps", type=int, default=1, help="Steps of GRPO on each engine; more than one validate.")
+    parser.add_argument("--plot", type=Path, help="Draw the curves of both engines here.")
     options = parser.parse_args()
     cache = options.cache.resolve()
     model, work = make_model(cache), cache / "work"
     work.mkdir(exist_ok=True)
     failed = []
-    for command in commands(model, work):
+    for command in commands(model, work, steps=options.steps):
         if options.only in " ".join(command):
             begin = time.monotonic()
             code = _run(command, {"OMP_NUM_THREADS": "1"}, may_fail=True)
             line = f"{time.monotonic() - begin:7.1f} s  code {code}  {' '.join(command[1:5])}"
             failed += [line] if code else []
             print(line.replace(ANSWER, "answer a chat prompt"), flush=True)
-    norms = [_step(work / one).get("actor/grad_norm") for one in ("megatron", "fsdp") if (work / one).is_dir()]
-    print(f"gradient norms of the first step: {norms}")
+    runs = [work / one for one in ("megatron", "fsdp") if (work / one / "metrics.jsonl").is_file()]
+    for run in runs:
+        print(f"{run.name}: {[(one['step'], _round(one)) for one in _records(run)]}")
+    if options.plot:
+        names = "reward/mean,reward/right,reward/exact,val/reward_mean,rollout/truncated_fraction,actor/entropy"
+        _run(
+            [
+                sys.executable,
+                "-m",
+                "mega_rl.cli",
+                "plot",
+                *map(str, runs),
+                "--out",
+                str(options.plot),
+                "--metrics",
+                names,
+            ]
+        )
     return 1 if failed else 0
 
 
-def _step(run: Path) -> Mapping[str, float]:
-    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else ["{}"]
-    return json.loads(lines[-1])
+def _records(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _round(record: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers of a step that are shown."""
+    names = ("reward/mean", "val/reward_mean", "actor/grad_norm", "rollout/response_tokens", "time/step_s")
+    return {name: float(f"{record[name]:.7g}") for name in names if name in record}
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str] | None = None, *, may_fail: bool = False) -> int:
