@@ -394,8 +394,8 @@ TRAINER = (
     fault(
         "trainer",
         "all dumped samples of one prompt",
-        "candidates[position * len(candidates) // taken]",
-        "candidates[0]",
+        "groups[position * len(groups) // taken]",
+        "groups[0]",
         "trainer/test_dumps.py",
     ),
     fault(

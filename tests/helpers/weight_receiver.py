@@ -52,8 +52,10 @@ class FakeReceiver:
         # What is admitted is tested with SGLang's own unpickler; see test_transports.py.
         contents = [pickle.loads(base64.b64decode(payload, validate=True)) for payload in payloads]
         flats = [one["flattened_tensor"] for one in contents]  # each rank of a server opens its own
-        assert all(torch.equal(flat, flats[0]) for flat in flats)
         content, flat = contents[-1], flats[-1]
+        # Only the bucket's own bytes: shared memory holds its neighbour too, which is being written meanwhile.
+        places = [slice(meta.start_idx, meta.end_idx) for meta in content["metadata"]]
+        assert all(torch.equal(other[place], flat[place]) for other in flats for place in places)
         assert flat.dtype == torch.uint8
         for meta in content["metadata"]:
             tensor = flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)

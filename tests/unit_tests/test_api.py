@@ -91,7 +91,7 @@ def test_mistakes_of_a_mapping_are_shown_together() -> None:
     with pytest.raises(mega_rl.UserError) as error:
         mega_rl.load_config(None, {"optim.learning_rate": 1, "rollout": {"n": "two"}, "modle": {"path": "x"}})
     assert str(error.value).splitlines() == [
-        "optim.learning_rate: unknown key; did you mean optim.lr?",
+        "optim.learning_rate: unknown key; TRL's learning_rate is optim.lr here",
         "modle: unknown section; did you mean model?",
         "rollout.n='two': needs a whole number, at least 1",
     ]
@@ -216,6 +216,6 @@ def test_trainers_end_and_others_follow(folder: Path) -> None:
     rows = [json.loads(line) for line in (folder / "first" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert sorted({name for row in rows for name in row} - documented() - {"step"}) == [], "docs/metrics.md"
-    row = json.loads((folder / "first" / "rollouts" / "step_000002.jsonl").read_text())
+    row = json.loads((folder / "first" / "rollouts" / "step_000002.jsonl").read_text().splitlines()[0])
     assert row["rendered_prompt"] == f"<eos>{row['prompt']}<eos>", "what the model read, template and special tokens"
     assert (row["step"], row["prompt_tokens"]) == (2, 6)

@@ -213,7 +213,7 @@ def incomplete_checkpoint() -> list[str]:
 
 LATE: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
     "malformed row": (malformed_row, ("d.jsonl:3: is not JSON", "set data.malformed_rows=drop")),
-    "missing answer": (missing_answer, ("d.jsonl:1: ", "'answer'", "prompt")),
+    "missing answer": (missing_answer, ("d.jsonl (first: line 1): ", "'answer'", "prompt")),
     "long prompt": (long_prompt, ("d.jsonl:4: ", "10 tokens", "data.max_prompt_tokens")),
     "no rows": (no_rows, ("d.jsonl: holds no rows",)),
     "all dropped": (all_dropped, ("d.jsonl: no usable prompt is left of 6 rows",)),

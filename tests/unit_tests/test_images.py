@@ -84,7 +84,7 @@ def test_versions_of_the_cuda_image_are_those_of_the_package(project: dict[str, 
     constraints = merged()
     assert argument("EXTRAS") == "[sglang,gpu]"
     assert [str(one) for one in project["sglang"]] == [f"sglang=={SGLANG_VERSION}"]
-    (engine,) = project["gpu"]
+    (engine,) = [one for one in project["gpu"] if one.name == "transformer-engine"]
     assert argument("TE_VERSION") == TRANSFORMER_ENGINE.newest
     assert argument("TE_VERSION") in engine.specifier
     assert megatron_core.release_of(constraints["megatron-core"]) is not None

@@ -102,7 +102,7 @@ def test_servers_hold_eight_whole_sequences(name: str, world_size: int) -> None:
     share = device_share(plan, total=DEVICE, world_size=world_size)
     cache = share.fraction(0.0) * DEVICE - share.weights
     assert cache * config.rollout.sglang.server.tp > 8 * sequence_bytes(config, hf)
-    server = _settings(plan, cast(Any, SimpleNamespace(device=torch.device("cuda"))), mem_fraction=0.0)(0)
+    server = _settings(plan, cast(Any, SimpleNamespace(device=torch.device("cuda"))), host="127.0.0.1", share=0.0)(0)
     assert ("--enable-fp32-lm-head" in arguments(server, 1)) == config.model.fp32_head, "one key for both sides"
 
 

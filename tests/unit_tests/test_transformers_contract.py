@@ -56,9 +56,11 @@ SYMBOLS: dict[str, dict[str, str]] = {
         "DynamicCache": "the cache of models with sliding windows",
         "DynamicLayer": "the base of GrowingLayer",
     },
+    "transformers.core_model_loading": {"revert_weight_conversion": "names of a file's weights, of the reference"},
     "transformers.initialization": {"no_init_weights": "building models without drawing weights"},
     "transformers.integrations.sdpa_attention": {"sdpa_attention_forward": "attention over a prompt in rollouts"},
     "transformers.masking_utils": {"sdpa_mask": "attention masks of the embedded rollout engine"},
+    "transformers.utils.chat_template_utils": {"_compile_jinja_template": "the syntax of templates"},
     "transformers.utils.logging": {"disable_progress_bar": "quiet verification"},
 }
 DECODED = ("qwen3", "mixtral", "deepseek_v3", "gemma3_text")  # full attention, experts, latent attention, windows

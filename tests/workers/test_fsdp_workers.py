@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from mega_rl.cli import app as cli
+from mega_rl.rollout.hidden_tokens import hidden_tokens, ids_of
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import random_experience, write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.workers.reward_model_cases import write_other_tokenizer, write_reward_model
@@ -134,7 +135,9 @@ def transformers_says(root: Path) -> Callable[[str, str], torch.Tensor]:
             if role == "critic":
                 said = model.score(model.model(tokens).last_hidden_state)[0, :-1, 0]
             else:
-                said = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
+                logits = model(tokens).logits[0, :-1]
+                logits[:, ids_of(hidden_tokens(root / name), logits.size(1))] = -torch.inf  # no response has them
+                said = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
             result[row, 1:length] = said
         return result * batch.loss_mask
 

@@ -128,7 +128,7 @@ class MegatronEngine(EngineBase):
         metrics = _reduce(results, self._token_shares, self._pipeline) | _rounding_error(
             self.chunks, ranks_of(self.groups.world), self.device
         )
-        if not metrics[TRAINED_TOKENS]:
+        if metrics.get(TRAINED_TOKENS) == 0.0:
             if self.routing is not None:
                 self.routing.finish_training()
             return {TRAINED_TOKENS: 0.0}

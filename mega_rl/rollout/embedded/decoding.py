@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +52,7 @@ class DecodingLoop:
         greedy: bool,
         max_new_tokens: int,
         stop_token_ids: Tensor,  # [number of stop ids] int64
-        cache: Cache,  # empty
-        cache_argument: str,  # of the model's forward
+        cache: Mapping[str, Cache],  # an empty one by its name in the model's forward
         hidden: IdRanges = (),  # tokens that are never chosen
     ) -> None:
         self._prompt_of_row = prompt_of_row
@@ -61,7 +61,8 @@ class DecodingLoop:
         self._greedy = greedy
         self._max_new_tokens = max_new_tokens
         self._stop_token_ids = stop_token_ids
-        self._cache, self._cache_argument = cache, cache_argument
+        self._named_cache = cache
+        (self._cache,) = cache.values()
         self._hidden = hidden
 
     def run(self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Decoded:
@@ -113,7 +114,7 @@ class DecodingLoop:
             position_ids=positions,
             use_cache=True,
             logits_to_keep=1,
-            **{self._cache_argument: self._cache},
+            **self._named_cache,
         )
         return hide(output.logits[:, -1], self._hidden)
 

@@ -169,8 +169,7 @@ class HFRolloutEngine:
             greedy=sampler is None,
             max_new_tokens=new_tokens,
             stop_token_ids=self._stop_token_ids,
-            cache=make_cache(self._model.config, max_tokens=longest),
-            cache_argument=self._cache_argument,
+            cache={self._cache_argument: make_cache(self._model.config, max_tokens=longest)},
             hidden=self._hidden_tokens,
         )
         input_ids, attention_mask = _left_padded(token_ids, self._device)

@@ -52,7 +52,7 @@ def recorded(run: Path) -> list[int]:
 def test_a_run_from_step_0_keeps_the_checkpoints_that_are_there(folder: Path, logs: dict[str, list[str]]) -> None:
     [line] = [line for line in logs["never"] if "earlier run" in line]
     assert line == (
-        "WARNING run held files of an earlier run (checkpoints of steps 2; config.yaml, hf, metrics.jsonl): "
+        "WARNING run held files of an earlier run (checkpoints of steps 2; config.yaml, hf, metrics.jsonl, rollouts): "
         "moved to run/previous/001"
     )
     first, second = (folder / "run" / "previous" / name for name in ("001", "002"))
@@ -98,7 +98,7 @@ def test_a_resumed_run_names_the_settings_that_changed(logs: dict[str, list[str]
     assert "optim.lr 1e-06 -> 0.5; the run goes on with the new ones" in warning
     [others] = [line for line in logs["other settings"] if line.startswith("INFO settings differ")]
     assert "model.path m -> ./linked" in others
-    assert "metrics.rollout_samples 8 -> 3" in others
+    assert "metrics.rollout_samples 16 -> 3" in others
     assert not any("settings differ" in line for line in logs["first"])
 
 

@@ -54,13 +54,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         return 0
 
     assemble.train = run  # type: ignore[attr-defined]
-    monkeypatch.setattr("mega_rl.accelerator.prepare", lambda device, variables: device)
+    monkeypatch.setattr("mega_rl.accelerator.prepare", lambda device, variables, **_: device)
     monkeypatch.setitem(sys.modules, "mega_rl.assemble", assemble)
     return reached
 
 
 BAD_CONFIGS: list[tuple[str, str]] = [
-    ("optim.learning_rate=1", "optim.learning_rate: unknown key; did you mean optim.lr?"),
+    ("optim.learning_rate=1", "optim.learning_rate: unknown key; TRL's learning_rate is optim.lr here"),
     ("rolout.n=1", "rolout.n: unknown key; did you mean rollout.n?"),
     ("optim.lr=fast", "optim.lr='fast': needs a finite number, above 0"),
     ("engine.megatron.tp=0", "engine.megatron.tp=0: must be at least 1 (ranks)"),

@@ -88,6 +88,7 @@ def test_megatron_loads_what_is_written_and_writes_what_is_read(world_size: int,
 
 def test_a_critic_of_megatron_loads_a_value_head(tmp_path: Path) -> None:
     policy = write_random(tmp_path / "policy", "qwen3", dtype=torch.float32, seed=1)
+    (policy / "tokenizer.json").unlink()  # which stands for any file beside the weights
     critic = write_random(tmp_path / "critic", "qwen3", dtype=torch.float32, head="value")
     layout = ParallelLayout(world_size=2, tp=2)
     import_hf(critic, tmp_path / "dist", layout=layout, format="torch_dist", options=ImportOptions(head="value"))

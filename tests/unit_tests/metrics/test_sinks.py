@@ -23,6 +23,11 @@ from mega_rl.metrics.records import read_metrics
 from mega_rl.metrics.sinks import JsonlSink, MultiSink, NullSink, RolloutDump, TensorBoardSink, make_sink
 from mega_rl.types import Metrics
 
+ROW = {
+    "step": 1, "prompt_index": 0, "sample_index": 0, "rendered_prompt": "p", "response": "r", "response_tokens": 1,
+    "finished": True,
+}  # fmt: skip
+
 
 def steps_of(path: Path) -> list[int]:
     return [record.step for record in read_metrics(path)]
@@ -259,20 +264,22 @@ def test_writer_gets_everything_the_config_asks_for(tmp_path: Path, caplog: pyte
     caplog.set_level(logging.INFO)
     sink = make_sink(MetricsConfig(), tmp_path, is_writer=True, resume_step=1)
     sink.log(1, {"reward/mean": 0.25})
-    sink.dump_rollouts(1, [{"prompt": "p"}])
+    sink.dump_rollouts(1, [ROW])
     sink.close()
     files = written(tmp_path)
     assert files[:2] == ["metrics.jsonl", "rollouts/step_000001.jsonl"]
     assert len(files) == 3
     assert files[2].startswith("tensorboard/events.out.tfevents")
-    assert [record.getMessage() for record in caplog.records] == ["step 1 | reward 0.2500"]
+    line, sample, *_ = (record.getMessage() for record in caplog.records)
+    assert line == "step 1 | reward 0.2500"
+    assert sample.startswith("step 1, prompt 0, sample 0: ")
 
 
 @pytest.mark.parametrize("off", [{"rollout_interval": 0}, {"rollout_samples": 0}])
 def test_what_is_off_is_not_written(tmp_path: Path, off: dict[str, int]) -> None:
     sink = make_sink(MetricsConfig(tensorboard=False, **off), tmp_path, is_writer=True, resume_step=1)  # type: ignore[arg-type]
     sink.log(1, {"reward/mean": 0.25})
-    sink.dump_rollouts(1, [{"prompt": "p"}])
+    sink.dump_rollouts(1, [ROW])
     sink.close()
     assert written(tmp_path) == ["metrics.jsonl"]
 
@@ -281,7 +288,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO)
     sink = make_sink(MetricsConfig(), tmp_path, is_writer=False, resume_step=1)
     sink.log(1, {"reward/mean": 0.25})
-    sink.dump_rollouts(1, [{"prompt": "p"}])
+    sink.dump_rollouts(1, [ROW])
     sink.close()
     assert written(tmp_path) == []
     assert not caplog.records

@@ -45,7 +45,7 @@ def test_dumped_samples_name_their_set() -> None:
     settings = RunSettings(steps=1, val_interval=1, rollout_interval=1, rollout_samples=2)
     trainer = make_trainer(settings=settings, validation=evaluation)
     trainer.fit()
-    assert [row["set"] for row in trainer.metrics.val_dumps[1]] == ["", "", "few", "few"]
+    assert [row["set"] for row in trainer.metrics.val_dumps[1]] == [""] * 4 + ["few"] * 4
     assert all("set" not in row for row in trainer.metrics.dumps[1])
 
 

@@ -288,12 +288,12 @@ def test_a_plan_survives_its_file(replays: Replays, tmp_path: Path) -> None:
 
 
 PARTS_FILE = """
-from mega_rl.verify.rl.inputs import PART_VALUES
+from mega_rl.verify.rl.inputs import PART_VALUES, mixed
 
 def score(prompt, response, answer):
     if len(response) % 3 == 1:
         return None
-    total = sum(map(ord, response))
+    total = mixed(prompt, response, answer)
     values = zip(("early", "late"), PART_VALUES)
     return {name: (factor * len(response) + total) % count * 2 / (count - 1) - 1 for name, (factor, count) in values}
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,6 +26,8 @@ TRAINED = {"parameters": 2, "gradients": 4, "optimizer": 12}
 FROZEN = {"parameters": 3}
 ROLES: dict[Role, dict[str, int]] = {"actor": TRAINED, "critic": TRAINED, "reference": FROZEN, "reward": FROZEN}
 ONE_MODEL = sum(TRAINED.values())
+
+LOSS = cast(Any, SimpleNamespace(needs_entropy=False))
 
 
 class WorkingEngine(BudgetEngine):
@@ -57,7 +60,7 @@ class Run:
             engine.role = {"actor": self.policy, "critic": FakeCritic([])}.get(role)
             self.models.add(role, cast(Any, engine))
         actor, critic = (
-            LearningWorker(name, cast(Any, self.models.in_turn(name)), cast(Any, None), learning_rate=lambda _: 1.0)
+            LearningWorker(name, cast(Any, self.models.in_turn(name)), LOSS, learning_rate=lambda _: 1.0)
             for name in cast(Sequence[Role], ("actor", "critic"))
         )
         rollouts: Any = RolloutsInTurn(cast(Any, self), cast(Any, self), self.models, while_generating)
