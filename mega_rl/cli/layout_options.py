@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -57,6 +57,12 @@ class LayoutOptions:
             )
         except ValueError as error:
             raise UserError(str(error)) from error
+
+
+def choose(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise UserError for a value of an option that is not among those allowed."""
+    if value not in allowed:
+        raise UserError(f"{option}={value}: must be one of {', '.join(allowed)}")
 
 
 def made(make: Callable[..., Made], options: object, /, **own: object) -> Made:

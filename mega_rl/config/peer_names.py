@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from importlib.resources import files
+from collections.abc import Iterator
 
-
-def _read() -> dict[str, dict[str, str]]:
-    names: dict[str, dict[str, str]] = {}
-    for line in files("mega_rl.config").joinpath("peer_names.tsv").read_text(encoding="utf-8").splitlines():
-        peer, name, setting = line.split("\t")
-        names.setdefault(peer, {})[name] = setting
-    return names
-
+from mega_rl.config.packaged import rows_of
 
 # peer -> its name -> the setting here, with a value or a remark behind it
-NAMES: Mapping[str, Mapping[str, str]] = _read()
+NAMES: dict[str, dict[str, str]] = {}
+for _peer, _name, _setting in rows_of("peer_names.tsv"):
+    NAMES.setdefault(_peer, {})[_name] = _setting
 
 
 def in_peers(key: str) -> str:
