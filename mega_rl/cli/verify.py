@@ -47,7 +47,7 @@ Model = Annotated[
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What both commands compare, and how; every field is an option."""
+    """The comparison of both commands; every field is an option."""
 
     twin: Annotated[
         bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")

@@ -51,7 +51,8 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         )
     if problems:
         raise UserErrors(problems)
-    algorithm, optim, kl, overlong = config.algorithm, config.optim, config.algorithm.kl, config.reward.overlong
+    algorithm, kl, overlong = config.algorithm, config.algorithm.kl, config.reward.overlong
+    optim = {name: value for name, value in vars(config.optim).items() if name != "max_skipped_steps"}
     usual_estimator = {"none": "k3", "reward": "k1", "loss": "k3"}[kl.placement]
     return LockstepSettings(
         advantage=_followed(config, ADVANTAGE),
@@ -80,16 +81,7 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         reference_interval=kl.reference_interval,
         reference_rate=kl.reference_rate,
         critic_warmup_steps=algorithm.critic_warmup_steps,
-        lr=optim.lr,
-        critic_lr=optim.critic_lr,
-        weight_decay=optim.weight_decay,
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        eps=optim.eps,
-        clip_grad=optim.clip_grad,
-        schedule=optim.schedule,
-        warmup_steps=optim.warmup_steps,
-        min_lr_ratio=optim.min_lr_ratio,
+        **optim,
         steps=config.trainer.steps,
     )
 
