@@ -56,6 +56,11 @@ class House:
     public_functions: int
     documented_functions: int
 
+    @property
+    def package_lines(self) -> int:
+        """Return the lines of all files."""
+        return sum(self.files.values())
+
 
 def measure(package: Path = PACKAGE) -> House:
     """Return the measurements of every module below `package`."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.accelerator.megatron_core import Release
+from mega_rl.accelerator.megatron_core import RELEASES, Release
 from mega_rl.accelerator.norms import squared_norm
 
 
@@ -74,13 +74,16 @@ def source_of(symbol: str, folder: Path) -> str | None:
 def _patch(symbol: str, **sources: str) -> Callable[[Callable[[ModuleType], None]], Callable[[ModuleType], None]]:
     """Register a function as the patch of an upstream symbol; its docstring is the reason.
 
-    `sources`: SHA-256 of the symbol's source by release, "v0_16" standing for 0.16, "v0_18" for 0.18.
+    `sources`: SHA-256 of the symbol's source by release, "v0_16" standing for 0.16, "every" for each of `RELEASES`.
     """
 
     def register(apply: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         reason = " ".join((apply.__doc__ or "").split())
         assert reason, f"{apply.__name__} does not say why"
-        by_series = {key.removeprefix("v").replace("_", "."): value for key, value in sources.items()}
+        every = (
+            dict.fromkeys([release.series for release in RELEASES], sources.pop("every")) if "every" in sources else {}
+        )
+        by_series = every | {key.removeprefix("v").replace("_", "."): value for key, value in sources.items()}
         _PATCHES.append(Patch(apply.__name__.strip("_"), symbol, reason, by_series, apply))
         return apply
 
@@ -89,9 +92,7 @@ def _patch(symbol: str, **sources: str) -> Callable[[Callable[[ModuleType], None
 
 @_patch(
     "megatron.core.jit:enable_jit_fuser",
-    v0_16="f50d820098b21568ac02b2dcfaed8724e0813f50f34ce947c132e7f3f7e17d31",
-    v0_18="f50d820098b21568ac02b2dcfaed8724e0813f50f34ce947c132e7f3f7e17d31",
-    v0_19="f50d820098b21568ac02b2dcfaed8724e0813f50f34ce947c132e7f3f7e17d31",
+    every="f50d820098b21568ac02b2dcfaed8724e0813f50f34ce947c132e7f3f7e17d31",
 )
 def _no_jit_fuser(module: ModuleType) -> None:
     """Fusing with torch.compile starts a C++ compiler in every process; upstream's own switch turns it off."""
@@ -100,9 +101,7 @@ def _no_jit_fuser(module: ModuleType) -> None:
 
 @_patch(
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-    v0_16="8881ca2f563866d6107cadad13cf99060b40a1d816e024b4f3e0039e1658210e",
-    v0_18="8881ca2f563866d6107cadad13cf99060b40a1d816e024b4f3e0039e1658210e",
-    v0_19="8881ca2f563866d6107cadad13cf99060b40a1d816e024b4f3e0039e1658210e",
+    every="8881ca2f563866d6107cadad13cf99060b40a1d816e024b4f3e0039e1658210e",
 )
 def _state_before_first_step(module: ModuleType) -> None:
     """torch's Adam has no state before its first step, and upstream asserts that it has: make its first zeros."""
@@ -163,9 +162,7 @@ def _whole_down_projections(module: ModuleType) -> None:
 
 @_patch(
     "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-    v0_16="47a1092f05bae7bfc7a43150ad89f68533925dc9d5fecec689621212ba87886b",
-    v0_18="47a1092f05bae7bfc7a43150ad89f68533925dc9d5fecec689621212ba87886b",
-    v0_19="47a1092f05bae7bfc7a43150ad89f68533925dc9d5fecec689621212ba87886b",
+    every="47a1092f05bae7bfc7a43150ad89f68533925dc9d5fecec689621212ba87886b",
 )
 def _split_sizes_as_numbers(module: ModuleType) -> None:
     """Upstream makes numbers of split sizes only while it moves them off a GPU; all_to_all_single takes no tensors."""
@@ -180,9 +177,7 @@ def _split_sizes_as_numbers(module: ModuleType) -> None:
 
 @_patch(
     "megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
-    v0_16="abaaf454b5e0914995deade91cf37ccc5d2178d8f7debdaa73ce925a5d4c82b6",
-    v0_18="abaaf454b5e0914995deade91cf37ccc5d2178d8f7debdaa73ce925a5d4c82b6",
-    v0_19="abaaf454b5e0914995deade91cf37ccc5d2178d8f7debdaa73ce925a5d4c82b6",
+    every="abaaf454b5e0914995deade91cf37ccc5d2178d8f7debdaa73ce925a5d4c82b6",
 )
 def _uneven_gather(module: ModuleType) -> None:
     """gloo's all_gather refuses parts of different sizes (experts' tokens): every rank sends its part to all."""
@@ -202,9 +197,7 @@ def _uneven_gather(module: ModuleType) -> None:
 
 @_patch(
     "megatron.core.tensor_parallel.mappings:_reduce_scatter_along_first_dim",
-    v0_16="09ac896729369d2d24a34ad36cdbb1d8841d21c21a9547a9536ce48d29d1a52f",
-    v0_18="09ac896729369d2d24a34ad36cdbb1d8841d21c21a9547a9536ce48d29d1a52f",
-    v0_19="09ac896729369d2d24a34ad36cdbb1d8841d21c21a9547a9536ce48d29d1a52f",
+    every="09ac896729369d2d24a34ad36cdbb1d8841d21c21a9547a9536ce48d29d1a52f",
 )
 def _uneven_reduce_scatter(module: ModuleType) -> None:
     """gloo's reduce_scatter refuses parts of different sizes: every rank takes its part of an all-reduced whole."""
@@ -222,9 +215,7 @@ def _uneven_reduce_scatter(module: ModuleType) -> None:
 
 @_patch(
     "megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
-    v0_16="51fa1b3c95a6e80f15284138519d7f239dd3364611305215a4e5c406cae24a8c",
-    v0_18="51fa1b3c95a6e80f15284138519d7f239dd3364611305215a4e5c406cae24a8c",
-    v0_19="51fa1b3c95a6e80f15284138519d7f239dd3364611305215a4e5c406cae24a8c",
+    every="51fa1b3c95a6e80f15284138519d7f239dd3364611305215a4e5c406cae24a8c",
 )
 def _positions_unpinned(module: ModuleType) -> None:
     """Upstream pins the memory of two numbers to copy them to a GPU, which torch refuses where there is none."""
@@ -240,9 +231,7 @@ def _positions_unpinned(module: ModuleType) -> None:
 
 @_patch(
     "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-    v0_16="5726f63f0566bb09f2c5d7702d5181087bd3d730a4c08e432ff97b1d718210f3",
-    v0_18="5726f63f0566bb09f2c5d7702d5181087bd3d730a4c08e432ff97b1d718210f3",
-    v0_19="5726f63f0566bb09f2c5d7702d5181087bd3d730a4c08e432ff97b1d718210f3",
+    every="5726f63f0566bb09f2c5d7702d5181087bd3d730a4c08e432ff97b1d718210f3",
 )
 def _recompute_without_fp8(module: ModuleType) -> None:
     """Upstream takes `fp8=False` for fp8 and reaches for Transformer Engine, which is not here: it means no fp8."""
@@ -256,9 +245,7 @@ def _recompute_without_fp8(module: ModuleType) -> None:
 
 @_patch(
     "megatron.core.utils:local_multi_tensor_l2_norm",
-    v0_16="128bb632d77616dc2b6d99bd0597f8ee85f4c9f707e263d9fe26dc428c0cf284",
-    v0_18="128bb632d77616dc2b6d99bd0597f8ee85f4c9f707e263d9fe26dc428c0cf284",
-    v0_19="128bb632d77616dc2b6d99bd0597f8ee85f4c9f707e263d9fe26dc428c0cf284",
+    every="128bb632d77616dc2b6d99bd0597f8ee85f4c9f707e263d9fe26dc428c0cf284",
 )
 def _norms_of_long_tensors(module: ModuleType) -> None:
     """torch's float32 norm of a long tensor loses digits on a CPU, 0.3 % at 40 million elements: add it in blocks."""

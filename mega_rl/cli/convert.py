@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.layout_options import LayoutOptions, with_options
+from mega_rl.cli.layout_options import LayoutOptions, choose, with_options
 from mega_rl.cli.text.convert import (
     copies_in_words,
     elements,
@@ -129,8 +128,8 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Write a Hugging Face checkpoint as a Megatron-Core one."""
-    _choice("--format", kind, ("torch_dist", "ranks"))
-    _choice("--spec", spec, ("te", "local"))
+    choose("--format", kind, ("torch_dist", "ranks"))
+    choose("--spec", spec, ("te", "local"))
     _sharding(source, layout := sizes.layout(), head=head, mtp=mtp)
     with progress_bar() as progress:
         from mega_rl.converters.offline.convert import ImportOptions, WriteOptions, import_hf
@@ -176,8 +175,8 @@ def export(
 ) -> None:
     """Write a Megatron-Core checkpoint as a Hugging Face one."""
     if experts is not None:
-        _choice("--experts", experts, ("per_expert", "fused"))
-    _choice("--mtp", mtp, ("keep", "drop"))
+        choose("--experts", experts, ("per_expert", "fused"))
+    choose("--mtp", mtp, ("keep", "drop"))
     shard_bytes = parse_size(shard_size)
     with progress_bar() as progress:
         from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
@@ -218,9 +217,9 @@ def reshard(
 ) -> None:
     """Write a Megatron-Core checkpoint under another layout or in the other format."""
     if kind is not None:
-        _choice("--format", kind, ("torch_dist", "ranks"))
+        choose("--format", kind, ("torch_dist", "ranks"))
     if spec is not None:
-        _choice("--spec", spec, ("te", "local"))
+        choose("--spec", spec, ("te", "local"))
     layout = sizes.layout()
     with progress_bar() as progress:
         from mega_rl.converters.offline import convert as offline
@@ -254,7 +253,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show which rows of which tensors one rank would read. Reads no tensor; needs config.json only."""
-    _choice("--spec", spec, ("te", "local"))
+    choose("--spec", spec, ("te", "local"))
     layout = sizes.layout()
     if rank >= layout.world_size:
         raise UserError(f"--rank={rank}: layout {layout} has ranks 0 to {layout.world_size - 1}")
@@ -356,8 +355,8 @@ def parse_size(text: str) -> int:
 
 def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: str = "local") -> Sharding:
     """Return the sharding of a config.json's model over `layout`. Raises UserErrors, before torch is imported."""
-    _choice("--head", head, ("lm", "value"))
-    _choice("--mtp", mtp, ("drop", "load"))
+    choose("--head", head, ("lm", "value"))
+    choose("--mtp", mtp, ("drop", "load"))
     hf = dataclasses.replace(read_hf_config(path), mtp=mtp)  # type: ignore[arg-type]
     problems = check_layout(hf, layout)
     if mtp == "load" and not hf.mtp_layers:
@@ -365,11 +364,6 @@ def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: 
     if problems:
         raise UserErrors(problems)
     return Sharding(hf, layout, spec=spec, head=head)  # type: ignore[arg-type]
-
-
-def _choice(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise UserError(f"{option}={value}: must be one of {', '.join(allowed)}")
 
 
 def _is_hf(path: Path) -> bool:

@@ -12,10 +12,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from mega_rl import progress
+from mega_rl.cli.layout_options import made
 from mega_rl.errors import UserError
 from mega_rl.launcher.launch import Launch, key_of
 from mega_rl.launcher.restarts import DEFAULT_RESTARTS
 from mega_rl.launcher.signals import SIGNALS
+from mega_rl.launcher.store import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -85,23 +87,10 @@ class LaunchOptions:
         resume: its checkpoint.resume.
         """
         assert self.nproc_per_node is not None
-        launch = Launch(
-            program=tuple(program),
-            nproc_per_node=self.nproc_per_node,
-            max_restarts=DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts,
-            run_dir=run_dir,
-            resume=resume,
-        )
-        if self.nnodes + self.spares == 1:
-            return launch
-        return replace(
-            launch,
-            nnodes=self.nnodes,
-            node_rank=self.node_rank,
-            master_addr=self.master_addr,
-            master_port=self.master_port,
-            spares=self.spares,
-        )
+        restarts = DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
+        launch = made(Launch, self, program=tuple(program), max_restarts=restarts, run_dir=run_dir, resume=resume)
+        one_node = self.nnodes + self.spares == 1
+        return replace(launch, master_addr=LOOPBACK, master_port=0) if one_node else launch
 
 
 def become(launch: Launch) -> NoReturn:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
+
+Made = TypeVar("Made")
+Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as optim.lr=2e-6."),
+]
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,18 @@ class LayoutOptions:
             )
         except ValueError as error:
             raise UserError(str(error)) from error
+
+
+def choose(option: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise UserError for a value of an option that is not among those allowed."""
+    if value not in allowed:
+        raise UserError(f"{option}={value}: must be one of {', '.join(allowed)}")
+
+
+def made(make: Callable[..., Made], options: object, /, **own: object) -> Made:
+    """Call `make` with `own`, and with the options that it has parameters of the same names for."""
+    shared = vars(options).keys() & inspect.signature(make).parameters.keys()
+    return make(**{name: vars(options)[name] for name in shared} | own)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

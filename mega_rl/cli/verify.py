@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from mega_rl import progress
 from mega_rl.cli.help import Commands
+from mega_rl.cli.layout_options import choose, made, with_options
 from mega_rl.cli.text.verify import print_json, print_verdicts
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -42,23 +43,31 @@ Model = Annotated[
         help="Hugging Face checkpoint (folder, or name on the Hub); with --twin a config.json does.",
     ),
 ]
-Twin = Annotated[
-    bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")
-]
-Dtype = Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")]
-Packing = Annotated[bool, typer.Option(help="Pack sequences; else pad them.")]
-TransformerImpl = Annotated[
-    str, typer.Option("--transformer-impl", help="Megatron-Core's layers: auto, local or transformer_engine.")
-]
-Tolerance = Annotated[
-    str, typer.Option("--tolerance", metavar="NAME=NUMBER,...", help="logprob, loss, grad_norm, gradient or weight.")
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the batch and of random weights.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one launch may take.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """The comparison of both commands; every field is an option."""
+
+    twin: Annotated[
+        bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")
+    ] = False
+    dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32"
+    packing: Annotated[bool, typer.Option(help="Pack sequences; else pad them.")] = True
+    transformer_impl: Annotated[
+        str, typer.Option("--transformer-impl", help="Megatron-Core's layers: auto, local or transformer_engine.")
+    ] = "auto"
+    tolerance: Annotated[
+        str,
+        typer.Option("--tolerance", metavar="NAME=NUMBER,...", help="logprob, loss, grad_norm, gradient or weight."),
+    ] = ""
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the batch and of random weights.")] = 0
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one launch may take.")] = 1800.0
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False
 
 
 @app.command()
+@with_options
 def layouts(
     model: Model,
     names: Annotated[
@@ -67,27 +76,20 @@ def layouts(
             "--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2,ep2; a dozen that the model can have by default."
         ),
     ] = None,
-    twin: Twin = False,
-    dtype: Dtype = "fp32",
-    packing: Packing = True,
-    transformer_impl: TransformerImpl = "auto",
+    options: VerifyOptions = VerifyOptions(),
     nproc: Annotated[
         int | None,
         typer.Option(
             "--nproc", min=1, help="Run every layout on this number of ranks; data parallelism takes what is left."
         ),
     ] = None,
-    tolerance: Tolerance = "",
-    seed: Seed = 0,
-    timeout_s: Timeout = 1800.0,
-    as_json: AsJson = False,
 ) -> None:
     """Compare log-probs, loss, every gradient and a step of each layout with one rank, with the engine that trains."""
-    model, asked = _check(model, twin=twin, dtype=dtype, transformer_impl=transformer_impl)
-    allowed = tolerances(dtype, tolerance, experts=asked.moe is not None)
+    model, asked = _check(model, options)
+    allowed = tolerances(options.dtype, options.tolerance, experts=asked.moe is not None)
     names = usual(asked) if names is None else names
     layers = 1
-    if twin:
+    if options.twin:
         with progress.importing("PyTorch"):
             from mega_rl.verify.twin.shrink import shrink
 
@@ -98,59 +100,33 @@ def layouts(
         wanted = resolve_all(names, small, nproc=nproc)
     else:
         wanted = resolve_all(names, asked, nproc=nproc)
-    _verify(
-        model,
-        wanted,
-        twin=twin,
-        layers=layers,
-        settings={"dtype": dtype, "transformer_impl": transformer_impl, "packing": packing, "seed": seed},
-        allowed=allowed,
-        timeout_s=timeout_s,
-        as_json=as_json,
-    )
+    _verify(model, wanted, options, allowed=allowed, layers=layers)
 
 
 @app.command()
+@with_options
 def engines(
     model: Model,
     nproc: Annotated[
         int, typer.Option("--nproc", min=1, help="Run the FSDP engine on one rank, and on this number of ranks.")
     ] = 2,
-    twin: Twin = False,
-    dtype: Dtype = "fp32",
-    packing: Packing = True,
-    transformer_impl: TransformerImpl = "auto",
+    options: VerifyOptions = VerifyOptions(),
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps before weights are compared.")] = 3,
-    tolerance: Tolerance = "",
-    seed: Seed = 0,
-    timeout_s: Timeout = 1800.0,
-    as_json: AsJson = False,
 ) -> None:
     """Compare log-probs, loss, every gradient and the weights after some steps of both engines, on one batch."""
-    model, asked = _check(model, twin=twin, dtype=dtype, transformer_impl=transformer_impl)
-    _verify(
-        model,
-        [fsdp(ranks) for ranks in sorted({1, nproc})],
-        twin=twin,
-        layers=1,
-        settings={
-            **{"dtype": dtype, "transformer_impl": transformer_impl, "packing": packing, "seed": seed},
-            "steps": steps,
-        },
-        allowed=tolerances(dtype, tolerance, experts=asked.moe is not None),
-        timeout_s=timeout_s,
-        as_json=as_json,
-    )
+    model, asked = _check(model, options)
+    allowed = tolerances(options.dtype, options.tolerance, experts=asked.moe is not None)
+    _verify(model, [fsdp(ranks) for ranks in sorted({1, nproc})], options, allowed=allowed, steps=steps)
 
 
-def _check(model: Path, *, twin: bool, dtype: str, transformer_impl: str) -> tuple[Path, HFConfig]:
+def _check(model: Path, options: VerifyOptions) -> tuple[Path, HFConfig]:
     """Return the model's folder, downloaded for a name on the Hub, and its architecture. Raises UserError."""
     progress.show_progress()
     log.info("verifying %s", model)
-    _choice("--dtype", dtype, ("fp32", "bf16"))
-    _choice("--transformer-impl", transformer_impl, ("auto", "local", "transformer_engine"))
+    choose("--dtype", options.dtype, ("fp32", "bf16"))
+    choose("--transformer-impl", options.transformer_impl, ("auto", "local", "transformer_engine"))
     refuse_launcher()
-    folder = checkpoint_folder(model, label="--model", weights=not twin)
+    folder = checkpoint_folder(model, label="--model", weights=not options.twin)
     return folder, read_hf_config(folder)
 
 
@@ -163,37 +139,31 @@ def refuse_launcher(command: str = "verify") -> None:
 def _verify(
     model: Path,
     wanted: Sequence[Layout],
+    options: VerifyOptions,
     *,
-    twin: bool,
-    layers: int,
-    settings: Mapping[str, Any],
     allowed: Tolerances,
-    timeout_s: float,
-    as_json: bool,
+    layers: int = 1,
+    steps: int | None = None,
 ) -> None:
-    """Measure the layouts, print what was measured and end with its exit code; `settings` are fields of a plan."""
+    """Measure the layouts, print what was measured and end with its exit code; steps: None takes the plan's."""
     with progress.importing("PyTorch"):
         from mega_rl.verify.run import prepare_model, use_gpus, verify, working_folder
 
         on_gpus = use_gpus(wanted)
+    counted = {} if steps is None else {"steps": steps}
     with working_folder() as folder:
-        with progress.phase("making the twin" if twin else "reading the model"):
-            made = prepare_model(model, Path(folder), twin=twin, multiple=layers, seed=settings["seed"])
+        with progress.phase("making the twin" if options.twin else "reading the model"):
+            made_model = prepare_model(model, Path(folder), twin=options.twin, multiple=layers, seed=options.seed)
         verdicts = verify(
-            Plan(model=str(made.path), folder=folder, layouts=(), timeout_s=timeout_s, **settings),
+            made(Plan, options, model=str(made_model.path), folder=folder, layouts=(), **counted),
             wanted,
             tolerances=allowed,
-            timeout_s=timeout_s,
+            timeout_s=options.timeout_s,
             on_gpus=on_gpus,
         )
-    shown = {name: settings[name] for name in ("dtype", "packing", "steps") if name in settings}
-    header = {"model": made.description, "device": "cuda" if on_gpus else "cpu", **shown}
-    show = print_json if as_json else print_verdicts
+    header: dict[str, object] = {"model": made_model.description, "device": "cuda" if on_gpus else "cpu"}
+    header |= {"dtype": options.dtype, "packing": options.packing, **counted}
+    show = print_json if options.as_json else print_verdicts
     show(verdicts, header=header, tolerances=allowed)
     if not all(verdict.good for verdict in verdicts):
         raise typer.Exit(EXIT_DIFFERS)
-
-
-def _choice(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{option}={value}: must be one of {', '.join(allowed)}")

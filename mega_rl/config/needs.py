@@ -23,14 +23,8 @@ _SOURCE_KEYS = {
 }
 
 _NEEDS = (
-    *(
-        Need(keys, f"engine.backend={engine}", lambda config, engine=engine: config.engine.backend == engine)  # type: ignore[misc]
-        for engine, keys in _ENGINE_KEYS.items()
-    ),
-    *(
-        Need(keys, f"reward.source={name}", lambda config, name=name: config.reward.source == name)  # type: ignore[misc]
-        for name, keys in _SOURCE_KEYS.items()
-    ),
+    *(Need(keys, f"engine.backend={engine}") for engine, keys in _ENGINE_KEYS.items()),
+    *(Need(keys, f"reward.source={name}") for name, keys in _SOURCE_KEYS.items()),
     Need(
         (
             "model.critic_path",
@@ -48,26 +42,11 @@ _NEEDS = (
         has_reference,
     ),
     Need(
-        (
-            "algorithm.kl.estimator",
-            "algorithm.kl.coef",
-            "algorithm.kl.control",
-            "algorithm.kl.reference_interval",
-        ),
+        ("algorithm.kl.estimator", "algorithm.kl.coef", "algorithm.kl.control", "algorithm.kl.reference_interval"),
         "algorithm.kl.placement=reward or loss",
-        lambda config: config.algorithm.kl.placement != "none",
     ),
-    Need(
-        ("algorithm.kl.target", "algorithm.kl.horizon"),
-        "algorithm.kl.control=adaptive",
-        lambda config: config.algorithm.kl.control == "adaptive",
-    ),
-    within(
-        "algorithm.kl",
-        "reference_rate",
-        "algorithm.kl.reference_interval above 0",
-        lambda kl: kl.reference_interval > 0,
-    ),
+    Need(("algorithm.kl.target", "algorithm.kl.horizon"), "algorithm.kl.control=adaptive"),
+    within("algorithm.kl", "reference_rate", "algorithm.kl.reference_interval above 0"),
     Need(
         ("algorithm.kl.reference_interval",),
         "trainer.steps above it, or the reference never changes",
@@ -91,25 +70,15 @@ _NEEDS = (
         "engine.fsdp.cpu_offload=false: with it every model's state is on the host already",
         lambda config: config.engine.backend != "fsdp" or not config.engine.fsdp.cpu_offload,
     ),
-    within("engine.megatron", "sequence_parallel", "engine.megatron.tp above 1", lambda megatron: megatron.tp > 1),
-    within("engine.megatron", "vpp pipeline", "engine.megatron.pp above 1", lambda megatron: megatron.pp > 1),
-    within("engine.megatron.reference", "pipeline", "engine.megatron.reference.pp above 1", lambda own: own.pp > 1),
-    within("engine.megatron", "overlap_p2p", "engine.megatron.vpp above 1", lambda megatron: megatron.vpp > 1),
-    Need(("model.fp32_head",), "model.dtype=bf16", lambda config: config.model.dtype == "bf16"),
-    Need(("model.recompute_modules",), "model.recompute=selective", lambda c: c.model.recompute == "selective"),
-    Need(("model.recompute_layers",), "model.recompute=full", lambda config: config.model.recompute == "full"),
-    within(
-        "engine.megatron.ddp",
-        "fsdp_sharding",
-        "engine.megatron.ddp.implementation=megatron_fsdp",
-        lambda ddp: ddp.implementation == "megatron_fsdp",
-    ),
-    within(
-        "engine.megatron.ddp",
-        "bucket_size",
-        "engine.megatron.ddp.overlap_grad_reduce=true",
-        lambda ddp: ddp.overlap_grad_reduce,
-    ),
+    within("engine.megatron", "sequence_parallel", "engine.megatron.tp above 1"),
+    within("engine.megatron", "vpp pipeline", "engine.megatron.pp above 1"),
+    within("engine.megatron.reference", "pipeline", "engine.megatron.reference.pp above 1"),
+    within("engine.megatron", "overlap_p2p", "engine.megatron.vpp above 1"),
+    Need(("model.fp32_head",), "model.dtype=bf16"),
+    Need(("model.recompute_modules",), "model.recompute=selective"),
+    Need(("model.recompute_layers",), "model.recompute=full"),
+    within("engine.megatron.ddp", "fsdp_sharding", "engine.megatron.ddp.implementation=megatron_fsdp"),
+    within("engine.megatron.ddp", "bucket_size", "engine.megatron.ddp.overlap_grad_reduce=true"),
     Need(
         (
             "engine.megatron.ddp.bucket_size",
@@ -117,13 +86,11 @@ _NEEDS = (
             "engine.megatron.optimizer.distributed",
         ),
         "engine.megatron.ddp.implementation=ddp",
-        lambda config: config.engine.megatron.ddp.implementation == "ddp",
     ),
     within(
         "engine.megatron.ddp",
         "overlap_grad_reduce overlap_param_gather",
         "engine.megatron.ddp.implementation=ddp or megatron_fsdp",
-        lambda ddp: ddp.implementation != "torch_fsdp2",
     ),
     Need(
         ("engine.megatron.ddp.overlap_param_gather",),
@@ -132,54 +99,31 @@ _NEEDS = (
         lambda c: c.engine.megatron.ddp.overlap_grad_reduce and c.engine.megatron.optimizer.distributed,
         fault="cannot work",
     ),
-    Need(
-        ("engine.megatron.ddp.optimizer_instances",),
-        "engine.megatron.optimizer.distributed=true",
-        lambda config: config.engine.megatron.optimizer.distributed,
-    ),
+    Need(("engine.megatron.ddp.optimizer_instances",), "engine.megatron.optimizer.distributed=true"),
     Need(
         ("engine.megatron.moe.routing_replay",),
         "a pass that computes old log-probs: algorithm.old_logprobs=recompute, or auto with several updates a step, "
         "a KL in the reward or a teacher",
         lambda config: has_pass_for_old_logprobs(config),
     ),
-    within(
-        "engine.megatron.optimizer",
-        "moment_dtype",
-        "engine.megatron.optimizer.precision_aware=true",
-        lambda optimizer: optimizer.precision_aware,
-    ),
+    within("engine.megatron.optimizer", "moment_dtype", "engine.megatron.optimizer.precision_aware=true"),
     Need(
         ("algorithm.correction",),
         "algorithm.old_logprobs=auto or recompute: with rollout the ratio itself is to what sampled",
         lambda config: config.algorithm.old_logprobs != "rollout" or not corrects(config),
     ),
-    Need(
-        ("optim.min_lr_ratio",),
-        "optim.schedule=linear or cosine",
-        lambda config: config.optim.schedule != "constant",
-    ),
-    within("trainer.microbatch", "max_tokens", "trainer.microbatch.packing=true", lambda batch: batch.packing),
-    within("trainer.microbatch", "size", "trainer.microbatch.packing=false", lambda batch: not batch.packing),
-    within(
-        "reward.pool",
-        "timeout_s memory_mib",
-        "reward.pool.workers other than 0",
-        lambda pool: pool.workers != 0,
-    ),
-    within("reward.pool", "failure_score", "reward.pool.on_failure=score", lambda pool: pool.on_failure == "score"),
-    within(
-        "reward.overlong",
-        "penalty",
-        "reward.overlong.buffer_tokens above 0",
-        lambda overlong: overlong.buffer_tokens > 0,
-    ),
+    Need(("optim.min_lr_ratio",), "optim.schedule=linear or cosine"),
+    within("trainer.microbatch", "max_tokens", "trainer.microbatch.packing=true"),
+    within("trainer.microbatch", "size", "trainer.microbatch.packing=false"),
+    within("reward.pool", "timeout_s memory_mib", "reward.pool.workers other than 0"),
+    within("reward.pool", "failure_score", "reward.pool.on_failure=score"),
+    within("reward.overlong", "penalty", "reward.overlong.buffer_tokens above 0"),
     Need(
         ("reward.overlong.buffer_tokens", "rollout.dynamic_sampling.max_generations"),
         "rewards, which reward.source=none has not",
         lambda config: config.reward.source != "none",
     ),
-    within("trainer.profile", "ranks memory", "trainer.profile.steps", lambda profile: bool(profile.steps)),
+    within("trainer.profile", "ranks memory", "trainer.profile.steps"),
     Need(
         ("optim.warmup_steps",),
         "trainer.steps above it",
@@ -209,7 +153,7 @@ _NEEDS = (
         ),
         fault="has no prompts to validate on",
     ),
-    Need(("trainer.steps",), "no trainer.epochs", lambda config: not config.trainer.epochs),
+    Need(("trainer.steps",), "no trainer.epochs"),
     Need(("data.train_files",), "data.source=files and no data.mixture", lambda config: config.data.reads_train_files),
     Need(
         ("data.val_files", "data.val_size"),
@@ -219,30 +163,24 @@ _NEEDS = (
     Need(
         ("trainer.async_steps",),
         "rollout.backend=sglang: the embedded engine generates in the trainer's own processes",
-        lambda config: config.rollout.backend == "sglang",
         fault="cannot run ahead",
     ),
     Need(
         ("trainer.async_steps",),
         "rollout.source=single_turn: another source may read anything of the trainer, which has moved on",
-        lambda config: config.rollout.source == "single_turn",
         fault="cannot run ahead",
     ),
-    Need(
-        ("data.val_files", "data.val_size", *keys_in("validation")),
-        "trainer.val_interval above 0",
-        lambda config: config.trainer.val_interval > 0,
-    ),
-    within("validation", "top_p top_k", "validation.temperature above 0", lambda val: val.temperature > 0),
+    Need(("data.val_files", "data.val_size", *keys_in("validation")), "trainer.val_interval above 0"),
+    within("validation", "top_p top_k", "validation.temperature above 0"),
     Need(
         ("validation.right_above", "validation.right_part", "validation.answer_of"),
         "validation.k, or validation.n above 1: it is of pass@k and maj@k",
         lambda config: bool(config.validation.counted),
     ),
     *SANDBOX_NEEDS,
-    Need(("reward.function",), "no reward.functions", lambda config: not config.reward.functions),
-    Need(("reward.sources",), "reward.functions", lambda config: bool(config.reward.functions)),
-    Need(("data.source_key",), "reward.sources", lambda config: bool(config.reward.sources)),
+    Need(("reward.function",), "no reward.functions"),
+    Need(("reward.sources",), "reward.functions"),
+    Need(("data.source_key",), "reward.sources"),
     Need(
         ("reward.weights",),
         "rewards that may have named parts: reward.source=http, reward.functions, or "
@@ -252,59 +190,36 @@ _NEEDS = (
     Need(
         ("reward.skip_special_tokens",),
         "reward.source=function or http: a reward model reads tokens, or a conversation without them",
-        lambda config: config.reward.source in ("function", "http"),
     ),
-    Need(
-        ("data.chat.template_kwargs", "data.chat.system_prompt", "data.chat.date"),
-        "data.chat.template=true",
-        lambda config: config.data.chat.template == "true",
-    ),
-    Need(("data.val_size",), "no data.val_files", lambda config: not config.data.val_files),
+    Need(("data.chat.template_kwargs", "data.chat.system_prompt", "data.chat.date"), "data.chat.template=true"),
+    Need(("data.val_size",), "no data.val_files"),
     Need(
         ("checkpoint.keep_best", "checkpoint.keep_interval", "checkpoint.async_save"),
         "checkpoint.save_interval above 0",
-        lambda config: config.checkpoint.save_interval > 0,
     ),
-    Need(("checkpoint.fallback",), "checkpoint.resume=auto", lambda config: config.checkpoint.resume == "auto"),
-    within(
-        "metrics.records", "max_mib entropy weights", "metrics.records.interval above 0", lambda own: own.interval > 0
-    ),
-    Need(("metrics.project", "metrics.run_name"), "metrics.trackers", lambda config: bool(config.metrics.trackers)),
+    Need(("checkpoint.fallback",), "checkpoint.resume=auto"),
+    within("metrics.records", "max_mib entropy weights", "metrics.records.interval above 0"),
+    Need(("metrics.project", "metrics.run_name"), "metrics.trackers"),
     Need(
         ("rollout.dtype", "rollout.verify_interval"),
         "rollout.backend=hf or sglang: a source of one's own gets the weights as they train",
-        lambda config: config.rollout.backend != "none",
     ),
-    Need(("rollout.hf.batch_size",), "rollout.backend=hf", lambda config: config.rollout.backend == "hf"),
-    Need(keys_below("rollout.sglang"), "rollout.backend=sglang", lambda config: config.rollout.backend == "sglang"),
+    Need(("rollout.hf.batch_size",), "rollout.backend=hf"),
+    Need(keys_below("rollout.sglang"), "rollout.backend=sglang"),
     Need(
         keys_in("rollout.sglang.server"),
         "servers that the run starts: no rollout.sglang.urls",
         lambda config: not config.rollout.sglang.urls,
     ),
-    within("rollout.sglang", "keys_file", "rollout.sglang.urls", lambda sglang: bool(sglang.urls)),
-    within(
-        "rollout.sglang",
-        "max_failed_share",
-        "rollout.sglang.failed_samples=mask",
-        lambda sglang: sglang.failed_samples == "mask",
-    ),
+    within("rollout.sglang", "keys_file", "rollout.sglang.urls"),
+    within("rollout.sglang", "max_failed_share", "rollout.sglang.failed_samples=mask"),
     Need(
         ("rollout.sglang.return_routing",),
         "engine.backend=megatron with engine.megatron.moe.routing_replay=true, which replays what servers report",
         lambda config: config.engine.backend == "megatron" and config.engine.megatron.moe.routing_replay,
     ),
-    Need(
-        ("rollout.sglang.return_routing",),
-        "rollout.source=single_turn: rollouts of several turns carry no experts",
-        lambda config: config.rollout.source == "single_turn",
-    ),
-    within(
-        "rollout.dynamic_sampling",
-        "prompts",
-        "rollout.dynamic_sampling.max_generations above 0",
-        lambda dynamic: dynamic.max_generations > 0,
-    ),
+    Need(("rollout.sglang.return_routing",), "rollout.source=single_turn: rollouts of several turns carry no experts"),
+    within("rollout.dynamic_sampling", "prompts", "rollout.dynamic_sampling.max_generations above 0"),
     Need(
         ("rollout.dynamic_sampling.max_generations",),
         "an estimator that compares samples of a prompt, as " + ADVANTAGE.with_need("needs_groups"),
@@ -314,16 +229,10 @@ _NEEDS = (
     Need(
         ("rollout.dynamic_sampling.max_generations",),
         "trainer.async_steps=0: the prompts of the next step are known when this one's are scored",
-        lambda config: config.trainer.async_steps == 0,
         fault="cannot run ahead",
     ),
-    Need(("rollout.sglang.partial_rollout",), "trainer.async_steps=1", lambda config: config.trainer.async_steps > 0),
-    within(
-        "rollout.sglang.sync",
-        "probe_mean_limit probe_max_limit",
-        "rollout.sglang.sync.probe_tokens above 0",
-        lambda sync: sync.probe_tokens > 0,
-    ),
+    Need(("rollout.sglang.partial_rollout",), "trainer.async_steps=1"),
+    within("rollout.sglang.sync", "probe_mean_limit probe_max_limit", "rollout.sglang.sync.probe_tokens above 0"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Recipes that come with the package, by name."""
+"""Recipes and tables that come with the package, by name."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def file_of(name: str) -> Path:
     if file is None:
         raise UserError(f"no packaged recipe {shown(name)}; {_suggestion(name)}")
     return file
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """Return the cells of each row of a table of this folder, a file with tabs between cells."""
+    return [line.split("\t") for line in Path(__file__).with_name(table).read_text(encoding="utf-8").splitlines()]
 
 
 def locate(recipe: Path) -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 import yaml
@@ -16,36 +17,6 @@ from mega_rl.config.plugins.choices import ALGORITHM_CHOICES
 from mega_rl.config.recipe import parse_yaml
 from mega_rl.config.schema import Config
 from mega_rl.config.values import describe_range
-
-_INTRO = """# Configuration
-
-Every key a recipe or a `key=value` argument may set. This page is generated from `mega_rl/config/schema/` by
-`make docs`.
-
-A run's settings are the defaults below, then the recipe (`--config`, a file or the name of a packaged recipe), then
-arguments such as `optim.lr=2e-6 data.train_files=[a.jsonl,b.jsonl]`; the last one wins. `key=null` (or `~key`, or
-`key:` without a value in a recipe) restores a default. A list of one needs no brackets. A value may refer to another as
-`${trainer.prompts_per_step}`. Paths are relative to the working directory, not to the recipe. In a recipe
-`engine.megatron.tp=2` is
-
-```yaml
-engine:
-  megatron:
-    tp: 2
-```
-
-Unknown keys, values out of range and settings without effect are errors, all shown at once before anything starts. An
-argument may switch off what the recipe sets: with `engine.backend=fsdp` over a recipe that has `engine.megatron.tp`,
-or `trainer.steps=1` over one with a warm-up, the settings that lose their effect take their defaults, and one line of
-the log names them.
-`mega-rl train --config X --print-config` shows the outcome and marks what differs from the defaults.
-
-Between keys these hold, among others: the world size is a multiple of `tp*pp*cp`, and data parallelism is the quotient;
-`tp` divides the attention heads and the feed-forward size; `pp*vpp` divides the layers; `minibatch_size` divides
-`prompts_per_step`, which is a multiple of the data-parallel size; a prompt of the longest length and its response fit a
-packed micro-batch and the model's positions. With `vpp` above 1 the number of micro-batches of a mini-batch is a
-multiple of `pp`.
-"""
 
 
 def resolved_yaml(config: Config) -> str:
@@ -60,7 +31,7 @@ def print_config(config: Config, file: TextIO | None = None) -> None:
 
 def config_markdown() -> str:
     """The text of docs/config.md."""
-    lines = [_INTRO]
+    lines = [Path(__file__).with_name("page.md").read_text(encoding="utf-8")]
     for section, area in SECTIONS.items():
         lines += [f"## {section}", "", (area.__doc__ or "").strip(), "", *_table(keys_in(section))]
     for choice in ALGORITHM_CHOICES:

@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,33 +213,25 @@ class MultiSink:
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log to every sink that still works."""
-        for sink in tuple(self._sinks):
-            try:
-                sink.log(step, metrics)
-            except _RUNTIME_FAILURES as error:
-                self._leave_out(sink, error)
+        self._each(lambda sink: sink.log(step, metrics))
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Dump to every sink that still works."""
-        for sink in tuple(self._sinks):
-            try:
-                sink.dump_rollouts(step, rows, validation=validation)
-            except _RUNTIME_FAILURES as error:
-                self._leave_out(sink, error)
+        self._each(lambda sink: sink.dump_rollouts(step, rows, validation=validation))
 
     def close(self, *, failed: bool = False) -> None:
         """Close every sink that still works."""
-        for sink in tuple(self._sinks):
-            try:
-                sink.close(failed=failed)
-            except _RUNTIME_FAILURES as error:
-                self._leave_out(sink, error)
+        self._each(lambda sink: sink.close(failed=failed))
         self._sinks = []
 
-    def _leave_out(self, sink: MetricsSink, error: Exception) -> None:
-        names = type(sink).__name__, type(error).__name__
-        logger.error("%s failed and is off for the rest of the run: %s: %s", *names, error)
-        self._sinks.remove(sink)
+    def _each(self, call: Callable[[MetricsSink], None]) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                call(sink)
+            except _RUNTIME_FAILURES as error:
+                names = type(sink).__name__, type(error).__name__
+                logger.error("%s failed and is off for the rest of the run: %s: %s", *names, error)
+                self._sinks.remove(sink)
 
 
 def make_sink(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from mega_rl.errors import UserError
@@ -32,7 +33,11 @@ BF16_EXPERTS = replace(BF16, logprob=0.6, gradient=0.75, weight=0.75)
 def tolerances(dtype: str, given: str, *, experts: bool = False) -> Tolerances:
     """Return the tolerances of a dtype, changed by `given`, as "logprob=1e-3,gradient=1e-3". Raises UserError."""
     usual = FP32 if dtype == "fp32" else BF16_EXPERTS if experts else BF16
-    names = [field.name for field in fields(Tolerances)]
+    return replace(usual, **read_changes(given, [field.name for field in fields(Tolerances)], what="name"))
+
+
+def read_changes(given: str, names: Sequence[str], *, what: str) -> dict[str, float]:
+    """Return the tolerances in a text, as "logprob=1e-3,gradient=1e-3"; what: such a name is. Raises UserError."""
     changes = {}
     for entry in filter(None, (part.strip() for part in given.split(","))):
         name, _, text = entry.partition("=")
@@ -42,7 +47,8 @@ def tolerances(dtype: str, given: str, *, experts: bool = False) -> Tolerances:
             value = -1.0
         if name not in names or not 0 <= value < float("inf"):
             raise UserError(
-                f"--tolerance={entry}: must be NAME=NUMBER with a name of {', '.join(names)} and a number of at least 0"
+                f"--tolerance={entry}: must be {what.upper()}=NUMBER with a {what} of {', '.join(names)} and a number "
+                "of at least 0"
             )
         changes[name] = value
-    return replace(usual, **changes)
+    return changes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
@@ -13,6 +12,7 @@ import torch
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import Ranks
+from mega_rl.threads import Running
 from mega_rl.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -36,22 +36,12 @@ class Requests(Protocol):
         ...
 
 
-class _Job(Generic[Samples]):
+class _Job(Running[Samples]):
     """A generation on the background thread."""
 
     def __init__(self, work: Callable[[], Samples], *, step: int) -> None:
+        super().__init__(work, name=f"rollout of step {step}")
         self.step = step
-        self.result: Samples | None = None
-        self.error: BaseException | None = None
-        # A daemon: neither an exception nor a signal in the trainer waits for it.
-        self.thread = threading.Thread(target=self._run, args=(work,), name=f"rollout of step {step}", daemon=True)
-        self.thread.start()
-
-    def _run(self, work: Callable[[], Samples]) -> None:
-        try:
-            self.result = work()
-        except BaseException as error:  # noqa: BLE001 - raised in the trainer's thread
-            self.error = error
 
     def failure(self) -> Exception | None:
         """Return the error that the trainer's thread raises for the one of this thread."""
@@ -135,7 +125,7 @@ class ThreadedRollouts(Generic[Samples]):
         job, self._job = self._job, None
         if job is None:
             return
-        if job.thread.is_alive():
+        if job.wait(0.0):
             log.warning("the background generation of step %d is cancelled", job.step)
         elif job.error is not None:
             log.error("the background generation of step %d had failed", job.step, exc_info=job.error)
@@ -144,8 +134,7 @@ class ThreadedRollouts(Generic[Samples]):
         """Wait until the job has ended on all ranks; raises on all of them after the deadline."""
         begin = time.monotonic()
         while True:
-            job.thread.join(min(self._beat_s, max(0.0, begin + self._timeout_s - time.monotonic())))
-            running = job.thread.is_alive()
+            running = job.wait(min(self._beat_s, max(0.0, begin + self._timeout_s - time.monotonic())))
             late = running and time.monotonic() - begin >= self._timeout_s
             some_running, some_late = self._everyone.max(torch.tensor([int(running), int(late)])).tolist()
             if some_late:

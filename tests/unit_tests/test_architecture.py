@@ -29,8 +29,6 @@ MANY_PARAMETERS: dict[str, int] = {
     "cli/convert.py: reshard": 10,
     "cli/plan.py: plan": 11,
     "cli/run_export.py: export": 9,
-    "cli/verify.py: engines": 11,
-    "cli/verify.py: layouts": 11,
     "engines/fsdp/attention.py: _attention": 11,  # upstream: AttentionInterface of transformers
     "models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
     "parallel/vocab_kernels.py: _differentiate_rows": 15,  # upstream: a kernel of Triton takes pointers and numbers
@@ -103,9 +101,10 @@ CHANGE_FOREIGN_MODULES = [
 # Ceilings of counts. Lower one when the count falls.
 CEILINGS = {
     "own_lazy_imports": 50,
-    "any_annotations": 543,
-    "type_ignores": 45,
-    "broad_excepts": 17,
+    "any_annotations": 538,
+    "type_ignores": 43,
+    "broad_excepts": 16,
+    "package_lines": 81651,
 }
 
 

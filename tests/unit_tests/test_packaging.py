@@ -59,6 +59,8 @@ def test_the_sdist_is_the_repository(release: Release) -> None:
 def test_the_wheel_is_the_package_with_its_recipes_and_licence(release: Release) -> None:
     code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "mega_rl").rglob("*.py")}
     data = {"mega_rl/py.typed", "mega_rl/rollout/sglang/requirements-cpu.txt"}
+    tables = (path for kind in ("md", "toml", "tsv") for path in (ROOT / "mega_rl").rglob(f"*.{kind}"))
+    data |= {path.relative_to(ROOT).as_posix() for path in tables}
     data |= {f"mega_rl/recipes/{name}.yaml" for name in packaged.names()}
     data |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "mega_rl" / "report" / "page").iterdir()}
     folder = f"mega_rl-{mega_rl.__version__}.dist-info"

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.cli.launch.ray import variables
-from mega_rl.cli.layout_options import with_options
+from mega_rl.cli.layout_options import Overrides, Recipe, made, with_options
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check as broken_rules
@@ -66,14 +66,7 @@ class PodOptions:
 
 
 @with_options
-def kubernetes(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")],
-    options: PodOptions,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as optim.lr=2e-6."),
-    ] = None,
-) -> None:
+def kubernetes(recipe: Recipe, options: PodOptions, overrides: Overrides = None) -> None:
     """Print a JobSet that trains on nodes of a Kubernetes cluster; `kubectl apply -f -` starts it.
 
     The recipe travels along. Models, data and the run folder are on volumes, below paths of --mount.
@@ -90,31 +83,20 @@ def kubernetes(
 def _run(options: PodOptions, recipe: Path, settings: Sequence[str], *, device: str) -> JobSetRun:
     """Return the run that the options ask for. Raises UserError."""
     ranks = options.nproc_per_node
-    return JobSetRun(
-        name=options.name,
+    return made(
+        JobSetRun,
+        options,
         recipe=_text_of(recipe),
         overrides=settings,
-        image=options.image,
-        nodes=options.nodes,
-        nproc_per_node=ranks,
         gpus=0 if device == "cpu" else ranks,
         cpus=options.cpus or 8 * ranks,
         memory=options.memory or f"{64 * ranks}Gi",
-        shm=options.shm,
         mounts=[Mount.parse(text) for text in options.mount or []],
-        namespace=options.namespace,
         rdma={name: _count(name, count) for name, count in _pairs("--rdma", options.rdma or []).items()},
         environment=variables(options.env or []),
         secrets=options.secret or [],
         node_selector=_pairs("--node-selector", options.node_selector or []),
-        pull_secret=options.pull_secret,
-        queue=options.queue,
-        priority_class=options.priority_class,
-        host_network=options.host_network,
         restarts=options.node_restarts,
-        max_restarts=options.max_restarts,
-        grace_s=options.grace_s,
-        user=options.user,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from mega_rl import progress
-from mega_rl.cli.layout_options import with_options
+from mega_rl.cli.layout_options import Overrides, Recipe, made, with_options
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
@@ -53,14 +53,7 @@ class RayOptions:
 
 
 @with_options
-def ray(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")],
-    options: RayOptions,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as optim.lr=2e-6."),
-    ] = None,
-) -> None:
+def ray(recipe: Recipe, options: RayOptions, overrides: Overrides = None) -> None:
     """Train on nodes of a Ray cluster: a placement group by node, one launcher on each.
 
     Output of all nodes is written here; signals go to the ranks, which save and end. Works in `ray job submit`.
@@ -78,14 +71,12 @@ def ray(
         bundle = {"CPU": float(options.cpus_per_node or options.nproc_per_node)}
         if config.trainer.device == "cuda" or (config.trainer.device == "auto" and cluster.has_gpus()):
             bundle = {"GPU": float(options.nproc_per_node), **bundle}
-        run = NodesRun(
+        run = made(
+            NodesRun,
+            options,
             arguments=["--config", str(recipe), *settings],
-            nodes=options.nodes,
-            nproc_per_node=options.nproc_per_node,
             run_dir=config.trainer.run_dir,
             resume=config.checkpoint.resume,
-            node_restarts=options.node_restarts,
-            max_restarts=options.max_restarts,
             environment=environment,
         )
         if options.node_restarts and not config.checkpoint.save_interval:

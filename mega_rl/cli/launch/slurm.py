@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.cli.launch.ray import variables
-from mega_rl.cli.layout_options import with_options
+from mega_rl.cli.layout_options import Overrides, Recipe, made, with_options
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check as broken_rules
 from mega_rl.config.schema import Config
@@ -77,14 +77,7 @@ class SlurmOptions:
 
 
 @with_options
-def slurm(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")],
-    options: SlurmOptions,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as optim.lr=2e-6."),
-    ] = None,
-) -> None:
+def slurm(recipe: Recipe, options: SlurmOptions, overrides: Overrides = None) -> None:
     """Print a batch script that trains on nodes of a Slurm cluster; --submit hands it to sbatch.
 
     The job works in the present folder, which every node needs under the same path, with recipe, models and data.
@@ -106,33 +99,20 @@ def _run(options: SlurmOptions, recipe: Path, settings: Sequence[str], config: C
     ranks = options.nproc_per_node
     known = variables(options.env or [])
     given = [text.partition("=")[0] for text in options.env or [] if "=" in text]
-    return SbatchRun(
+    return made(
+        SbatchRun,
+        options,
         recipe=str(recipe.absolute()) if recipe.is_file() else str(recipe),
         overrides=settings,
         run_dir=config.trainer.run_dir,
         folder=str(Path.cwd()),
-        nodes=options.nodes,
-        nproc_per_node=ranks,
         python=_python(options),
-        image=options.image,
         mounts=[ContainerMount.parse(text) for text in options.mount or []],
-        name=options.name,
-        output=options.output,
-        partition=options.partition,
-        account=options.account,
-        qos=options.qos,
-        time=options.time,
         gpus=0 if config.trainer.device == "cpu" else ranks,
-        gres=options.gres,
         cpus=options.cpus_per_node or (0 if options.exclusive else CPUS_PER_RANK * ranks),
-        mem=options.mem,
-        exclusive=options.exclusive,
         environment={name: known[name] for name in given},
         inherited=[name for name in known if name not in given],
         options=_sbatch_options(options.sbatch or []),
-        requeue=options.requeue,
-        max_restarts=options.max_restarts,
-        warning_s=options.warning_s,
     )
 
 

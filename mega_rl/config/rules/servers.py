@@ -6,67 +6,17 @@ import ipaddress
 from collections.abc import Iterator
 
 from mega_rl.config.facts import divisors, listed
+from mega_rl.config.packaged import rows_of
 from mega_rl.config.schema import Config
 
 KEY = "rollout.sglang.server.args"
 NODES = "rollout.sglang.server.nodes"
+_ARGUMENTS = rows_of("server_arguments.tsv")
 # Argument -> what decides it in a run.
-DECIDED = {
-    "model_path": "model.path",
-    "host": "rollout.sglang.server.host",
-    "port": "nothing: each server takes a free port",
-    "api_key": "nothing: each start has keys of its own",
-    "admin_api_key": "nothing: each start has keys of its own",
-    "device": "trainer.device",
-    "dtype": "rollout.dtype",
-    "tp_size": "rollout.sglang.server.tp",
-    "nnodes": "rollout.sglang.server.nodes",
-    "node_rank": "rollout.sglang.server.nodes",
-    "dist_init_addr": "nothing: the nodes of each start meet at free ports of the first one",
-    "max_total_tokens": "rollout.sglang.server.max_total_tokens",
-    "mem_fraction_static": "rollout.sglang.server.mem_fraction",
-    "base_gpu_id": "rollout.sglang.placement",
-    "enable_memory_saver": "rollout.sglang.placement",
-    "enable_deterministic_inference": "trainer.deterministic",
-    "enable_return_routed_experts": "rollout.sglang.return_routing",
-    "enable_fp32_lm_head": "model.fp32_head",
-    "random_seed": "trainer.seed",
-    "skip_tokenizer_init": "nothing: tokens travel as ids",
-    "skip_server_warmup": "nothing: a start ends with a real generation",
-    "sleep_on_idle": "nothing: it is set on CPUs",
-}
-_ONE_COPY = "weights are sent to each tensor-parallel rank"
-_UNQUANTISED = "weights are sent unquantised"
-_DRAFT = "the draft model would keep its old weights"
-_ADAPTERS = "the policy's whole weights are sent, not adapters"
-_FOREIGN_CODE = "code of a checkpoint or package would run with the servers' rights"
+DECIDED = {name: reason for name, kind, reason in _ARGUMENTS if kind == "decided by"}
 # Argument -> reason why it cannot work here.
-REFUSED = {
-    "gpu_id_step": "servers have the devices of their host one after the other",
-    "pp_size": _ONE_COPY,
-    "load_balance_method": "requests are routed by the trainer",
-    "quantization": _UNQUANTISED,
-    "quantization_param_path": _UNQUANTISED,
-    "rl_quant_profile": _UNQUANTISED,
-    "modelopt_quant": _UNQUANTISED,
-    "quantize_and_serve": _UNQUANTISED,
-    "enable_lora": _ADAPTERS,
-    "lora_paths": _ADAPTERS,
-    "is_embedding": "it has to generate",
-    "disaggregation_mode": "prefill and decode of one response would be on servers with different weights",
-    "weight_version": "each update stamps its own",
-    "weight_cache_mode": "cached weights would be those of another server",
-    "trust_remote_code": _FOREIGN_CODE,
-    "custom_weight_loader": _FOREIGN_CODE,
-    "enable_custom_logit_processor": _FOREIGN_CODE,
-    "config": "write its entries here",
-}
-_REFUSED_PREFIXES = {
-    "speculative_": _DRAFT,
-    "lora_": _ADAPTERS,
-    "ssl_": "requests are plain HTTP",
-    "disaggregation_": "",
-}
+REFUSED = {name: reason for name, kind, reason in _ARGUMENTS if kind == "not supported"}
+_REFUSED_PREFIXES = {name: reason for name, kind, reason in _ARGUMENTS if kind == "prefix"}
 
 
 def server_arguments(config: Config) -> Iterator[str]:
@@ -135,10 +85,8 @@ def is_loopback(host: str) -> bool:
 
 def _reason(name: str) -> str | None:
     """Return why an argument cannot work, None where it may."""
-    if name in REFUSED:
-        return REFUSED[name]
-    reasons = (reason for prefix, reason in _REFUSED_PREFIXES.items() if name.startswith(prefix))
-    return next((reason or REFUSED["disaggregation_mode"] for reason in reasons), None)
+    prefixes = (reason for prefix, reason in _REFUSED_PREFIXES.items() if name.startswith(prefix))
+    return REFUSED.get(name) or next(prefixes, None)
 
 
 def _sizes(config: Config) -> Iterator[str]:

@@ -9,7 +9,7 @@ from mega_rl.converters.families import windows
 from mega_rl.converters.families.base import Family
 from mega_rl.converters.families.dense import ATTENTION, EMBEDDING, OUTPUT
 from mega_rl.converters.families.fields import Fields
-from mega_rl.converters.families.moe import EXPERT, MOE_NORM, TE_EXPERT, mixtral_moe
+from mega_rl.converters.families.moe import EXPERT, MOE_NORM, mixtral_moe
 from mega_rl.converters.families.rules import col, copy, fused_gated, in_layers, row
 
 # On disk an expert's weights are (input, output), gate and up taking turns along the output.
@@ -23,7 +23,6 @@ GPT_OSS_MOE = in_layers(
         "experts",
         "hidden",
         "two_expert_ffn",
-        te=TE_EXPERT + "fc1.weight{expert}",
         stacked=True,
         transposed=True,
         interleaved=True,
@@ -33,28 +32,13 @@ GPT_OSS_MOE = in_layers(
         "mlp.experts.gate_up_proj_bias",
         "experts",
         "two_expert_ffn",
-        te=TE_EXPERT + "fc1.bias{expert}",
         stacked=True,
         interleaved=True,
     ),
     row(
-        EXPERT + "fc2.weight",
-        "mlp.experts.down_proj",
-        "experts",
-        "expert_ffn",
-        "hidden",
-        te=TE_EXPERT + "fc2.weight{expert}",
-        stacked=True,
-        transposed=True,
+        EXPERT + "fc2.weight", "mlp.experts.down_proj", "experts", "expert_ffn", "hidden", stacked=True, transposed=True
     ),
-    copy(
-        EXPERT + "fc2.bias",
-        "mlp.experts.down_proj_bias",
-        "experts",
-        "hidden",
-        te=TE_EXPERT + "fc2.bias{expert}",
-        stacked=True,
-    ),
+    copy(EXPERT + "fc2.bias", "mlp.experts.down_proj_bias", "experts", "hidden", stacked=True),
 )
 SINKS = in_layers(col("self_attention.core_attention.softmax_offset", "self_attn.sinks", "heads", when=["sinks"]))
 

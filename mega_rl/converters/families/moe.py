@@ -17,8 +17,7 @@ from mega_rl.converters.families.dense import (
 from mega_rl.converters.families.fields import MOST_EXPERTS, Fields
 from mega_rl.converters.families.rules import Rule, col, copy, fused_gated, gated, in_layers, row
 
-# Parameters of one expert, without Transformer Engine and with it.
-EXPERT, TE_EXPERT = "mlp.experts.local_experts.{expert}.linear_", "mlp.experts.linear_"
+EXPERT = "mlp.experts.local_experts.{expert}.linear_"  # parameters of one
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 MOE_NORM = copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", when=["moe"])
@@ -28,15 +27,14 @@ ROUTER = copy("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", when=
 def experts(names: ExpertNames) -> tuple[Rule, ...]:
     """Return the rules of experts that are tensors of their own, by these names, or one tensor of all per layer."""
     expert, gate_up = f"{names.block}.experts.{{expert}}.", (names.gate, names.up)
-    fc1, te_fc1 = EXPERT + "fc1.weight", TE_EXPERT + "fc1.weight{expert}"
-    fc2, te_fc2 = EXPERT + "fc2.weight", TE_EXPERT + "fc2.weight{expert}"
+    fc1, fc2 = EXPERT + "fc1.weight", EXPERT + "fc2.weight"
     single, fused = ["moe", "per_expert"], ["moe", "fused_experts"]
     gates, downs = ("experts", "two_expert_ffn", "hidden"), ("experts", "hidden", "expert_ffn")
     return (
-        gated(fc1, expert + "{part}.weight", "expert_ffn", "hidden", parts=gate_up, te=te_fc1, when=single),
-        row(fc2, f"{expert}{names.down}.weight", "hidden", "expert_ffn", te=te_fc2, when=single),
-        fused_gated(fc1, "mlp.experts.gate_up_proj", *gates, te=te_fc1, when=fused, stacked=True),
-        row(fc2, "mlp.experts.down_proj", *downs, te=te_fc2, when=fused, stacked=True),
+        gated(fc1, expert + "{part}.weight", "expert_ffn", "hidden", parts=gate_up, when=single),
+        row(fc2, f"{expert}{names.down}.weight", "hidden", "expert_ffn", when=single),
+        fused_gated(fc1, "mlp.experts.gate_up_proj", *gates, when=fused, stacked=True),
+        row(fc2, "mlp.experts.down_proj", *downs, when=fused, stacked=True),
     )
 
 

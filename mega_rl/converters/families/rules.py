@@ -5,12 +5,13 @@ Loading, export, resharding and the completeness proof are all derived from thes
 written once and holds in both directions.
 
 Parameters have the names of a model under a local layer spec, with `{layer}` and `{expert}` for indices; `te` is the
-name under Transformer Engine's spec where it differs. Tensors on disk are named likewise. Imports the standard library
-only.
+name under Transformer Engine's spec where it differs, other than an expert's. Tensors on disk are named likewise.
+Imports the standard library only.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -67,7 +68,9 @@ class Rule:
 
     def name(self, spec: str) -> str:
         """Return the parameter's name under a layer spec, "local" or "te"."""
-        return self.te if spec == "te" and self.te else self.param
+        if spec != "te" or self.te:
+            return self.te if spec == "te" else self.param
+        return re.sub(r"local_experts\.\{expert\}\.(.*)", r"\1{expert}", self.param)
 
 
 def vocab(param: str, name: str) -> Rule:
@@ -109,28 +112,24 @@ def row(
     param: str,
     name: str,
     *shape: str,
-    te: str = "",
     when: Sequence[str] = (),
     stacked: bool = False,
     transposed: bool = False,
 ) -> Rule:
     """Return the rule of a row-parallel weight: input columns cut over tensor parallel."""
-    return Rule(param, "row", (Source(name, shape, stacked, transposed),), te, tuple(when))
+    return Rule(param, "row", (Source(name, shape, stacked, transposed),), when=tuple(when))
 
 
-def gated(
-    param: str, name: str, *shape: str, parts: Sequence[str] = ("gate", "up"), te: str = "", when: Sequence[str] = ()
-) -> Rule:
+def gated(param: str, name: str, *shape: str, parts: Sequence[str] = ("gate", "up"), when: Sequence[str] = ()) -> Rule:
     """Return the rule of [gate; up] from two tensors, each half cut by rows on its own. `name` holds `{part}`."""
     sources = tuple(Source(name.replace("{part}", part), shape) for part in parts)
-    return Rule(param, "gated", sources, te, tuple(when))
+    return Rule(param, "gated", sources, when=tuple(when))
 
 
 def fused_gated(
     param: str,
     name: str,
     *shape: str,
-    te: str = "",
     when: Sequence[str] = (),
     stacked: bool = False,
     transposed: bool = False,
@@ -139,7 +138,7 @@ def fused_gated(
     """Return the rule of [gate; up] from one tensor: gate above up, or their rows alternating (`interleaved`)."""
     parts: tuple[Part, Part] = ("even", "odd") if interleaved else ("first half", "second half")
     sources = tuple(Source(name, shape, stacked, transposed, part) for part in parts)
-    return Rule(param, "gated", sources, te, tuple(when))
+    return Rule(param, "gated", sources, when=tuple(when))
 
 
 def in_layers(*rules: Rule) -> tuple[Rule, ...]:

@@ -70,12 +70,7 @@ def manifest_of(kind: Kind, sharding: Sharding, *, dtype: str | None, absent: tu
     hf, layout = sharding.hf, sharding.layout
     return ConversionManifest(
         kind=kind,
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        ep=layout.ep,
-        etp=layout.etp,
-        pipeline=layout.pipeline,
+        **{size: getattr(layout, size) for size in ("tp", "pp", "vpp", "ep", "etp", "pipeline")},
         spec=sharding.spec,
         head=sharding.head,
         mtp=hf.mtp,

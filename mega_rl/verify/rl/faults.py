@@ -35,12 +35,20 @@ class Fault:
     algorithm: str  # of `reading.ALGORITHMS`: the run in which it is looked for
     phase: str  # that it must be named by
     settings: Callable[[LockstepSettings], LockstepSettings] = replace
-    formulas: Callable[[], Formulas] = Formulas
+    formulas: Formulas = Formulas()  # noqa: RUF009
     rule: Callable[[RewardRule], RewardRule] = replace
 
     def plant(self, settings: LockstepSettings) -> tuple[LockstepSettings, Formulas]:
         """Return settings and formulas with the fault."""
-        return self.settings(settings), self.formulas()
+        return self.settings(settings), self.formulas
+
+
+def _run(**changes: object) -> Callable[[LockstepSettings], LockstepSettings]:
+    return lambda run: replace(run, **changes)  # type: ignore[arg-type]
+
+
+def _but(algorithm: str, **numbers: float) -> Callable[[LockstepSettings], LockstepSettings]:
+    return lambda run: replace(run, **{algorithm: getattr(run, algorithm).but(**numbers)})
 
 
 def _next_samples(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
@@ -110,184 +118,87 @@ FAULTS = (
         "population instead of sample deviation",
         "grpo",
         "advantages",
-        formulas=lambda: Formulas(deviation=_population_deviation),
+        formulas=Formulas(deviation=_population_deviation),
     ),
     Fault(
-        "no division by the deviation",
-        "grpo",
-        "advantages",
-        settings=lambda run: replace(run, advantage=Algorithm("grpo", words={"std": "none"})),
+        "no division by the deviation", "grpo", "advantages", _run(advantage=Algorithm("grpo", words={"std": "none"}))
     ),
-    Fault("temperature 1", "grpo", "log-probs", settings=lambda run: replace(run, temperature=1.0)),
-    Fault(
-        "token-mean instead of seq-mean-token-mean",
-        "grpo",
-        "loss",
-        settings=lambda run: replace(run, aggregation="token-mean"),
-    ),
-    Fault("no clip", "grpo", "loss", formulas=lambda: Formulas(clipped_term=_unclipped)),
-    Fault("clip without the minimum", "grpo", "loss", formulas=lambda: Formulas(clipped_term=_clipped_alone)),
-    Fault(
-        "old log-probs of every update", "grpo", "log-probs", formulas=lambda: Formulas(anchor=lambda before, now: now)
-    ),
-    Fault("no gradient clipping", "grpo", "gradient", settings=lambda run: replace(run, clip_grad=0.0)),
-    Fault("constant learning rate", "grpo", "weights", settings=lambda run: replace(run, schedule="constant")),
+    Fault("temperature 1", "grpo", "log-probs", _run(temperature=1.0)),
+    Fault("token-mean instead of seq-mean-token-mean", "grpo", "loss", _run(aggregation="token-mean")),
+    Fault("no clip", "grpo", "loss", formulas=Formulas(clipped_term=_unclipped)),
+    Fault("clip without the minimum", "grpo", "loss", formulas=Formulas(clipped_term=_clipped_alone)),
+    Fault("old log-probs of every update", "grpo", "log-probs", formulas=Formulas(anchor=lambda before, now: now)),
+    Fault("no gradient clipping", "grpo", "gradient", _run(clip_grad=0.0)),
+    Fault("constant learning rate", "grpo", "weights", _run(schedule="constant")),
     Fault(
         "no bias correction in Adam",
         "grpo",
         "weights",
-        formulas=lambda: Formulas(bias_corrections=lambda step, settings: (1.0, 1.0)),
+        formulas=Formulas(bias_corrections=lambda step, settings: (1.0, 1.0)),
     ),
     Fault(
         "weight decay of norms",
         "grpo",
         "weights",
-        formulas=lambda: Formulas(decay=lambda tensor, settings: settings.weight_decay),
+        formulas=Formulas(decay=lambda tensor, settings: settings.weight_decay),
     ),
-    Fault("KL in the loss with the wrong sign", "grpo_kl", "loss", settings=lambda run: replace(run, kl_coef=-0.1)),
-    Fault("k2 instead of k3", "grpo_kl", "loss", settings=lambda run: replace(run, kl_estimator="k2")),
-    Fault(
-        "entropy bonus with the wrong sign", "grpo_kl", "loss", settings=lambda run: replace(run, entropy_coef=-0.01)
-    ),
-    Fault(
-        "importance weights without a cap",
-        "tis",
-        "loss",
-        settings=lambda run: replace(run, correction=run.correction.but(cap=1e9)),
-    ),
-    Fault("no importance weights", "tis", "loss", settings=lambda run: replace(run, correction=Algorithm("none"))),
-    Fault("advantages one token early", "ppo", "advantages", formulas=lambda: Formulas(placed=_shifted)),
-    Fault(
-        "KL in the reward with the wrong sign", "ppo", "advantages", settings=lambda run: replace(run, kl_coef=-0.05)
-    ),
-    Fault(
-        "lambda 1",
-        "ppo",
-        "advantages",
-        settings=lambda run: replace(run, advantage=run.advantage.but(gae_lambda=1.0)),
-    ),
-    Fault(
-        "whitening with the sample deviation", "ppo", "advantages", formulas=lambda: Formulas(whitened=_sample_whitened)
-    ),
-    Fault("a value after the last token", "ppo", "advantages", formulas=lambda: Formulas(gae=_bootstrapped)),
-    Fault("no value clip", "ppo", "loss", settings=lambda run: replace(run, value_clip=0.0)),
+    Fault("KL in the loss with the wrong sign", "grpo_kl", "loss", _run(kl_coef=-0.1)),
+    Fault("k2 instead of k3", "grpo_kl", "loss", _run(kl_estimator="k2")),
+    Fault("entropy bonus with the wrong sign", "grpo_kl", "loss", _run(entropy_coef=-0.01)),
+    Fault("importance weights without a cap", "tis", "loss", _but("correction", cap=1e9)),
+    Fault("no importance weights", "tis", "loss", _run(correction=Algorithm("none"))),
+    Fault("advantages one token early", "ppo", "advantages", formulas=Formulas(placed=_shifted)),
+    Fault("KL in the reward with the wrong sign", "ppo", "advantages", _run(kl_coef=-0.05)),
+    Fault("lambda 1", "ppo", "advantages", _but("advantage", gae_lambda=1.0)),
+    Fault("whitening with the sample deviation", "ppo", "advantages", formulas=Formulas(whitened=_sample_whitened)),
+    Fault("a value after the last token", "ppo", "advantages", formulas=Formulas(gae=_bootstrapped)),
+    Fault("no value clip", "ppo", "loss", _run(value_clip=0.0)),
     Fault(
         "squared error without the half",
         "ppo",
         "loss",
-        formulas=lambda: Formulas(value_term=lambda *row: 2 * formulas.value_term(*row)),
+        formulas=Formulas(value_term=lambda *row: 2 * formulas.value_term(*row)),
     ),
+    Fault("reference as at the start", "reinforce_plus_plus_baseline", "log-probs", _run(reference_interval=0)),
+    Fault("copy instead of a moving average", "reinforce_plus_plus_baseline", "log-probs", _run(reference_rate=1.0)),
+    Fault("mean reward without lengths", "opo", "advantages", _run(advantage=Algorithm("grpo", words={"std": "none"}))),
+    Fault("geometric mean without narrow bounds", "opo", "loss", _but("loss", clip_low=9.0, clip_high=9.0)),
+    Fault("no rejection", "opo", "loss", _run(correction=Algorithm("none"))),
+    Fault("sets of one response", "pass_at_k", "advantages", _but("advantage", k=1)),
+    Fault("covariant tokens not held back", "pass_at_k", "loss", _but("loss", threshold=1e9)),
     Fault(
-        "reference as at the start",
-        "reinforce_plus_plus_baseline",
-        "log-probs",
-        settings=lambda run: replace(run, reference_interval=0),
+        "ratio of each token", "gspo_critic", "loss", lambda run: replace(run, loss=Algorithm("ppo", run.loss.numbers))
     ),
-    Fault(
-        "copy instead of a moving average",
-        "reinforce_plus_plus_baseline",
-        "log-probs",
-        settings=lambda run: replace(run, reference_rate=1.0),
-    ),
-    Fault(
-        "mean reward without lengths",
-        "opo",
-        "advantages",
-        settings=lambda run: replace(run, advantage=Algorithm("grpo", words={"std": "none"})),
-    ),
-    Fault(
-        "geometric mean without narrow bounds",
-        "opo",
-        "loss",
-        settings=lambda run: replace(run, loss=run.loss.but(clip_low=9.0, clip_high=9.0)),
-    ),
-    Fault("no rejection", "opo", "loss", settings=lambda run: replace(run, correction=Algorithm("none"))),
-    Fault(
-        "sets of one response",
-        "pass_at_k",
-        "advantages",
-        settings=lambda run: replace(run, advantage=run.advantage.but(k=1)),
-    ),
-    Fault(
-        "covariant tokens not held back",
-        "pass_at_k",
-        "loss",
-        settings=lambda run: replace(run, loss=run.loss.but(threshold=1e9)),
-    ),
-    Fault(
-        "ratio of each token",
-        "gspo_critic",
-        "loss",
-        settings=lambda run: replace(run, loss=Algorithm("ppo", run.loss.numbers)),
-    ),
-    Fault(
-        "no punishment of long responses",
-        "dapo_sampling",
-        "advantages",
-        settings=lambda run: replace(run, overlong_buffer=0),
-    ),
-    Fault(
-        "responses that were cut off train",
-        "dapo_sampling",
-        "log-probs",
-        settings=lambda run: replace(run, overlong_filter=False),
-    ),
-    Fault(
-        "groups of equal rewards kept",
-        "dapo_sampling",
-        "sampling",
-        formulas=lambda: Formulas(differ=lambda rewards: True),
-    ),
-    Fault("groups of close rewards dropped", "dapo_sampling", "sampling", formulas=lambda: Formulas(differ=_far_apart)),
-    Fault(
-        "one generation only",
-        "dapo_sampling",
-        "sampling",
-        settings=lambda run: replace(run, max_generations=1),
-    ),
-    Fault("sums of parts compared", "gdpo_sampling", "sampling", formulas=lambda: Formulas(differ=_sums_differ)),
+    Fault("no punishment of long responses", "dapo_sampling", "advantages", _run(overlong_buffer=0)),
+    Fault("responses that were cut off train", "dapo_sampling", "log-probs", _run(overlong_filter=False)),
+    Fault("groups of equal rewards kept", "dapo_sampling", "sampling", formulas=Formulas(differ=lambda rewards: True)),
+    Fault("groups of close rewards dropped", "dapo_sampling", "sampling", formulas=Formulas(differ=_far_apart)),
+    Fault("one generation only", "dapo_sampling", "sampling", _run(max_generations=1)),
+    Fault("sums of parts compared", "gdpo_sampling", "sampling", formulas=Formulas(differ=_sums_differ)),
     Fault(
         "population instead of sample deviation of parts",
         "gdpo",
         "advantages",
-        formulas=lambda: Formulas(deviation=_population_deviation),
+        formulas=Formulas(deviation=_population_deviation),
     ),
-    Fault("weights of parts ignored", "gdpo", "advantages", settings=lambda run: replace(run, part_weights={})),
+    Fault("weights of parts ignored", "gdpo", "advantages", _run(part_weights={})),
     Fault(
         "parts summed before they are normalised",
         "gdpo",
         "advantages",
-        settings=lambda run: replace(run, advantage=Algorithm("grpo", words={"std": "group"})),
+        _run(advantage=Algorithm("grpo", words={"std": "group"})),
     ),
+    Fault("punishment of long responses without its weight", "gdpo_sampling", "advantages", _run(overlong_penalty=1.0)),
+    Fault("teacher and student swapped", "teacher_reverse_kl", "loss", formulas=Formulas(divergence=_swapped)),
+    Fault("divergence without temperature", "teacher_reverse_kl", "loss", formulas=Formulas(divergence=_untempered)),
     Fault(
-        "punishment of long responses without its weight",
-        "gdpo_sampling",
-        "advantages",
-        settings=lambda run: replace(run, overlong_penalty=1.0),
-    ),
-    Fault("teacher and student swapped", "teacher_reverse_kl", "loss", formulas=lambda: Formulas(divergence=_swapped)),
-    Fault(
-        "divergence without temperature",
-        "teacher_reverse_kl",
-        "loss",
-        formulas=lambda: Formulas(divergence=_untempered),
-    ),
-    Fault(
-        "teacher without temperature",
-        "teacher_forward_kl",
-        "loss",
-        formulas=lambda: Formulas(divergence=_untempered_teacher),
+        "teacher without temperature", "teacher_forward_kl", "loss", formulas=Formulas(divergence=_untempered_teacher)
     ),
     Fault(
         "beta of the other model",
         "teacher_jensen_shannon",
         "loss",
-        settings=lambda run: replace(run, loss=run.loss.but(beta=1 - run.loss["beta"])),
+        lambda run: replace(run, loss=run.loss.but(beta=1 - run.loss["beta"])),
     ),
-    Fault(
-        "reverse KL instead of the mixture's",
-        "teacher_jensen_shannon",
-        "loss",
-        settings=lambda run: replace(run, loss=run.loss.but(beta=1.0)),
-    ),
+    Fault("reverse KL instead of the mixture's", "teacher_jensen_shannon", "loss", _but("loss", beta=1.0)),
 )

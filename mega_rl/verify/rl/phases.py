@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega_rl.errors import UserError
+from mega_rl.verify.tolerances import read_changes
 
 UPDATES = "updates"
 REWARDS = "rewards"
@@ -32,21 +32,7 @@ TOLERANCES: Mapping[str, float] = {
 
 def read_tolerances(given: str) -> dict[str, float]:
     """Return the tolerances, changed by `given`, as "gradient=1e-4,log-probs=1e-3". Raises UserError."""
-    tolerances = dict(TOLERANCES)
-    names = [name for name in tolerances if name not in EXACT]
-    for entry in filter(None, (part.strip() for part in given.split(","))):
-        name, _, text = entry.partition("=")
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if name not in names or not 0 <= value < float("inf"):
-            raise UserError(
-                f"--tolerance={entry}: must be PHASE=NUMBER with a phase of {', '.join(names)} and a number of at "
-                "least 0"
-            )
-        tolerances[name] = value
-    return tolerances
+    return {**TOLERANCES, **read_changes(given, [name for name in TOLERANCES if name not in EXACT], what="phase")}
 
 
 @dataclass(frozen=True)

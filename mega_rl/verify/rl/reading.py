@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.resources import files
 
+from mega_rl.config.keys import flattened
 from mega_rl.config.plugins.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen, settings_of
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserErrors
@@ -15,123 +18,9 @@ from mega_rl.verify.rl.independent.losses import LOSSES
 from mega_rl.verify.rl.independent.records import LockstepSettings
 from mega_rl.verify.rl.inputs import EOS
 
-WHOLE_VOCABULARY: Mapping[str, object] = {"algorithm.advantage": "distillation", "algorithm.loss": "distillation"}
-# Settings that make an algorithm, by name, beside the defaults. Bounds of the later ones are narrow enough to be met.
-ALGORITHMS: dict[str, Mapping[str, object]] = {
-    "grpo": {"algorithm.advantage": "grpo", "algorithm.loss_aggregation": "seq-mean-token-mean"},
-    "dr_grpo": {
-        "algorithm.advantage": "grpo",
-        "algorithm.advantage_settings": {"std": "none"},
-        "algorithm.loss_aggregation": "seq-mean-token-sum-norm",
-    },
-    "dapo": {
-        "algorithm.advantage": "grpo",
-        "algorithm.loss_aggregation": "token-mean",
-        "algorithm.loss_settings": {"clip_high": 0.28},
-    },
-    "tis": {
-        "algorithm.advantage": "grpo",
-        "algorithm.correction": "tis",
-        "algorithm.correction_settings": {"cap": 1.2},
-    },
-    "ppo": {
-        "algorithm.advantage_settings": {"gae_lambda": 0.95},
-        "algorithm.value_clip": 0.1,
-        "algorithm.kl.placement": "reward",
-        "algorithm.kl.coef": 0.05,
-    },
-    "grpo_kl": {
-        "algorithm.advantage": "grpo",
-        "algorithm.loss_aggregation": "seq-mean-token-mean",
-        "algorithm.entropy_coef": 0.01,
-        "algorithm.kl.placement": "loss",
-        "algorithm.kl.coef": 0.1,
-    },
-    "reinforce_plus_plus": {
-        "algorithm.advantage": "reinforce_plus_plus",
-        "algorithm.advantage_settings": {"gamma": 0.95},
-        "algorithm.kl.placement": "reward",
-        "algorithm.kl.coef": 0.05,
-        "algorithm.loss": "dppo_tv",
-        "algorithm.loss_settings": {"threshold": 0.05, "cap": 2.0},
-        "algorithm.correction": "icepop",
-        "algorithm.correction_settings": {"low": 0.8, "high": 1.2},
-    },
-    "reinforce_plus_plus_baseline": {
-        "algorithm.advantage": "reinforce_plus_plus_baseline",
-        "algorithm.kl.placement": "loss",
-        "algorithm.kl.estimator": "k2",
-        "algorithm.kl.reference_interval": 1,
-        "algorithm.kl.reference_rate": 0.6,
-        "algorithm.loss": "sapo",
-    },
-    "remax": {
-        "algorithm.advantage": "remax",
-        "algorithm.kl.placement": "reward",
-        "algorithm.kl.coef": 0.05,
-        "algorithm.loss": "dppo_kl",
-        "algorithm.loss_settings": {"threshold": 0.02, "cap": 2.0},
-        "algorithm.correction": "opsm",
-        "algorithm.correction_settings": {"delta": 0.05},
-    },
-    "opo": {
-        "algorithm.advantage": "opo",
-        "algorithm.loss": "gmpo",
-        "algorithm.loss_settings": {"clip_low": 0.1, "clip_high": 0.15},
-        "algorithm.loss_aggregation": "seq-mean-token-mean",
-        "algorithm.correction": "geometric_rejection",
-        "algorithm.correction_settings": {"low": 0.95, "high": 1.05},
-    },
-    "pass_at_k": {
-        "algorithm.advantage": "pass_at_k",
-        "algorithm.advantage_settings": {"k": 2, "right_above": 0.0},
-        "algorithm.loss": "kl_cov",
-        "algorithm.loss_settings": {"threshold": 0.5},
-        "algorithm.old_logprobs": "rollout",
-    },
-    "distillation": {
-        "algorithm.advantage": "distillation",
-        "algorithm.advantage_settings": {"gamma": 0.9, "reward_weight": 0.5},
-        "algorithm.loss": "clip_cov",
-        "algorithm.loss_settings": {"threshold": 1.0},
-        "algorithm.correction": "sequence_rejection",
-    },
-    "gspo_critic": {
-        "algorithm.loss": "gspo",
-        "algorithm.loss_settings": {"clip_low": 0.02, "clip_high": 0.03},
-        "algorithm.loss_aggregation": "seq-mean-token-mean",
-    },
-    "gdpo": {"algorithm.advantage": "gdpo", "reward.weights": {"correct": 1.0, "format": 0.4, "short": 0.2}},
-    "gdpo_sampling": {
-        "algorithm.advantage": "gdpo",
-        "reward.weights": {"correct": 0.0, "format": 0.4, "short": 0.4},
-        "rollout.n": 2,
-        "rollout.dynamic_sampling.max_generations": 3,
-        "reward.overlong.buffer_tokens": 6,
-        "reward.overlong.penalty": 0.5,
-    },
-    "teacher_reverse_kl": WHOLE_VOCABULARY,
-    "teacher_jensen_shannon": {
-        **WHOLE_VOCABULARY,
-        "algorithm.loss_settings": {"beta": 0.3},
-        "reward.source": "none",
-    },
-    "teacher_forward_kl": {
-        **WHOLE_VOCABULARY,
-        "algorithm.loss_settings": {"beta": 0.0},
-        "algorithm.entropy_coef": 0.01,
-        "algorithm.loss_aggregation": "seq-mean-token-mean",
-    },
-    "dapo_sampling": {
-        "algorithm.advantage": "grpo",
-        "algorithm.loss_settings": {"clip_high": 0.28},
-        "rollout.n": 2,
-        "rollout.dynamic_sampling.max_generations": 3,
-        "reward.overlong.filter": True,
-        "reward.overlong.buffer_tokens": 9,
-        "reward.overlong.penalty": 2.0,
-    },
-}
+_TEXT = files("mega_rl.verify.rl").joinpath("algorithms.toml").read_text("utf-8")
+# Settings that make an algorithm, by name, beside the defaults.
+ALGORITHMS: dict[str, Mapping[str, object]] = {name: flattened(own) for name, own in tomllib.loads(_TEXT).items()}
 # What the independent trainer has formulas for: settings that each reads, by kind of choice and name.
 FORMULAS: Mapping[str, Mapping[str, frozenset[str]]] = {
     ADVANTAGE.key: {name: reads for name, (_, reads) in ADVANTAGES.items()},
@@ -162,7 +51,8 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         )
     if problems:
         raise UserErrors(problems)
-    algorithm, optim, kl, overlong = config.algorithm, config.optim, config.algorithm.kl, config.reward.overlong
+    algorithm, kl, overlong = config.algorithm, config.algorithm.kl, config.reward.overlong
+    optim = {name: value for name, value in vars(config.optim).items() if name != "max_skipped_steps"}
     usual_estimator = {"none": "k3", "reward": "k1", "loss": "k3"}[kl.placement]
     return LockstepSettings(
         advantage=_followed(config, ADVANTAGE),
@@ -191,16 +81,7 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         reference_interval=kl.reference_interval,
         reference_rate=kl.reference_rate,
         critic_warmup_steps=algorithm.critic_warmup_steps,
-        lr=optim.lr,
-        critic_lr=optim.critic_lr,
-        weight_decay=optim.weight_decay,
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        eps=optim.eps,
-        clip_grad=optim.clip_grad,
-        schedule=optim.schedule,
-        warmup_steps=optim.warmup_steps,
-        min_lr_ratio=optim.min_lr_ratio,
+        **optim,
         steps=config.trainer.steps,
     )
 

@@ -164,7 +164,9 @@ def test_without_layouts_the_usual_ones_that_the_model_can_have(
 ) -> None:
     """A dense model has none with experts; before any rank starts."""
     asked: list[str] = []
-    monkeypatch.setattr(verbs, "_verify", lambda model, wanted, **_: asked.extend(layout.name for layout in wanted))
+    monkeypatch.setattr(
+        verbs, "_verify", lambda model, wanted, options, **_: asked.extend(layout.name for layout in wanted)
+    )
     model = write_tiny_checkpoint(tmp_path / family, family=family)
     assert main(["verify", "layouts", "--model", str(model), *(["--twin"] if twin else [])]) == 0
     assert asked == [name for name in ALL.split(",") if count == 12 or "ep" not in name]
