@@ -10,6 +10,7 @@ import typer
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.maintenance import checkpoints_of
+from mega_rl.cli.checkpoint import app
 from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
 from mega_rl.cli.text.convert import print_report, progress_bar
 from mega_rl.errors import UserError
@@ -20,6 +21,7 @@ ROLES = ("actor", "critic")
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of model.dtype
 
 
+@app.command("export")
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (trainer.run_dir), or one checkpoint.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],

@@ -11,7 +11,7 @@ import typer
 
 from mega_rl import progress
 from mega_rl.cli.text.lockstep import print_faults, print_json, print_json_faults, print_lockstep
-from mega_rl.cli.verify import EXIT_DIFFERS, refuse_launcher
+from mega_rl.cli.verify import EXIT_DIFFERS, app, refuse_launcher
 from mega_rl.errors import UserError
 from mega_rl.verify.rl.inputs import STEPS, read_run
 from mega_rl.verify.rl.phases import read_tolerances
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 LAYOUTS = "1,tp2,pp2,dp2,fsdp2"
 
 
+@app.command("rl")
 def rl(
     settings: Annotated[
         list[str] | None,

@@ -58,6 +58,7 @@ READ_THE_ENVIRONMENT = [
     "cli/launch/ray.py",
     "cli/launch_options.py",
     "cli/text/convert.py",
+    "cli/train.py",
     "cli/verify.py",
     "converters/live/copying.py",
     "converters/offline/world.py",
