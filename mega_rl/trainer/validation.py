@@ -37,6 +37,14 @@ class EvaluationPlan:
         """Return the samples of each prompt."""
         return 1 if self.draws is None else self.draws.n
 
+    def right_when(self, parts: Sequence[str]) -> str:
+        """Return in words when a sample counts as right. parts: names of the reward's parts."""
+        if self.right_part:
+            return f"the part {self.right_part} of the reward is above {self.right_above:g}"
+        whole = f"the reward is above {self.right_above:g}"
+        hint = f"the weighted sum of {', '.join(parts)}; validation.right_part=NAME judges by one of them"
+        return f"{whole} ({hint})" if parts else whole
+
 
 class ScoredSamples(NamedTuple):
     """Scored samples of neighbouring prompts of a set, as this replica has them."""

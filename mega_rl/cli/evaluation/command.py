@@ -65,6 +65,8 @@ def evaluate(
         assert isinstance(sets, dict), "of evaluation_run"
         for line in _table(sets):
             typer.echo(line)
+        if results["right_when"]:
+            typer.echo(f"right: {results['right_when']}")
         typer.echo(f"samples: {out / 'samples.jsonl'}, results: {out / 'results.json'}")
 
 

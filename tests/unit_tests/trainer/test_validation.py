@@ -193,3 +193,9 @@ def test_a_part_may_say_what_is_right() -> None:
         right_samples(rows, rewards, above=0.5, part="other")
     with pytest.raises(UserError, match="the reward is a number"):
         right_samples(rows_of(1), Rewards(torch.ones(1)), above=0.5, part="correct")
+
+
+def test_a_plan_says_which_samples_are_right() -> None:
+    assert EvaluationPlan(right_part="exact", right_above=0).right_when(["exact"]).startswith("the part exact of the")
+    assert EvaluationPlan().right_when([]) == "the reward is above 0.5"
+    assert "the weighted sum of exact, short; validation.right_part=" in EvaluationPlan().right_when(["exact", "short"])
