@@ -44,7 +44,7 @@ from mega_rl.storage.disk import (
 )
 from mega_rl.trainer.dumps import ReadResponse
 from mega_rl.trainer.unscored import scored_rows
-from mega_rl.trainer.validation import EvaluationPlan, ScoredSamples, SetOutcome
+from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when
 from mega_rl.types import JsonObject, Metrics
 from mega_rl.versions import installed_version
 
@@ -81,16 +81,16 @@ def evaluate(config: Config, accelerator: Accelerator) -> JsonObject:
         guard,  # says the cause before servers and groups are taken down, which a peer that is gone may hold up
     ):
         samples = SamplesFile(Path(config.trainer.run_dir), ranks_of(groups.host_world))
-        plan, outcomes = _run(config, accelerator, groups, resources, samples)
-        results = _results(config, plan, outcomes)
+        outcomes = _run(config, accelerator, groups, resources, samples)
+        results = _results(config, outcomes)
         samples.finish(results)
     return results
 
 
 def _run(
     config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack, samples: SamplesFile
-) -> tuple[EvaluationPlan, list[SetOutcome]]:
-    """Return what is measured and the outcomes on each set, whose samples are written as they come."""
+) -> list[SetOutcome]:
+    """Return the outcomes on each set, whose samples are written as they come."""
     world = ranks_of(groups.host_world)
     plan = plan_run(config, accelerator)
     plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
@@ -123,7 +123,7 @@ def _run(
         progress.report(samples.count // evaluation.plan.n, prompts, unit="prompts")
 
     with progress.phase("evaluating"):
-        return evaluation.plan, evaluation.run(
+        return evaluation.run(
             0, rollout=rollouts.source, reward=scorer, ranks=replicas, read=tokens.reader.written, each=each
         )
 
@@ -198,7 +198,7 @@ def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str,
         }
 
 
-def _results(config: Config, plan: EvaluationPlan, outcomes: Sequence[SetOutcome]) -> JsonObject:
+def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
     """Return the numbers of every set, with the settings and versions that they are of."""
     sets = {}
     for outcome in outcomes:
@@ -212,11 +212,6 @@ def _results(config: Config, plan: EvaluationPlan, outcomes: Sequence[SetOutcome
     names = ("torch", "transformers", "megatron-core", "sglang")
     versions = {"mega-rl": __version__} | {name: installed_version(name) for name in names}
     parts = dict.fromkeys(name for one in outcomes for name in getattr(one.samples.rewards.parts, "names", ()))
-    right = plan.right_when([*parts]) if plan.counted else None
-    return {
-        "sets": sets,
-        "right_when": right,
-        "seed": config.trainer.seed,
-        "versions": versions,
-        "config": as_record(config),
-    }
+    val = config.validation
+    results = {"sets": sets, "right_when": right_when(val.right_above, val.right_part, [*parts]) if val.counted else ""}
+    return results | {"seed": config.trainer.seed, "versions": versions, "config": as_record(config)}

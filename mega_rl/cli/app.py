@@ -27,7 +27,6 @@ EXIT_INTERRUPTED = 130
 # this found something of its own.
 OTHER_RANKS_WAIT_S = 5.0
 
-_HELP = "Post-training of language models by reinforcement learning on Megatron-Core."
 # In the order of the help. The summary is the first sentence of the command's own help; a section "" is not shown.
 _COMMANDS = (
     Later("Start", "quickstart", "quickstart:quickstart",
@@ -57,6 +56,7 @@ _COMMANDS = (
     Later("", "quickstart-warm-start", "quickstart:warm_start", ""),
 )  # fmt: skip
 
+_HELP = "Post-training of language models by reinforcement learning on Megatron-Core."
 app = Commands(name="mega-rl", help=_HELP, completion=True, later=_COMMANDS)
 
 
@@ -120,20 +120,16 @@ def _end_of_run(error: Exception) -> int | None:
     code = innocence(error) if isinstance(error, PeerError) or not is_known else None
     if code is not None and has_launcher():
         return code  # the launcher says which rank it was
-    problem = str(error) if is_known else _in_one_line(error) if code is None else BY_OTHERS[code]
-    return None if problem is None else _report([problem], code=RunError.exit_code)
+    problem = str(error) if is_known else BY_OTHERS.get(code or 0, "")
+    if not problem and (place := place_in_users_code(error)) is not None:
+        problem = f"your own code raised {type(error).__name__}: {error} (at {place})"
+    return _report([problem], code=RunError.exit_code) if problem else None
 
 
 def _in_words(error: typer.TyperException) -> str:
     """Return an error of the command line; a setting given as an option is shown as it should be."""
     option = re.search(r"--([a-z_]+(?:\.\w+)+)", str(error))
     return f"settings have no dashes: write {option[1]}=VALUE" if option else str(error)
-
-
-def _in_one_line(error: Exception) -> str | None:
-    """Return what ended a run whose cause lies outside this package, None for an error that needs its traceback."""
-    place = place_in_users_code(error)
-    return None if place is None else f"your own code raised {type(error).__name__}: {error} (at {place})"
 
 
 def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:

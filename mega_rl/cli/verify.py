@@ -29,11 +29,6 @@ EXIT_DIFFERS = 1
 app = Commands(name="verify", help="Check that parallel layouts and engines compute what one rank computes.")
 
 
-@app.callback()
-def _commands() -> None:
-    """Check that parallel layouts and engines compute what one rank computes."""
-
-
 Model = Annotated[
     Path,
     typer.Option(

@@ -37,14 +37,6 @@ class EvaluationPlan:
         """Return the samples of each prompt."""
         return 1 if self.draws is None else self.draws.n
 
-    def right_when(self, parts: Sequence[str]) -> str:
-        """Return in words when a sample counts as right. parts: names of the reward's parts."""
-        if self.right_part:
-            return f"the part {self.right_part} of the reward is above {self.right_above:g}"
-        whole = f"the reward is above {self.right_above:g}"
-        hint = f"the weighted sum of {', '.join(parts)}; validation.right_part=NAME judges by one of them"
-        return f"{whole} ({hint})" if parts else whole
-
 
 class ScoredSamples(NamedTuple):
     """Scored samples of neighbouring prompts of a set, as this replica has them."""
@@ -177,6 +169,14 @@ def right_samples(rows: Rollout, rewards: Rewards, *, above: float, part: str) -
     judged, scored = judged_values(rewards, part), scored_rows(rows, rewards)
     known = (scored & ~judged.isnan().to(scored.device)).tolist()  # a data source may lack the part
     return [value > above if known else None for value, known in zip(judged.tolist(), known, strict=True)]
+
+
+def right_when(above: float, part: str, names: Sequence[str]) -> str:
+    """Return in words when a sample counts as right. names: those of the reward's parts."""
+    if part or not names:
+        return f"{f'the part {part} of ' * bool(part)}the reward is above {above:g}"
+    hint = f"the weighted sum of {', '.join(names)}; validation.right_part=NAME judges by one of them"
+    return f"the reward is above {above:g} ({hint})"
 
 
 def judged_values(rewards: Rewards, part: str, *, setting: str = "validation.right_part") -> Tensor:
