@@ -233,10 +233,12 @@ class _Reminder(threading.Thread):
     def run(self) -> None:
         """Look at the log's last line again and again until `end`."""
         while not self._ended.wait(REMINDER_S / 12):
-            line = live_line(self._display.phases, ascii_only=True)
-            if line and time.monotonic() - self._display.written >= REMINDER_S:
+            phases = self._display.phases
+            silent_since = max([self._display.written, *(phase.began for phase in phases[:1])])
+            if phases and time.monotonic() - silent_since >= REMINDER_S:
                 self._display.written = time.monotonic()
-                logging.getLogger(__name__).info("still %s", line[2:])  # without its spinner
+                line = live_line(phases, ascii_only=True)[2:]  # without its spinner
+                logging.getLogger(__name__).info("still %s", line)
 
     def end(self) -> None:
         """End the thread of reminders."""
