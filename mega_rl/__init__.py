@@ -1,4 +1,4 @@
-"""PPO and GRPO post-training of language models on NVIDIA Megatron-Core.
+"""Post-training of language models by reinforcement learning on NVIDIA Megatron-Core.
 
 The names in `__all__` are the Python interface, described in docs/python.md. Importing the package imports no torch:
 each name is loaded when it is first used.
