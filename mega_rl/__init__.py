@@ -1,4 +1,4 @@
-"""PPO and GRPO post-training of language models on NVIDIA Megatron-Core.
+"""Post-training of language models by reinforcement learning on NVIDIA Megatron-Core.
 
 The names in `__all__` are the Python interface, described in docs/python.md. Importing the package imports no torch:
 each name is loaded when it is first used.
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mega_rl.config.schema import Config
     from mega_rl.data.source import DataContext
     from mega_rl.errors import RunError, UserError
+    from mega_rl.progress import show_progress
     from mega_rl.protocols import RolloutSource
     from mega_rl.types import Prompt, Rollout
     from mega_rl.workers.own_rollouts.context import RolloutContext, Trajectory
@@ -57,6 +58,7 @@ __all__ = [
     "register_data_source",
     "register_loss",
     "register_rollout_source",
+    "show_progress",
     "train",
 ]
 
@@ -75,6 +77,7 @@ _MODULES = {
     **dict.fromkeys(("RolloutContext", "Trajectory"), "mega_rl.workers.own_rollouts.context"),
     "RunError": "mega_rl.errors",
     "UserError": "mega_rl.errors",
+    "show_progress": "mega_rl.progress",
     **dict.fromkeys(_OF_API, "mega_rl.api"),
 }
 

@@ -44,7 +44,7 @@ from mega_rl.storage.disk import (
 )
 from mega_rl.trainer.dumps import ReadResponse
 from mega_rl.trainer.unscored import scored_rows
-from mega_rl.trainer.validation import ScoredSamples, SetOutcome
+from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when
 from mega_rl.types import JsonObject, Metrics
 from mega_rl.versions import installed_version
 
@@ -211,4 +211,7 @@ def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
         }
     names = ("torch", "transformers", "megatron-core", "sglang")
     versions = {"mega-rl": __version__} | {name: installed_version(name) for name in names}
-    return {"sets": sets, "seed": config.trainer.seed, "versions": versions, "config": as_record(config)}
+    parts = dict.fromkeys(name for one in outcomes for name in getattr(one.samples.rewards.parts, "names", ()))
+    val = config.validation
+    results = {"sets": sets, "right_when": right_when(val.right_above, val.right_part, [*parts]) if val.counted else ""}
+    return results | {"seed": config.trainer.seed, "versions": versions, "config": as_record(config)}

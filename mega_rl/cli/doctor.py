@@ -63,8 +63,8 @@ OPTIONAL = (
 )
 
 
-def report() -> Iterator[str]:
-    """Yield the lines of the report, section by section."""
+def report(*, verbose: bool = False) -> Iterator[str]:
+    """Yield the lines of the report, section by section. verbose: each patch of Megatron-Core, with its reason."""
     yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"mega_rl              {mega_rl.__version__}"
     yield from map(_core_line, CORE)
@@ -78,7 +78,7 @@ def report() -> Iterator[str]:
     yield _sglang_line()
     yield _sandbox_line()
     yield ""
-    yield from _patches()
+    yield from _patches(verbose=verbose)
 
 
 def _core_line(name: str) -> str:
@@ -154,7 +154,7 @@ def _devices() -> Iterator[str]:
         yield f"cuda:{index:<15} {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
 
 
-def _patches() -> Iterator[str]:
+def _patches(*, verbose: bool) -> Iterator[str]:
     import torch
 
     if torch.cuda.is_available():
@@ -163,8 +163,10 @@ def _patches() -> Iterator[str]:
     if megatron_core.problem():
         return
     release = megatron_core.installed_release()
-    yield f"Changes to Megatron-Core {release.series} that make it run without CUDA:"
-    for patch in patches(release):
+    made = patches(release)
+    hint = ":" if verbose else f": {len(made)} (mega-rl doctor --verbose lists them)"
+    yield f"Changes to Megatron-Core {release.series} that make it run without CUDA{hint}"
+    for patch in made if verbose else ():
         yield f"  {patch.name:<26} {patch.symbol}"
         yield f"  {'':<26} {patch.reason}"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -29,36 +32,76 @@ class _Command(TyperCommand):
                     formatter.write_dl(rows)
 
 
+@dataclass(frozen=True)
+class Later:
+    """A command, or group of commands, whose module is imported when it is called or its own help is asked for."""
+
+    section: str  # of the help; empty: not shown
+    name: str
+    place: str  # "module:name" of a function or a `Commands` in mega_rl.cli
+    summary: str
+
+    def load(self) -> Any:
+        """Import the module and return the command."""
+        module, _, name = self.place.partition(":")
+        command = getattr(importlib.import_module(f"mega_rl.cli.{module}"), name)
+        if not isinstance(command, typer.Typer):
+            function, command = command, Commands()
+            command.command(self.name)(function)
+        return typer.main.get_command(command)
+
+
 class _Group(TyperGroup):
     """Commands whose summaries are not cut off; called without a command it shows its help."""
 
+    later: ClassVar[Sequence[Later]] = ()
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for one in self.later:  # only what the help shows
+            self.add_command(
+                _Command(name=one.name, help=one.summary, rich_help_panel=one.section, hidden=not one.section)
+            )
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Import the module of the command that is called."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, next((one.load() for one in self.later if one.name == name), command), rest
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write each command with the whole first sentence of its help."""
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        rows = [(name, _summary(command)) for name, command in commands if command is not None and not command.hidden]
-        if rows:
-            with formatter.section("Commands"):
-                formatter.write_dl(rows)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            if not command.hidden:
+                title = getattr(command, "rich_help_panel", None) or "Commands"
+                sections.setdefault(title, []).append((name, summary(command.help)))
+        width = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:{width}}", text) for name, text in rows])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take no arguments for --help, unless the group does something by itself."""
         return super().parse_args(ctx, args or ([] if self.invoke_without_command else ["--help"]))
 
 
-def _summary(command: Any) -> str:
-    text = " ".join((command.help or "").split("\n\n")[0].split())
-    return text.partition("; ")[0].removesuffix(".") + "."
+def summary(text: str | None) -> str:
+    """Return the first sentence of a help."""
+    first = " ".join((text or "").split("\n\n")[0].split())
+    return first.partition("; ")[0].removesuffix(".") + "."
 
 
 class Commands(typer.Typer):
     """A `typer.Typer` with this form of help, without typer's own rendering of errors."""
 
-    def __init__(self, *, name: str | None = None, help: str | None = None, completion: bool = False) -> None:
-        """completion: whether there are options that install and show the shell's completion."""
+    def __init__(
+        self, *, name: str | None = None, help: str | None = None, completion: bool = False, later: Sequence[Later] = ()
+    ) -> None:
+        """completion: whether there are options that install and show the shell's completion. later: more commands."""
         super().__init__(
             name=name,
             help=help,
-            cls=_Group,
+            cls=type("Group", (_Group,), {"later": later}),
             add_completion=completion,
             context_settings={"help_option_names": ["-h", "--help"]},
             rich_markup_mode=None,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mega_rl.preflight.plan import PlanOptions, plan_lines
+
 
 def plan(
     recipe: Annotated[
@@ -39,13 +41,11 @@ def plan(
     server_gpus: Annotated[int, typer.Option("--server-gpus", min=0, help="GPUs of each server that is joined.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes.")] = False,
 ) -> None:
-    """Say whether a run fits its GPUs, from config.json and the recipe alone: memory of each phase, and what to change.
+    """Say whether a run fits its GPUs, from config.json and its recipe: memory by phase, and what to change.
 
     With --gpu the expected time of a step, too. Nothing is started and no weight is read. Weights, gradients and
     optimizer state are exact; activations and caches are those of the longest sequences.
     """
-    from mega_rl.preflight.plan import PlanOptions, plan_lines
-
     options = PlanOptions(
         gpus,
         gpus_per_node,

@@ -8,12 +8,9 @@ from typing import Annotated
 import typer
 
 from mega_rl import versions
-from mega_rl.cli.help import Commands
 from mega_rl.cli.show.report import report
-from mega_rl.quickstart import WARM_START, run
+from mega_rl.quickstart import run
 from mega_rl.quickstart.tasks import task_named
-
-app = Commands()
 
 Seed = Annotated[int, typer.Option("--seed", help="Seed of data, model, order and sampling.", min=0)]
 RunDir = Annotated[
@@ -34,7 +31,6 @@ Task = Annotated[
 ]
 
 
-@app.command()
 def quickstart(
     engine: Annotated[
         str, typer.Option("--engine", help="What PPO runs on: megatron (TP=2) or fsdp (two shards).")
@@ -50,7 +46,6 @@ def quickstart(
     report([run_dir])
 
 
-@app.command(WARM_START, hidden=True)
 def warm_start(seed: Seed, run_dir: RunDir, task: Task = "sums") -> None:
     """Run one rank of the quickstart's supervised warm start."""
     run.warm_start(seed=seed, run_dir=run_dir or task_named(task).run_dir, task=task)

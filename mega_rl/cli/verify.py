@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,8 @@ import typer
 from mega_rl import progress
 from mega_rl.cli.help import Commands
 from mega_rl.cli.layout_options import choose, made, with_options
+from mega_rl.cli.text.lockstep import print_faults, print_json_faults, print_lockstep
+from mega_rl.cli.text.lockstep import print_json as print_lockstep_json
 from mega_rl.cli.text.verify import print_json, print_verdicts
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -21,6 +23,8 @@ from mega_rl.errors import UserError
 from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
 from mega_rl.verify.plan import Plan
+from mega_rl.verify.rl.inputs import STEPS, read_run
+from mega_rl.verify.rl.phases import read_tolerances
 from mega_rl.verify.tolerances import Tolerances, tolerances
 
 log = logging.getLogger(__name__)
@@ -28,11 +32,6 @@ log = logging.getLogger(__name__)
 EXIT_DIFFERS = 1
 
 app = Commands(name="verify", help="Check that parallel layouts and engines compute what one rank computes.")
-
-
-@app.callback()
-def _commands() -> None:
-    """Check that parallel layouts and engines compute what one rank computes."""
 
 
 Model = Annotated[
@@ -119,6 +118,63 @@ def engines(
     _verify(model, [fsdp(ranks) for ranks in sorted({1, nproc})], options, allowed=allowed, steps=steps)
 
 
+@app.command()
+def rl(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]...",
+            help="Recipe (a YAML file, or the name of a packaged one) and settings that replace its own.",
+        ),
+    ] = None,
+    names: Annotated[
+        str, typer.Option("--layouts", metavar="NAMES", help="Layouts, as tp2+sp,pp2, fsdp2; 1 is one rank.")
+    ] = "1,tp2,pp2,dp2,fsdp2",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Trainer steps; two updates each.")] = STEPS,
+    self_check: Annotated[
+        bool, typer.Option("--self-check", help="Plant faults into the independent trainer: each must be named.")
+    ] = False,
+    tolerance: Annotated[
+        str, typer.Option("--tolerance", metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")
+    ] = "",
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one run may take.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Follow a real run of a small model in lockstep with an independent trainer, and compare every update.
+
+    The independent trainer, transformers' model under plain torch, gets the sampled tokens and the weights at the
+    start, and computes the rest, the rewards too. The recipe's algorithm and optimizer count; its model is shrunk.
+    """
+    progress.show_progress()
+    refuse_launcher()
+    allowed = read_tolerances(tolerance)
+    recipe, overrides = _split(settings or [])
+    if self_check and settings:
+        raise UserError(f"{settings[0]}: --self-check has runs of its own; leave recipe and settings out")
+    run = read_run(recipe, overrides, steps=steps)
+    with progress.importing("PyTorch"):
+        from mega_rl.verify.rl import run as lockstep
+    with lockstep.working_folder() as folder:
+        if self_check:
+            faults = list(lockstep.self_check(Path(folder), timeout_s=timeout_s))
+            (print_json_faults if as_json else print_faults)(faults)
+            _end(fault.good for fault in faults)
+            return
+        log.info("verifying %s", recipe or "the default algorithm")
+        config, layouts = lockstep.prepare_run(run, names, Path(folder))
+        header = {"recipe": recipe or "none", "model": run.description, "steps": steps}
+        for name, value in {} if as_json else header.items():
+            typer.echo(f"{name}: {value}")
+        results = []
+        for result in lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed):
+            results.append(result)
+            if not as_json:
+                print_lockstep(result, tolerances=allowed)
+    if as_json:
+        print_lockstep_json(results, header=header, tolerances=allowed)
+    _end(result.good for result in results)
+
+
 def _check(model: Path, options: VerifyOptions) -> tuple[Path, HFConfig]:
     """Return the model's folder, downloaded for a name on the Hub, and its architecture. Raises UserError."""
     progress.show_progress()
@@ -167,3 +223,17 @@ def _verify(
     show(verdicts, header=header, tolerances=allowed)
     if not all(verdict.good for verdict in verdicts):
         raise typer.Exit(EXIT_DIFFERS)
+
+
+def _end(good: Iterable[bool]) -> None:
+    """End with exit code 1 unless all is good."""
+    if not all(good):
+        raise typer.Exit(EXIT_DIFFERS)
+
+
+def _split(settings: list[str]) -> tuple[str | None, list[str]]:
+    """Return (recipe, overrides) of the arguments. Raises UserError for a second recipe."""
+    recipes = [text for text in settings if "=" not in text and not text.startswith("~")]
+    if len(recipes) > 1:
+        raise UserError(f"{recipes[1]}: is no KEY=VALUE, and {recipes[0]} is the recipe already; name one recipe")
+    return (recipes[0] if recipes else None), [text for text in settings if text not in recipes]

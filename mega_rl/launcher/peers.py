@@ -7,6 +7,10 @@ import os
 from mega_rl.health.endings import kind_of
 from mega_rl.launcher.ranks import GENERATION, LOST_PEER, WAITED_IN_VAIN
 
+LOST_CONNECTION = "lost the connection to another rank, which has ended; what that rank said, if anything, is the cause"
+# Errors that another rank has caused, outside of a run, which names phase and collective (`mega_rl.health.guard`).
+BY_OTHERS = {LOST_PEER: LOST_CONNECTION, WAITED_IN_VAIN: "waited in a collective for a rank that did not come in time"}
+
 
 def has_launcher() -> bool:
     """Return whether a launcher of this package has started this rank, so that it says why the run has ended."""

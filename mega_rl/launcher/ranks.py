@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from mega_rl.cores import threads_per_rank
-from mega_rl.environment import python_module
+from mega_rl.environment import LAST_WORD, python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.health.endings import UNSAID
 from mega_rl.launcher.leash import leashed
@@ -23,9 +23,6 @@ from mega_rl.launcher.warden import Warden
 
 KEY = "MEGA_RL_LAUNCH_KEY"  # of launchers; ranks, whose environment other programs inherit, do not see it
 GENERATION = "MEGA_RL_GENERATION"
-# Descriptor of a file into which the command of each rank writes, at the rank's place, one more than its exit code. The
-# process's own code says less: a reward function or a library may call os._exit(0).
-LAST_WORD = "MEGA_RL_LAST_WORD"
 # Exit codes of ranks that a launcher has started and that did nothing wrong: the connection to another rank broke
 # (EX_TEMPFAIL of sysexits.h), or another rank did not come to a collective in time. They say nothing themselves.
 LOST_PEER, WAITED_IN_VAIN = 75, 76

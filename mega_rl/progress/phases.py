@@ -39,7 +39,6 @@ class Phase:
         self.note = ""
         self.deadline_s = deadline_s
         self.rounds = rounds
-        self.announced = False  # whether the log has a line of it
         self.began = time.monotonic()
         self.advanced = self.began  # when something was last done
         self.thread = threading.get_ident()
@@ -207,7 +206,6 @@ def _ending(begun: Phase) -> Iterator[None]:
 
 
 def _begin(begun: Phase, *, announce: bool) -> Phase:
-    begun.announced = announce
     if announce:
         log.info("%s", begun.name)
     with _lock:

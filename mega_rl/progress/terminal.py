@@ -27,7 +27,7 @@ from mega_rl.progress.phases import Phase, close, listen
 from mega_rl.progress.printable import printable
 
 REFRESHES_PER_SECOND = 8
-REMINDER_S = 60.0  # off a terminal, between the lines that say that a start-up phase is still in progress
+REMINDER_S = 60.0  # off a terminal, a log that is silent for so long says what is in progress
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 ASCII_SPINNER = "-\\|/"
 BAR_WIDTH = 20
@@ -60,6 +60,7 @@ class Display:
         self._phases: tuple[Phase, ...] = ()
         self._live: Live | None = None
         self._reminder: _Reminder | None = None
+        self.written = time.monotonic()  # when the last line was
         self._lock = threading.RLock()
 
     def changed(self, phases: tuple[Phase, ...]) -> None:
@@ -92,6 +93,7 @@ class Display:
 
     def write(self, line: str) -> None:
         """Write a line above the live one, not folded, so that a path can be copied."""
+        self.written = time.monotonic()
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _start(self) -> None:
@@ -221,7 +223,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Reminder(threading.Thread):
-    """Thread that logs a line per REMINDER_S while an announced phase lasts, for logs without a live line."""
+    """Thread that logs what is in progress when a log without a live line has been silent for REMINDER_S."""
 
     def __init__(self, display: Display) -> None:
         super().__init__(name="progress reminder", daemon=True)
@@ -229,11 +231,14 @@ class _Reminder(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Look once per REMINDER_S until `end`."""
-        while not self._ended.wait(REMINDER_S):
-            announced = [phase for phase in self._display.phases if phase.announced]
-            if announced and announced[-1].elapsed_s >= REMINDER_S:
-                logging.getLogger(__name__).info("still %s", _in_words(announced[-1]))
+        """Look at the log's last line again and again until `end`."""
+        while not self._ended.wait(REMINDER_S / 12):
+            phases = self._display.phases
+            silent_since = max([self._display.written, *(phase.began for phase in phases[:1])])
+            if phases and time.monotonic() - silent_since >= REMINDER_S:
+                self._display.written = time.monotonic()
+                line = live_line(phases, ascii_only=True)[2:]  # without its spinner
+                logging.getLogger(__name__).info("still %s", line)
 
     def end(self) -> None:
         """End the thread of reminders."""

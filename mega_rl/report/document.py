@@ -11,11 +11,13 @@ import hashlib
 import html
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from importlib.resources import files
 
 from mega_rl import __version__
+from mega_rl.health.records import read_records
 from mega_rl.report import curves, glossary, rules
-from mega_rl.report.runs import Run, differing_keys, seed_groups
+from mega_rl.report.runs import METRICS, Run, changed_settings, differing_keys, seed_groups
 from mega_rl.report.samples import MAX_CHARACTERS, read_samples
 from mega_rl.storage.strict_json import JsonFields
 
@@ -46,7 +48,7 @@ def content_of(runs: Sequence[Run], *, max_characters: int = curves.MAX_CHARACTE
     samples = [read_samples(run.folder, max_characters=MAX_CHARACTERS // len(runs)) for run in runs]
     return {
         "version": __version__,
-        "runs": [{"label": run.label, "last": run.last_step, "seed": run.config.get("trainer.seed")} for run in runs],
+        "runs": [_facts(run) for run in runs],
         "groups": groups,
         "grid": grid.to_json(),
         "curves": {name: [_curve(run, name, grid) for run in runs] for name in names},
@@ -58,6 +60,7 @@ def content_of(runs: Sequence[Run], *, max_characters: int = curves.MAX_CHARACTE
         "rules": len(rules.RULES),
         "config": _settings(runs),
         "differing": differing_keys(runs),
+        "changed": changed_settings(runs[0].config) if len(runs) == 1 else {},
         "symptoms": [[symptom.to_json() for symptom in rules.symptoms_of(run.series)] for run in runs],
         "samples": [{"rows": one.rows, "left_out": one.left_out} for one in samples],
     }
@@ -88,6 +91,14 @@ def to_script_data(content: object) -> str:
     """Return JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
     text = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _facts(run: Run) -> JsonFields:
+    """Return what the heading says of a run beside its settings and curves."""
+    facts: JsonFields = {"label": run.label, "last": run.last_step, "seed": run.config.get("trainer.seed")}
+    if run.series:
+        facts["date"] = f"{datetime.fromtimestamp((run.folder / METRICS).stat().st_mtime):%Y-%m-%d %H:%M}"
+    return {**facts, "hosts": [record.host for record in read_records(run.folder).values()]}
 
 
 def _overview(names: Sequence[str]) -> list[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mega_rl.config.origins import as_record
 from mega_rl.config.recipe import parse_yaml
+from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.metrics.records import StepMetrics, read_metrics
 from mega_rl.storage.strict_json import JsonFields
@@ -79,6 +82,12 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
     """Return the settings in which runs differ, sorted."""
     keys = sorted({key for run in runs for key in run.config})
     return [key for key in keys if len({run.config.get(key) for run in runs}) > 1]
+
+
+def changed_settings(config: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the default of every setting that has another value in a run's config, None where it has none."""
+    defaults = dict(_flat(json.loads(json.dumps(as_record(Config()))), ""))
+    return {key: defaults.get(key) for key, value in config.items() if defaults.get(key) != value}
 
 
 def _repeated(run: Run) -> dict[str, str]:

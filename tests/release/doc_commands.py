@@ -84,12 +84,12 @@ HOW: dict[str, How] = {
     f"mega-rl train {EIGHT} --nproc-per-node 8 optim.lr=2e-6": How(
         f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 optim.lr=2e-6 {SMALL} trainer.run_dir=runs/a"
     ),
-    f"torchrun --nproc-per-node 8 scripts/train_ppo_megatron.py {EIGHT} optim.lr=2e-6": How(
-        f"torchrun --nproc-per-node 2 scripts/train_ppo_megatron.py {EIGHT} engine.megatron.tp=2 optim.lr=2e-6 {SMALL}"
+    f"torchrun --nproc-per-node 8 -m mega_rl.cli train {EIGHT} optim.lr=2e-6": How(
+        f"torchrun --nproc-per-node 2 -m mega_rl.cli train {EIGHT} engine.megatron.tp=2 optim.lr=2e-6 {SMALL}"
         " trainer.run_dir=runs/b"
     ),
-    f"python scripts/train_ppo_megatron.py --config {ONE}": How(
-        f"python scripts/train_ppo_megatron.py --config {ONE} {SMALL} trainer.run_dir=runs/c"
+    f"python -m mega_rl.cli train --config {ONE}": How(
+        f"python -m mega_rl.cli train --config {ONE} {SMALL} trainer.run_dir=runs/c"
     ),
     "mega-rl train --config gsm8k_qwen3_8b_8gpu_fsdp --nproc-per-node 8": How(
         f"mega-rl train --config gsm8k_qwen3_8b_8gpu_fsdp --nproc-per-node 2 {SMALL}"
@@ -173,14 +173,12 @@ ADDED: dict[str, str] = {
         " trainer.steps=2 trainer.run_dir=runs/k"
     ),
     "mega-rl train --config quickstart engine.megatron.tp=1": " trainer.steps=2 trainer.run_dir=runs/l",
-    "torchrun --nproc-per-node 4 scripts/train_ppo_megatron.py --config quickstart": (
-        " trainer.steps=2 trainer.run_dir=runs/m"
-    ),
-    "torchrun --nproc-per-node 4 scripts/train_ppo_megatron.py --config quickstart"
+    "torchrun --nproc-per-node 4 -m mega_rl.cli train --config quickstart": (" trainer.steps=2 trainer.run_dir=runs/m"),
+    "torchrun --nproc-per-node 4 -m mega_rl.cli train --config quickstart"
     " engine.megatron.tp=2 engine.megatron.sequence_parallel=true engine.megatron.pp=2": (
         " trainer.steps=2 trainer.run_dir=runs/n"
     ),
-    "torchrun --nproc-per-node 2 scripts/train_ppo_megatron.py --config quickstart_sglang": (
+    "torchrun --nproc-per-node 2 -m mega_rl.cli train --config quickstart_sglang": (
         " trainer.steps=2 trainer.run_dir=runs/o"
     ),
     "mega-rl recipes copy gsm8k_qwen3_0.6b_1gpu": " out/recipe.yaml",

@@ -8,8 +8,3 @@ from mega_rl.cli.help import Commands
 app = Commands(name="bench", help="Tasks that show whether the trainer learns.")
 app.command("learn")(learn.learn)
 app.command("judge")(judge.judge)
-
-
-@app.callback()
-def _bench() -> None:
-    """Tasks that show whether the trainer learns."""

@@ -13,11 +13,13 @@ import typer
 from mega_rl import progress
 from mega_rl.cli.evaluation.options import EvaluationOptions
 from mega_rl.cli.launch_options import LaunchOptions, become
+from mega_rl.cli.layout_options import with_options
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError
 from mega_rl.health.interruption import StoppedBySignal
 
 
+@with_options
 def evaluate(
     launch: LaunchOptions,
     options: EvaluationOptions,
@@ -63,6 +65,8 @@ def evaluate(
         assert isinstance(sets, dict), "of evaluation_run"
         for line in _table(sets):
             typer.echo(line)
+        if results["right_when"]:
+            typer.echo(f"right: {results['right_when']}")
         typer.echo(f"samples: {out / 'samples.jsonl'}, results: {out / 'results.json'}")
 
 

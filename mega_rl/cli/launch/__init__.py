@@ -9,8 +9,3 @@ app = Commands(name="launch", help="Runs on several nodes, by the scheduler of a
 app.command("ray")(ray.ray)
 app.command("kubernetes")(kubernetes.kubernetes)
 app.command("slurm")(slurm.slurm)
-
-
-@app.callback()
-def _launch() -> None:
-    """Runs on several nodes, by the scheduler of a cluster."""

@@ -45,7 +45,7 @@ def replay(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Compute a recorded step again, under any layout or engine, and name the first tensor and token that differ."""
+    """Compute a recorded step again, on any layout or engine, and name the first tensor and token that differ."""
     progress.show_progress()
     refuse_launcher("replay")
     with progress.importing("PyTorch"):

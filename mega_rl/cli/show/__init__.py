@@ -1,1 +1,1 @@
-"""Commands that show runs: plot, report, view."""
+"""Commands that show runs and this machine: doctor, plot, report, view."""

@@ -62,7 +62,8 @@ function drawn(report, name) {
   });
 }
 
-function rangeOf(lists) {
+// The range of an axis; a share has no room below 0 and above 1.
+function rangeOf(lists, isShare) {
   let low = Infinity, high = -Infinity;
   for (const list of lists) {
     for (const value of list ?? []) {
@@ -71,9 +72,9 @@ function rangeOf(lists) {
     }
   }
   if (low > high) return [0, 1];
-  if (low === high) return [low - (Math.abs(low) * 0.1 || 1), high + (Math.abs(high) * 0.1 || 1)];
-  const room = (high - low) * 0.05;
-  return [low >= 0 && low < room ? 0 : low - room, high + room];
+  if (low === 0 && high === 0) return [0, 1];
+  const room = low === high ? Math.abs(low) * 0.1 : (high - low) * 0.05;
+  return [low >= 0 && low < room ? 0 : low - room, isShare && high <= 1 ? Math.min(high + room, 1) : high + room];
 }
 
 // Functions from steps and values to positions, and the grid lines with their labels.
@@ -108,7 +109,7 @@ function bandOf(at, low, high, x, y) {
 
 function curvesOf(report, name) {
   const groups = drawn(report, name);
-  const [low, high] = rangeOf(groups.flatMap(({ curve }) => [curve.raw, curve.low, curve.high]));
+  const [low, high] = rangeOf(groups.flatMap(({ curve }) => [curve.raw, curve.low, curve.high]), report.metrics[name]?.unit === "share");
   const { x, y, layer } = frame(report, low, high);
   const marks = shape("g");
   for (const { number, curve } of groups) {
@@ -120,7 +121,7 @@ function curvesOf(report, name) {
     marks.append(shape("path", { class: `curve ${lineClass(number)}`, d: pathOf(steps, curve.line, x, y) }));
     if (steps.length <= 30) {
       steps.forEach((step, place) => marks.append(
-        shape("circle", { class: `dot ${lineClass(number)}`, cx: x(step), cy: y(curve.line[place]), r: 2 })));
+        shape("circle", { class: `dot ${lineClass(number)}`, cx: x(step), cy: y(curve.line[place]), r: steps.length > 5 ? 2 : 3.5 })));
     }
   }
   for (const runs of report.groups) {

@@ -22,6 +22,23 @@ function toolbar(report) {
     element("label", { class: "smoothing" }, "smoothing ", slider, " ", shown));
 }
 
+// Model, algorithm, engine, hosts, date and time of a run, and how its rewards went.
+function headline(report, number) {
+  const run = report.runs[number];
+  const setting = (key) => report.config[key]?.[number] ?? "";
+  const values = (name) => report.curves[name]?.[number]?.mean ?? [];
+  const parts = [setting("model.path").split("/").pop(), setting("algorithm.advantage"), setting("engine.backend")];
+  const hosts = [...new Set(run.hosts)];
+  if (hosts.length) parts.push(`${run.hosts.length} rank${run.hosts.length > 1 ? "s" : ""} on ${hosts[0]}${hosts.length > 1 ? ` and ${hosts.length - 1} more` : ""}`);
+  parts.push(run.date);
+  const seconds = values("time/step_s").reduce((sum, value) => sum + value, 0) * report.grid.width;
+  if (seconds) parts.push(`${seconds < 90 ? `${short(Math.round(seconds))} s` : seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`} in steps`);
+  const reward = values("reward/mean"), held_out = values("val/reward_mean");
+  if (reward.length) parts.push(`reward ${short(reward[0])} \u2192 ${short(reward[reward.length - 1])}`);
+  if (held_out.length) parts.push(`validation ${short(held_out[0])} \u2192 ${short(Math.max(...held_out))} (best)`);
+  return `${report.runs.length > 1 ? `${run.label}: ` : ""}${parts.filter(Boolean).join(" \u00b7 ")}`;
+}
+
 function heading(report) {
   const runs = report.runs.map((run) => `${run.label} (step ${run.last.toLocaleString("en-US")}${run.seed === null ? "" : `, seed ${run.seed}`})`);
   const { grid } = report;
@@ -29,6 +46,7 @@ function heading(report) {
   const links = [["Warnings", "warnings"], ["Curves", "curves"], ["Time of a step", "phases"], ["Settings", "settings"], ["Samples", "samples"]];
   return element("header", {}, element("h1", {}, report.runs.length > 1 ? `${report.runs.length} runs` : report.runs[0].label),
     element("p", {}, `${runs.join(", ")}. mega_rl ${report.version}.${note} `, element("span", { id: "status" })),
+    ...report.runs.map((_, run) => element("p", { class: "headline" }, headline(report, run))),
     element("nav", {}, ...links.map(([title, id]) => element("a", { href: `#${id}` }, title))));
 }
 
@@ -88,7 +106,8 @@ function settings(report) {
   const rows = (keys) => keys.map((key) => [element("code", {}, key), ...report.config[key]]);
   const all = Object.keys(report.config);
   if (!all.length) return section("Settings", "settings", element("p", {}, "No config.yaml in the folder of the run."));
-  const difference = report.runs.length < 2 ? null : report.differing.length
+  const changed = Object.entries(report.changed).map(([key, usual]) => [element("code", {}, key), report.config[key][0], usual ?? "-"]);
+  const difference = report.runs.length < 2 ? table(["not the default", ...labels, "default"], changed, { id: "changed" }) : report.differing.length
     ? table(["differs", ...labels], rows(report.differing), { id: "difference" })
     : element("p", {}, "The runs have the same settings.");
   return section("Settings", "settings", difference,

@@ -16,10 +16,12 @@ import mega_rl
 from mega_rl import versions
 from mega_rl.cli import app as cli
 from mega_rl.cli import doctor
+from mega_rl.cli.help import summary
 from mega_rl.config import checkout, packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.launcher.launch import Launch
+from mega_rl.launcher.peers import LOST_CONNECTION
 from mega_rl.launcher.restarts import DEFAULT_RESTARTS
 from mega_rl.rollout.sglang.server.installation import Installation
 from mega_rl.workers.user_files import load_from_file
@@ -54,7 +56,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         return 0
 
     assemble.train = run  # type: ignore[attr-defined]
-    monkeypatch.setattr("mega_rl.accelerator.prepare", lambda device, variables, **_: device)
+    monkeypatch.setattr("mega_rl.accelerator.prepare", lambda device, variables, deepep: device)
     monkeypatch.setitem(sys.modules, "mega_rl.assemble", assemble)
     return reached
 
@@ -225,6 +227,26 @@ def test_help(capfd: pytest.CaptureFixture[str]) -> None:
     assert "--nproc-per-node" in capfd.readouterr().out
 
 
+def test_help_imports_no_command() -> None:
+    code = "import sys; from mega_rl.cli import app; app.main(['--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    own = [name for name in done.stderr.split() if name.startswith("mega_rl")]
+    assert len(own) <= 13, own
+    assert not {"numpy", "psutil", "rich", "torch", "yaml"} & set(done.stderr.split())
+
+
+def test_help_groups_commands_under_their_own_summaries(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capfd.readouterr().out
+    titles = [line.rstrip(":") for line in out.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == ["Options", "Start", "Train", "Look", "Check", "Convert", "Cluster"]
+    assert "quickstart-warm-start" not in out
+    commands = {later.name: later.load() for later in cli.app.info.cls.later}
+    assert {later.name: later.summary for later in cli.app.info.cls.later if later.section} == {
+        name: summary(command.help) for name, command in commands.items() if name != "quickstart-warm-start"
+    }
+
+
 def test_version(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capfd.readouterr().out == f"mega-rl {mega_rl.__version__}\n"
@@ -357,7 +379,7 @@ def test_a_rank_whose_peer_has_died_says_so_in_one_line(
     assert cli.main(["train", *GOOD]) == 1
     err = capfd.readouterr().err
     assert "Traceback" not in err
-    assert err.endswith(f"error: {cli.LOST_CONNECTION}\n")
+    assert err.endswith(f"error: {LOST_CONNECTION}\n")
 
 
 @pytest.mark.parametrize("command", ["verify", "bench", "convert", "checkpoint"])
@@ -436,6 +458,9 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     for word in ("python ", "torch ", "megatron-core", "cuda", "transformer-engine", "sglang", "wandb"):
         assert word in out
     assert "MISSING" not in out
+    assert out.splitlines()[-1].endswith("(mega-rl doctor --verbose lists them)")
+    assert cli.main(["doctor", "--verbose"]) == 0
+    assert "norms_of_long_tensors" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mega_rl.cli.app import app
+from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.report import document
 from mega_rl.report.document import MAX_BYTES, page_of, to_script_data
@@ -73,6 +74,15 @@ def test_a_page_that_would_be_too_large_gets_coarser_curves(tmp_path: Path, monk
     whole = len(page_of(runs).encode())
     monkeypatch.setattr(document, "MAX_BYTES", whole - 20_000)
     assert len(page_of(runs).encode()) < whole - 20_000
+
+
+def test_a_page_of_one_run_names_settings_that_are_not_the_default(tmp_path: Path) -> None:
+    own = {"reward": {"functions": {"exact": "math_verify"}}, "model": {"path": ""}, "trainer": {"steps": 7}}
+    run = plant(tmp_path / "a", settings=own)
+    assert content(page_of(read_runs([run])))["changed"] == {
+        "reward.functions.exact": None, "trainer.steps": str(Config().trainer.steps),
+    }  # fmt: skip
+    assert content(page_of(read_runs([run, plant(tmp_path / "b")])))["changed"] == {}
 
 
 def test_the_command_writes_the_page_into_the_run(tmp_path: Path) -> None:

@@ -129,3 +129,33 @@ def test_no_error_on_the_console_and_no_request_but_the_file(browser: Browser, p
     """The last test of this file: of all that the others did."""
     assert browser.console == []
     assert browser.requests == [page.as_uri()]
+
+
+def test_a_page_of_one_run_begins_with_what_it_came_to(tmp_path: Path) -> None:
+    """One run of two validations, with a share that is always 0, and no explanation cut off."""
+    curves = {**HEALTHY, "rollout/truncated_fraction": lambda step: 0.0, "reward/mean": lambda step: step / 4}
+    settings = {"model": {"path": "/models/tiny"}, "engine": {"backend": "fsdp"}, "algorithm": {"advantage": "grpo"}}
+    run = plant(tmp_path / "a", steps=8, curves=curves, settings=settings)
+    record(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "val/reward_mean": 1.25}\n{"step": 10, "val/reward_mean": 1.5}\n')
+    (tmp_path / "report.html").write_text(page_of(read_runs([run])), encoding="utf-8")
+    with chromium(tmp_path / "profile") as opened:
+        opened.open((tmp_path / "report.html").as_uri())
+        line = opened.evaluate("document.querySelector('.headline').textContent")
+        share = (
+            "[...document.querySelector('[data-metric=\"rollout/truncated_fraction\"]').querySelectorAll('svg text')]"
+        )
+        labels = opened.evaluate(f"{share}.map((text) => text.textContent)")
+        cut = (
+            "[...document.querySelectorAll('.meaning')].filter((box) => box.scrollHeight > box.clientHeight + 1).length"
+        )
+        assert opened.evaluate(cut) == 0
+        dots = "document.querySelectorAll('[data-metric=\"val/reward_mean\"] circle').length"
+        assert opened.evaluate(dots) == 2
+        assert "fsdp" in opened.evaluate("document.querySelector('#changed').innerText")
+    words = line.split(" \u00b7 ")
+    assert words[:3] == ["tiny", "grpo", "fsdp"]
+    assert words[-3:] == ["28 s in steps", "reward 0.25 \u2192 2", "validation 1.25 \u2192 1.5 (best)"]
+    assert not [label for label in labels if label.startswith("-")]
+    assert "0" in labels

@@ -18,6 +18,7 @@ from mega_rl.trainer.validation import (
     estimates_of,
     parts_of,
     right_samples,
+    right_when,
 )
 from mega_rl.types import Draws, Prompt, PromptSet, RewardParts, Rewards, Rollout
 from tests.helpers.fakes import FakePolicy, FakePrompts, FakeReward
@@ -193,3 +194,9 @@ def test_a_part_may_say_what_is_right() -> None:
         right_samples(rows, rewards, above=0.5, part="other")
     with pytest.raises(UserError, match="the reward is a number"):
         right_samples(rows_of(1), Rewards(torch.ones(1)), above=0.5, part="correct")
+
+
+def test_a_judgement_is_put_into_words() -> None:
+    assert right_when(0.0, "exact", ["exact", "short"]) == "the part exact of the reward is above 0"
+    assert right_when(0.5, "", []) == "the reward is above 0.5"
+    assert "the weighted sum of exact, short; validation.right_part=" in right_when(0.5, "", ["exact", "short"])
