@@ -35,6 +35,7 @@ ALGORITHMS: dict[str, Mapping[str, object]] = {
         "algorithm.correction_settings": {"cap": 1.2},
     },
     "ppo": {
+        "algorithm.advantage": "gae",
         "algorithm.advantage_settings": {"gae_lambda": 0.95},
         "algorithm.value_clip": 0.1,
         "algorithm.kl.placement": "reward",
@@ -97,6 +98,7 @@ ALGORITHMS: dict[str, Mapping[str, object]] = {
         "algorithm.correction": "sequence_rejection",
     },
     "gspo_critic": {
+        "algorithm.advantage": "gae",
         "algorithm.loss": "gspo",
         "algorithm.loss_settings": {"clip_low": 0.02, "clip_high": 0.03},
         "algorithm.loss_aggregation": "seq-mean-token-mean",
