@@ -145,7 +145,7 @@ class AlgorithmConfig:
     loss_aggregation: str = setting(
         "token-mean",
         "How token losses of the policy become one number; the critic's is always their mean.",
-        choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+        choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"),
     )
     old_logprobs: str = setting(
         "auto",

@@ -70,7 +70,12 @@ VARIANTS: dict[str, dict[str, object]] = {
         "algorithm.advantage_settings": {"length_alpha": 0.5, "gamma": 0.9},
     },
     "gspo": {**GROUP_OF_SEQUENCES, "algorithm.loss": "gspo"},
-    "cispo": {**GROUP_OF_SEQUENCES, "algorithm.loss": "cispo", "algorithm.loss_settings": {"cap": 1.5}},
+    "cispo": {
+        **GROUP_OF_SEQUENCES,
+        "algorithm.loss": "cispo",
+        "algorithm.loss_settings": {"cap": 1.5, "drift_coef": 0.5},
+        "algorithm.loss_aggregation": "prompt-mean",
+    },
     "truncated weights of tokens": {**ALGORITHMS["tis"], "algorithm.loss_aggregation": "seq-mean-token-sum"},
     "sets without a deviation": {
         **ALGORITHMS["pass_at_k"],
