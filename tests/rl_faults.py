@@ -33,6 +33,13 @@ LOSSES = (
     ),
     fault(
         "losses",
+        "the drift from the sampler has no gradient",
+        "drift = clamped_log_ratio(tokens.logprobs, torch",
+        "drift = clamped_log_ratio(tokens.logprobs.detach(), torch",
+        "algorithms/test_policy_loss.py",
+    ),
+    fault(
+        "losses",
         "CISPO's weight without its cap",
         "-ratio.clamp(max=self.cap) * tokens.advantages",
         "-ratio * tokens.advantages",
@@ -199,9 +206,16 @@ EXPERIENCE = (
     fault(
         "experience",
         "loss weights of the rank's own tokens",
-        "tokens, sequences = ranks.sum(token_and_sequence_counts(mask)).tolist()",
+        "tokens, sequences = counts[:2].tolist()",
         "tokens, sequences = token_and_sequence_counts(mask).tolist()",
         LOCKSTEP,
+    ),
+    fault(
+        "experience",
+        "a mean over prompts by the rank's own tokens",
+        "prompt_tokens=counts[2:],",
+        "prompt_tokens=of_prompts,",
+        "trainer/test_loss_weights.py",
     ),
     fault(
         "experience",

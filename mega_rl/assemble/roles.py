@@ -152,6 +152,7 @@ def build_actor_role(config: Config, engine: ModelPasses, kl: KLController, teac
         kl=kl if algorithm.kl.placement == "loss" else None,
         kl_estimator=KL_ESTIMATORS[kl_estimator(algorithm.kl)],
         entropy_coef=algorithm.entropy_coef,
+        drift_coef=getattr(objective, "drift_coef", 0.0),
         correction=build_correction(config),
         on_policy=is_on_policy(config),
     )

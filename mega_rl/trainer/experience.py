@@ -120,18 +120,22 @@ class MinibatchPlan:
         for epoch in range(self.epochs):
             for block in minibatch_prompt_blocks(num_prompts, self.minibatch_size, seed_key=(self.seed, step, epoch)):
                 destinations = assign_rows(index, lengths, block=block, dp_size=ranks.size)[own]
-                yield self._weigh(moved_rows(experience, destinations, ranks), ranks)
+                yield self._weigh(moved_rows(experience, destinations, ranks), num_prompts, ranks)
 
-    def _weigh(self, minibatch: Experience, ranks: Ranks) -> Experience:
+    def _weigh(self, minibatch: Experience, num_prompts: int, ranks: Ranks) -> Experience:
         """Set the mini-batch's loss and token weights from global counts; returns it."""
-        mask = minibatch.loss_mask
-        tokens, sequences = ranks.sum(token_and_sequence_counts(mask)).tolist()
+        mask, index = minibatch.loss_mask, minibatch.prompt_index
+        of_prompts = torch.zeros(num_prompts, dtype=torch.float64).index_add_(0, index, mask.sum(dim=1).double())
+        counts = ranks.sum(torch.cat([token_and_sequence_counts(mask), of_prompts]))
+        tokens, sequences = counts[:2].tolist()
         minibatch.loss_weights = loss_weights(
             mask,
             self.aggregation,
             global_tokens=tokens,
             global_sequences=sequences,
             max_response_tokens=self.max_response_tokens,
+            prompt_index=index,
+            prompt_tokens=counts[2:],
         )
         minibatch.token_weights = mask.float() / max(tokens, 1.0)
         return minibatch

@@ -39,6 +39,7 @@ class PolicyLoss:
     kl: KLController | None  # KL in the loss; None without
     kl_estimator: KLEstimator
     entropy_coef: float = 0.0
+    drift_coef: float = 0.0
     correction: Correction | None = None
     on_policy: bool = False
 
@@ -73,6 +74,8 @@ class PolicyLoss:
             objective=self.objective,
             correction=correction,
             entropy_coef=self.entropy_coef,
+            rollout_logprobs=fields["rollout_logprobs"] if self.drift_coef > 0.0 else None,
+            drift_coef=self.drift_coef,
             kl=None if self.kl is None else KLTerm(fields["ref_logprobs"], self.kl.value, self.kl_estimator),
         )
         if self.on_policy and self.kl is not None:

@@ -44,6 +44,7 @@ def test_a_run_that_can_start() -> None:
         None,
         [
             *BASE,
+            "algorithm.advantage=gae",
             "model.ref_path=r",
             "model.critic_path=r",
             "algorithm.kl.placement=reward",
@@ -262,9 +263,7 @@ def test_uneven_stages_that_do_not_come_out(overrides: tuple[str, ...], line: st
 def test_reference_and_critic_are_checked_too() -> None:
     write_checkpoint(Path("r"), qwen3_config("8b", vocab_size=1000, num_hidden_layers=7))
     (Path("r") / "model.safetensors").unlink()
-    lines = problems(
-        "model.ref_path=r", "algorithm.kl.placement=loss", "model.critic_path=c", "engine.megatron.pp=2", world_size=2
-    )
+    lines = problems(*ROLES, "engine.megatron.pp=2", world_size=2)
     assert lines[0].startswith("engine.megatron.pp*vpp=2*1=2 does not divide the 7 layers of model.ref_path;")
     assert lines[1].startswith("model.critic_path: ")
     assert lines[2].startswith("model.ref_path: r: holds neither model.safetensors nor model.safetensors.index.json;")
@@ -273,7 +272,7 @@ def test_reference_and_critic_are_checked_too() -> None:
 
 # --- tokenizers
 
-ROLES = ("model.ref_path=r", "model.critic_path=c", "algorithm.kl.placement=loss")
+ROLES = ("algorithm.advantage=gae", "model.ref_path=r", "model.critic_path=c", "algorithm.kl.placement=loss")
 
 
 def change_tokenizer(folder: str, **changes: object) -> None:

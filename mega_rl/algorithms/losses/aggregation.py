@@ -8,7 +8,7 @@ depends on how the rows are spread over ranks or cut into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class Denominators:
     tokens: float  # N: response tokens
     sequences: float  # M: rows that have response tokens
     max_response_tokens: int  # L
+    of_prompts: Tensor | None = None  # [B, 1] float64: P prompts with tokens * n_prompt of the row's prompt
 
 
 # (response tokens of each row [B, 1] float64, at least 1; denominators) -> weight of the row's tokens [B, 1] float64
@@ -53,11 +54,18 @@ def sequence_mean_token_sum_norm(row_tokens: Tensor, over: Denominators) -> Tens
     return torch.full_like(row_tokens, 1.0 / (over.sequences * over.max_response_tokens))
 
 
+def prompt_mean(row_tokens: Tensor, over: Denominators) -> Tensor:
+    """Return 1 / (P * n_prompt): every prompt counts the same. Source: Khatri et al. 2025, arXiv:2510.13786."""
+    assert over.of_prompts is not None, "a mean over prompts needs the tokens of each prompt"
+    return 1.0 / over.of_prompts
+
+
 AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": token_mean,
     "seq-mean-token-mean": sequence_mean_token_mean,
     "seq-mean-token-sum": sequence_mean_token_sum,
     "seq-mean-token-sum-norm": sequence_mean_token_sum_norm,
+    "prompt-mean": prompt_mean,
 }
 
 
@@ -74,12 +82,17 @@ def loss_weights(
     global_tokens: float,
     global_sequences: float,
     max_response_tokens: int,
+    prompt_index: Tensor | None = None,
+    prompt_tokens: Tensor | None = None,
 ) -> Tensor:
     """Weight of each token's loss in the mini-batch's loss; [B, S] float32, 0 off the mask.
 
     mask [B, S] bool; this rank's rows, which must hold whole responses. A row without response tokens weighs 0.
-    global_tokens and global_sequences are the sums of `token_and_sequence_counts` over the whole mini-batch.
+    global_tokens and global_sequences are the sums of `token_and_sequence_counts` over the whole mini-batch. A mean
+    over prompts needs prompt_index [B] int64, and prompt_tokens [prompts] float64 of the whole mini-batch.
     """
     row_tokens = mask.sum(dim=1, keepdim=True).double().clamp(min=1.0)
     over = Denominators(max(global_tokens, 1.0), max(global_sequences, 1.0), max_response_tokens)
+    if prompt_tokens is not None:
+        over = replace(over, of_prompts=((prompt_tokens > 0).sum() * prompt_tokens[prompt_index, None]).clamp(min=1.0))
     return torch.where(mask, aggregation(row_tokens, over), 0.0).to(torch.float32)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.distribution import histogram_where
-from mega_rl.algorithms.kl import KLEstimator, kl_penalty
+from mega_rl.algorithms.kl import KLEstimator, clamped_log_ratio, kl_penalty
 from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
 from mega_rl.protocols import LossOutput
 
@@ -30,19 +30,21 @@ def policy_loss(
     correction: Tensor | None = None,
     entropy_coef: float = 0.0,
     kl: KLTerm | None = None,
+    rollout_logprobs: Tensor | None = None,
+    drift_coef: float = 0.0,
 ) -> LossOutput:
     """Return the policy's loss on one micro-batch, a share of the mini-batch's.
 
-        loss = sum w * (c * objective - entropy_coef * entropy + kl.coef * kl)      kl: `kl_penalty`
+        loss = sum w * (c * objective - entropy_coef * entropy + kl.coef * kl + drift_coef * (log p - log q)^2 / 2)
 
-    w are `tokens.loss_weights`. c is `correction`, 1 without; entropy and KL terms keep their own weights. All tensors
-    share one shape, packed or padded; float32. Whatever stands where a token does not count touches neither loss nor
-    gradient. entropy may be None when entropy_coef is 0.
+    kl: `kl_penalty`. w are `tokens.loss_weights`. c is `correction`, 1 without; only the objective has it. log q are
+    `rollout_logprobs`, None without this term. All tensors share one shape, packed or padded; float32. Whatever
+    stands where a token does not count touches neither loss nor gradient. entropy may be None when entropy_coef is 0.
 
     sums, besides the objective's: actor/loss, actor/policy_loss and actor/kl_loss, weighted as the loss; token means of
-    actor/entropy, of actor/ratio_mean and actor/ppo_kl (k3 estimate of KL(old || new), nats), and of actor/ref_kl with
-    a reference. maxima: actor/ratio_max; minima: actor/ratio_min; log_histograms: actor/ratio. Without `entropy`
-    the metric is the mean of -logprob, whose expectation over tokens that this policy samples is the entropy.
+    actor/entropy, actor/ratio_mean, actor/ppo_kl (k3 estimate of KL(old || new), nats), actor/ref_kl with a reference,
+    actor/drift with drift_coef. maxima: actor/ratio_max; minima: actor/ratio_min; log_histograms: actor/ratio. Without
+    `entropy` the metric is the mean of -logprob, whose expectation over tokens that this policy samples is the entropy.
     Source: KL in the loss: Shao et al. 2024, arXiv:2402.03300, eq. 3, but for its gradient.
     """
     assert entropy is not None or entropy_coef == 0.0, "an entropy bonus needs the entropy"
@@ -67,6 +69,10 @@ def policy_loss(
         loss = loss + kl_loss
         sums["actor/kl_loss"] = kl_loss.detach()
         sums["actor/ref_kl"] = tokens.mean(divergence)
+    if rollout_logprobs is not None:
+        drift = clamped_log_ratio(tokens.logprobs, torch.where(active, rollout_logprobs, 0.0)).square() / 2
+        loss = loss + drift_coef * (weights * drift).sum()
+        sums["actor/drift"] = tokens.mean(drift)
     sums["actor/loss"] = loss.detach()
     ratio = log_ratio.detach().exp()
     maxima = {"actor/ratio_max": torch.where(active, ratio, 0.0).max()}

@@ -200,6 +200,7 @@ def _loss(config: Config) -> Iterator[str]:
 def _zero_advantages(config: Config) -> Iterator[str]:
     """Yield what responses without an advantage would still teach, or that there are none."""
     algorithm, moe = config.algorithm, config.engine.megatron.moe
+    drift = algorithm.loss_settings.get("drift_coef")
     if not config.trainer.microbatch.skip_zero_advantages:
         return
     key = "trainer.microbatch.skip_zero_advantages=true"
@@ -211,6 +212,7 @@ def _zero_advantages(config: Config) -> Iterator[str]:
     teaching = {
         f"algorithm.loss={algorithm.loss}": not LOSS.needs(config, "scales_with_advantage"),
         f"algorithm.entropy_coef={algorithm.entropy_coef:g}": algorithm.entropy_coef > 0.0,
+        f"algorithm.loss_settings.drift_coef={drift}": bool(drift),
         "algorithm.kl.placement=loss": algorithm.kl.placement == "loss",
         f"engine.megatron.moe.aux_loss_coef={moe.aux_loss_coef:g}": moe.aux_loss_coef > 0.0,
         f"engine.megatron.moe.expert_bias_update_rate={moe.expert_bias_update_rate:g}": moe.expert_bias_update_rate > 0,

@@ -26,6 +26,11 @@ def advice(config: Config) -> Iterator[str]:
             f"{rollout.max_new_tokens}: the score at the end of a response hardly moves tokens more than "
             f"{5 / (1 - gae_lambda):.0f} before it; set gae_lambda=1 with policy_lambda=0.95 or length_alpha=0.05"
         )
+    if config.trainer.steps > 60 and not (config.checkpoint.save_interval or config.checkpoint.memory.interval):
+        yield (
+            f"checkpoint.save_interval=0 with trainer.steps={config.trainer.steps}: a run that is killed loses "
+            "every step; set checkpoint.save_interval=20"
+        )
     cut = [f"rollout.top_p={rollout.top_p:g}"] if rollout.top_p < 1 else []
     cut += [f"rollout.top_k={rollout.top_k}"] if rollout.top_k > 0 else []
     if cut:

@@ -218,8 +218,13 @@ class GMPOSettings(_MultipleOfAdvantage):
     clip_high: float = setting(0.4, "Log ratios are clipped at clip_high where the advantage is positive.", above=0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Drifting(_MultipleOfAdvantage):
+    drift_coef: float = setting(0.0, "Weight of (log p - log q)^2 / 2 in the loss, q of what sampled.", min=0.0)
+
+
 @dataclass(frozen=True)
-class CISPOSettings(_MultipleOfAdvantage):
+class CISPOSettings(_Drifting):
     """REINFORCE with a capped ratio as weight: every token keeps a gradient."""
 
     cap: float = setting(5.0, "Largest ratio that weighs a token's gradient.", min=1.0)
@@ -236,22 +241,18 @@ class SAPOSettings(_MultipleOfAdvantage):
 
 
 @dataclass(frozen=True)
-class DPPOTVSettings(_MultipleOfAdvantage):
+class DPPOTVSettings(_Drifting):
     """A trust region by the change of the sampled token's probability."""
 
-    threshold: float = setting(
-        0.15, "A token gives no gradient that moves its probability further than this.", above=0.0, max=1.0
-    )
+    threshold: float = setting(0.15, "No token's gradient moves its probability further than this.", above=0.0, max=1.0)
     cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
 
 
 @dataclass(frozen=True)
-class DPPOKLSettings(_MultipleOfAdvantage):
+class DPPOKLSettings(_Drifting):
     """A trust region by the divergence between the token's old and new probability."""
 
-    threshold: float = setting(
-        0.05, "A token gives no gradient that moves it further than this divergence.", unit="nats", above=0.0
-    )
+    threshold: float = setting(0.05, "No token's gradient moves it further than this.", unit="nats", above=0.0)
     cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
 
 

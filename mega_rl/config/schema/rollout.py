@@ -238,7 +238,7 @@ class RolloutConfig:
         "for several turns with tools, recorded rollouts, or an inference server of one's own.",
     )
     source_settings: dict[str, object] = setting({}, "Settings of a class that makes rollouts, by name.")
-    n: int = setting(1, "Samples per prompt.", unit="samples", min=1)
+    n: int = setting(8, "Samples per prompt.", unit="samples", min=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
     top_p: float = setting(
         1.0, "Nucleus mass; training does not see what is cut off, so below 1 a run warns.", above=0.0, max=1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from mega_rl.config.schema.algorithms import GAESettings, PPOSettings
+from mega_rl.config.schema.algorithms import GRPOSettings, PPOSettings
 from mega_rl.config.schema.setting import ATTENTION, defaults, setting
 
 
@@ -120,13 +120,13 @@ class AlgorithmConfig:
     """Advantages and losses; docs/algorithms.md has the settings of each choice."""
 
     advantage: str = setting(
-        "gae",
+        "grpo",
         "Advantage estimator: gae (needs a critic), grpo, gdpo (needs named rewards), rloo, reinforce_plus_plus, "
         "reinforce_plus_plus_baseline, remax, opo, pass_at_k, distillation (needs a reference), or "
         "path/to/file.py:class.",
     )
     advantage_settings: dict[str, object] = setting(
-        defaults(GAESettings), "Settings of the estimator by name, as gamma or std."
+        defaults(GRPOSettings), "Settings of the estimator by name, as gamma or std."
     )
     loss: str = setting("ppo", "Policy loss: a built-in one, of those below, or path/to/file.py:class.")
     loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
@@ -145,7 +145,7 @@ class AlgorithmConfig:
     loss_aggregation: str = setting(
         "token-mean",
         "How token losses of the policy become one number; the critic's is always their mean.",
-        choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+        choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"),
     )
     old_logprobs: str = setting(
         "auto",

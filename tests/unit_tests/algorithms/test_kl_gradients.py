@@ -135,7 +135,7 @@ def test_refused_penalties_are_wrong(distance: float) -> None:
 )
 def test_refused_penalties_are_refused(overrides: str, line: str) -> None:
     keys = [f"algorithm.kl.{entry}" for entry in overrides.split()]
-    (problem,) = check(load(None, keys), world_size=1)
+    (problem,) = check(load(None, ["algorithm.advantage=gae", *keys]), world_size=1)
     assert problem.startswith(f"{keys[1]} with {keys[0]}: ")
     assert line in problem
     assert problem.endswith("; legal: auto, k1" if "reward" in overrides else "; legal: auto, k3, k2")
@@ -145,7 +145,7 @@ def test_refused_penalties_are_refused(overrides: str, line: str) -> None:
 def test_penalties_that_hold_the_policy_are_accepted(pair: str) -> None:
     placement, name = pair.split()
     overrides = [f"algorithm.kl.placement={placement}", f"algorithm.kl.estimator={name}"]
-    assert check(load(None, overrides), world_size=1) == []
+    assert check(load(None, ["algorithm.advantage=gae", *overrides]), world_size=1) == []
 
 
 def test_with_k3_the_gradient_is_the_derivative_of_the_value() -> None:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from mega_rl.algorithms.kl import k1, k3
 from mega_rl.algorithms.losses import policy
-from mega_rl.algorithms.losses.base import PolicyTokens
+from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
+from mega_rl.algorithms.losses.cispo import CISPO
+from mega_rl.algorithms.losses.dppo import DPPOKL, DPPOTV
 from mega_rl.algorithms.losses.policy import KLTerm
 from mega_rl.algorithms.losses.ppo import PPO
 from mega_rl.algorithms.sequences import Sequences
@@ -241,6 +243,8 @@ def test_shares_add_up() -> None:
             objective=PPO(dual_clip=0.0),
             entropy_coef=0.1,
             kl=KLTerm(old[chosen] - 0.3, 0.1, k3),
+            rollout_logprobs=old[chosen] + 0.2,
+            drift_coef=0.3,
         )
 
     whole = part(slice(0, 20))
@@ -250,3 +254,30 @@ def test_shares_add_up() -> None:
         assert not value.requires_grad
         assert sum(p.sums[name].item() for p in parts) == pytest.approx(value.item(), rel=1e-5, abs=1e-7)
     assert max(p.maxima["actor/ratio_max"].item() for p in parts) == whole.maxima["actor/ratio_max"].item()
+
+
+@pytest.mark.parametrize("objective", [CISPO(cap=1.3), DPPOTV(threshold=0.05, cap=1.4), DPPOKL(threshold=0.01)])
+def test_drift_from_the_sampler_is_its_definition(objective: PolicyObjective) -> None:
+    """coef * (log p - log q)^2 / 2 of every token, masked and corrected ones too, by loops in float64."""
+    g = torch.Generator().manual_seed(3)
+    old, moves, noise, advantages = torch.randn(4, 12, generator=g, dtype=torch.float64)
+    old, coef = old.exp().neg(), 0.7
+    new, sampled = (old + 0.4 * moves).requires_grad_(), old + 0.2 * noise
+    weights = torch.where(torch.arange(12) < 10, torch.rand(12, generator=g, dtype=torch.float64), 0.0)
+    fields = {
+        "old_logprobs": old,
+        "advantages": advantages,
+        "loss_weights": weights,
+        "token_weights": (weights > 0) / 10,
+    }
+    more = {"objective": objective, "correction": torch.where(moves > 0, 0.0, 0.5)}
+    drifting = {"rollout_logprobs": torch.where(weights > 0, sampled, torch.nan), "drift_coef": coef}
+    plain, out = policy_loss(new, None, **fields, **more), policy_loss(new, None, **fields, **more, **drifting)
+    (before,), (after,) = (torch.autograd.grad(each.loss, new) for each in (plain, out))
+    rows = list(zip(weights.tolist(), new.tolist(), sampled.tolist(), strict=True))
+    expected = math.fsum(w * coef * (p - q) ** 2 / 2 for w, p, q in rows)
+    assert (out.loss - plain.loss).item() == pytest.approx(expected, rel=1e-12)
+    pull = torch.tensor([w * coef * (p - q) for w, p, q in rows], dtype=torch.float64)
+    torch.testing.assert_close(after - before, pull, rtol=0.0, atol=1e-13)
+    assert out.sums["actor/drift"].item() == pytest.approx(math.fsum((p - q) ** 2 / 20 for _, p, q in rows[:10]))
+    assert "actor/drift" not in plain.sums

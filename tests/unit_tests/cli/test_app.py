@@ -107,7 +107,7 @@ BAD_CONFIGS: list[tuple[str, str]] = [
         "make them shorter",
     ),
     (
-        "algorithm.advantage=grpo",
+        "rollout.n=1",
         "rollout.n=1: algorithm.advantage=grpo compares samples of a prompt; legal: at least 2",
     ),
     (

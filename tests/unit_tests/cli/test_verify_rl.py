@@ -97,7 +97,7 @@ def test_a_planted_fault_that_is_not_named_ends_with_1(
             "algorithm.kl.placement=reward",
         ),
         (["trainer.minibatch_size=3", "--layouts", "1"], "trainer.minibatch_size=3"),
-        (["reward.source=none", "--layouts", "1"], "reward.source=none with algorithm.advantage=gae: it makes"),
+        (["reward.source=none", "--layouts", "1"], "reward.source=none with algorithm.advantage=grpo: it makes"),
         (["reward.source=http", "--layouts", "1"], "reward.source: verify rl has its own; leave it out"),
         (
             ["algorithm.loss=kl_cov", "algorithm.advantage=grpo"],

@@ -9,6 +9,7 @@ from mega_rl.config.packaged import file_of, names
 from mega_rl.config.rules import check
 from mega_rl.config.rules.advice import advice
 
+SAVED = "checkpoint.save_interval=20"
 SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorithm.epochs=2")
 
 
@@ -30,6 +31,7 @@ SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorith
             "algorithm.advantage_settings.gae_lambda=0.95 with rollout.max_new_tokens=256: the score at the end",
             "set gae_lambda=1 with policy_lambda=0.95 or length_alpha=0.05",
         ),
+        (("checkpoint.save_interval=0",), "checkpoint.save_interval=0 with trainer.steps=100: ", "save_interval=20"),
         (("rollout.top_p=0.9",), "rollout.top_p=0.9: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
         (("rollout.top_k=50",), "rollout.top_k=50: training does not see", "set rollout.top_p=1 and rollout.top_k=0"),
         (
@@ -40,7 +42,7 @@ SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorith
     ],
 )
 def test_what_runs_and_seldom_should_is_warned_of_once(overrides: tuple[str, ...], beginning: str, fix: str) -> None:
-    config = load(None, overrides)
+    config = load(None, [SAVED, *overrides] if not overrides[0].startswith("checkpoint") else overrides)
     (line,) = advice(config)
     assert line.startswith(beginning)
     assert fix in line
@@ -52,6 +54,8 @@ def test_what_runs_and_seldom_should_is_warned_of_once(overrides: tuple[str, ...
     [
         (),
         SEVERAL,
+        ("checkpoint.save_interval=0", "trainer.steps=60"),
+        ("checkpoint.save_interval=0", "checkpoint.memory.interval=5"),
         ("algorithm.loss_settings.dual_clip=0",),
         ("rollout.temperature=0.7",),
         ("algorithm.advantage=gae", "algorithm.advantage_settings.gae_lambda=0.95", "rollout.max_new_tokens=99"),
@@ -60,7 +64,7 @@ def test_what_runs_and_seldom_should_is_warned_of_once(overrides: tuple[str, ...
     ],
 )
 def test_the_usual_is_not(overrides: tuple[str, ...]) -> None:
-    assert list(advice(load(None, overrides))) == []
+    assert list(advice(load(None, [SAVED, *overrides]))) == []
 
 
 @pytest.mark.parametrize("name", names())

@@ -93,10 +93,12 @@ def test_what_can_be_chosen_can_be_built_with_its_own_settings(choice: object, r
 
 
 def test_a_config_has_every_setting_of_its_choices() -> None:
-    config = load(None, ["algorithm.advantage_settings.gae_lambda=0.5", "algorithm.loss_settings={clip_high: 1}"])
+    gae = ["algorithm.advantage=gae", "algorithm.advantage_settings.gae_lambda=0.5"]
+    config = load(None, [*gae, "algorithm.loss_settings={clip_high: 1}"])
     assert config.algorithm.advantage_settings == defaults(GAESettings) | {"gae_lambda": 0.5}
     assert config.algorithm.loss_settings == {"clip_low": 0.2, "clip_high": 1.0, "dual_clip": 3.0}
-    assert load(None, ["algorithm.advantage=grpo"]).algorithm.advantage_settings == {"std": "group"}
+    assert load(None, ["algorithm.advantage=gae"]).algorithm.advantage_settings == defaults(GAESettings)
+    assert load(None, []).algorithm.advantage_settings == {"std": "group"}
     assert load(None, ["algorithm.advantage_settings=null"]) == Config()
 
 
@@ -133,10 +135,13 @@ def test_a_recipes_setting_stays_beside_an_argument_and_goes_with_its_choice(tmp
             "none",
         ),
         (
-            "algorithm.advantage_settings.gamma=2",
+            "algorithm.advantage=gae algorithm.advantage_settings.gamma=2",
             "algorithm.advantage_settings.gamma=2: must be at least 0 and at most 1",
         ),
-        ("algorithm.advantage_settings.whiten=1", "algorithm.advantage_settings.whiten=1: needs true or false"),
+        (
+            "algorithm.advantage=gae algorithm.advantage_settings.whiten=1",
+            "algorithm.advantage_settings.whiten=1: needs true or false",
+        ),
         (
             "algorithm.advantage_settings=3",
             "algorithm.advantage_settings=3: needs a mapping of names to values; write it as {name: value}",
@@ -145,7 +150,7 @@ def test_a_recipes_setting_stays_beside_an_argument_and_goes_with_its_choice(tmp
 )
 def test_mistakes_in_names_and_settings(override: str, line: str) -> None:
     built_in = ", ".join(ADVANTAGE.builtin)
-    assert problems(override) == [line.replace("gae, grpo", built_in)]
+    assert problems(*split(override)) == [line.replace("gae, grpo", built_in)]
 
 
 @pytest.mark.parametrize(
@@ -354,7 +359,7 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "which there must be several; legal: at most 7",
         ),
         (
-            "algorithm.advantage=opo",
+            "algorithm.advantage=opo rollout.n=1",
             "rollout.n=1: algorithm.advantage=opo compares samples of a prompt; legal: at least 2",
         ),
         (
@@ -389,7 +394,8 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "trainer would count as one to the reference; legal: auto, recompute",
         ),
         (
-            "algorithm.advantage=distillation model.ref_path=t algorithm.advantage_settings.reward_weight=0.5",
+            "algorithm.advantage=distillation model.ref_path=t rollout.n=1 "
+            "algorithm.advantage_settings.reward_weight=0.5",
             "algorithm.advantage_settings.reward_weight=0.5 with rollout.n=1: a reward is compared with those of the "
             "prompt's other samples; set rollout.n to 2 or more, or the weight to 0",
         ),
@@ -408,7 +414,7 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
         ),
         (
             "algorithm.loss=distillation model.ref_path=t",
-            "algorithm.advantage=gae has no effect with algorithm.loss=distillation, which reads no advantages; set "
+            "algorithm.advantage=grpo has no effect with algorithm.loss=distillation, which reads no advantages; set "
             "algorithm.advantage=distillation, or keep the advantages and another loss",
         ),
         (
@@ -429,7 +435,7 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
         ),
         (
             "reward.source=none",
-            "reward.source=none with algorithm.advantage=gae: it makes advantages of rewards; name who scores, as "
+            "reward.source=none with algorithm.advantage=grpo: it makes advantages of rewards; name who scores, as "
             "reward.source=function, or take algorithm.advantage=distillation, which learns from a teacher alone",
         ),
         (
@@ -483,7 +489,8 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
             "the KL of single tokens is lost; set algorithm.kl.placement=loss",
         ),
         (
-            "algorithm.advantage_settings.policy_lambda=0.95 algorithm.advantage_settings.length_alpha=0.05",
+            "algorithm.advantage=gae algorithm.advantage_settings.policy_lambda=0.95 "
+            "algorithm.advantage_settings.length_alpha=0.05",
             "algorithm.advantage_settings.policy_lambda=0.95 has no effect beside length_alpha=0.05",
         ),
     ],

@@ -52,7 +52,7 @@ SWITCHED_OFF = {
     "algorithm.advantage=grpo rollout.n=2": (
         "algorithm.advantage=gae", "optim.critic_lr=1e-3", "algorithm.critic_warmup_steps=3",
     ),
-    "algorithm.advantage=grpo rollout.n=3": ("algorithm.advantage_settings={gamma: 0.9}",),
+    "algorithm.advantage=grpo rollout.n=3": ("algorithm.advantage=gae", "algorithm.advantage_settings={gamma: 0.9}"),
     "algorithm.correction=none": ("algorithm.correction=tis", "algorithm.correction_settings={cap: 3.0}"),
     "algorithm.kl.placement=none": (
         "algorithm.kl.placement=loss", "algorithm.kl.control=adaptive", "algorithm.kl.target=0.3",
@@ -63,8 +63,8 @@ SWITCHED_OFF = {
     "rollout.backend=hf": (
         "rollout.backend=sglang", "trainer.async_steps=1", "algorithm.correction=tis", "rollout.sglang.server.tp=1",
     ),
-    "trainer.steps=1": ("optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),
-    "trainer.steps=15": ("optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),
+    "trainer.steps=1": ("algorithm.advantage=gae", "optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),
+    "trainer.steps=15": ("algorithm.advantage=gae", "optim.warmup_steps=10", "algorithm.critic_warmup_steps=10"),
 }  # fmt: skip
 
 

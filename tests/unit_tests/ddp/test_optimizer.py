@@ -100,7 +100,7 @@ def role_rates() -> dict[str, list[float]]:
 
     config = Config(
         optim=OptimConfig(lr=1.0, critic_lr=10.0, schedule="linear", warmup_steps=2, min_lr_ratio=0.1),
-        algorithm=AlgorithmConfig(critic_warmup_steps=3),
+        algorithm=AlgorithmConfig(advantage="gae", critic_warmup_steps=3),
         trainer=TrainerConfig(steps=8),
     )
     engines = {"actor": RecordingEngine({"loss": 1.0}), "critic": RecordingEngine({"loss": 1.0})}

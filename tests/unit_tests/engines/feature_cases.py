@@ -197,9 +197,9 @@ def run_config(engine: str, root: Path) -> Config:
         config,
         model=model,
         trainer=trainer,
-        algorithm=AlgorithmConfig(kl=KlConfig(placement="reward")),
+        algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(placement="reward")),
         data=DataConfig(train_files=[str(root / "train.jsonl")], max_prompt_tokens=8),
-        rollout=RolloutConfig(max_new_tokens=8, verify_interval=1),
+        rollout=RolloutConfig(n=1, max_new_tokens=8, verify_interval=1),
         reward=RewardConfig(source="model", model=RewardModelConfig(path=str(root / "reward"))),
         metrics=MetricsConfig(tensorboard=False, progress_bar=False, rollout_interval=0),
     )

@@ -16,7 +16,13 @@ NAME = "checkpoints in memory"
 
 def entries(*, ranks: int, nodes: int, interval: int = 1) -> dict[str, int]:
     config = with_settings(
-        Config(), {"checkpoint.memory.interval": interval, "engine.megatron.tp": 2, "model.path": "actor"}
+        Config(),
+        {
+            "algorithm.advantage": "gae",
+            "checkpoint.memory.interval": interval,
+            "engine.megatron.tp": 2,
+            "model.path": "actor",
+        },
     )
     setup = RunSetup(config, {"model.path": QWEN3_8B}, Machine(ranks, ranks // nodes))
     return host_bytes(setup, memory_of_stages(setup))

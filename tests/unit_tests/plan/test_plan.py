@@ -46,6 +46,7 @@ OF_8B = {
     f"{MEGATRON}.tp": 4,
     f"{MEGATRON}.sequence_parallel": True,
     "model.recompute": "selective",
+    "algorithm.advantage": "gae",
     "algorithm.kl.placement": "reward",
     "rollout.n": 4,
     "rollout.max_new_tokens": 2048,

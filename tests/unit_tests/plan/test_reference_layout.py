@@ -28,6 +28,7 @@ DISTILLED = {
     "algorithm.loss_aggregation": "token-mean",
     "trainer.microbatch.max_tokens": 16384,
     "data.max_prompt_tokens": 512,
+    "rollout.n": 1,
     "rollout.max_new_tokens": 1536,
     "trainer.prompts_per_step": 64,
     "trainer.minibatch_size": 64,

@@ -78,7 +78,7 @@ def of_follower(batch: dict[str, Tensor], run: dict[str, Any]) -> Tensor:
     keys["correction_settings"] = "correction_settings"
     chosen = {f"algorithm.{keys[name]}": value for name, value in run.items()}
     settings = lockstep_settings(algorithm_run({"algorithm.advantage": "grpo", **chosen}).config)
-    weights = aggregation_weights(LENGTHS, settings)
+    weights = aggregation_weights(list(zip((0, 0, 1, 1), LENGTHS, strict=True)), settings)
     total = torch.zeros((), dtype=torch.float64)
     for i, length in enumerate(LENGTHS):
         numbers = (batch[name][i, :length] for name in ("logprobs", "anchor", "rollout"))

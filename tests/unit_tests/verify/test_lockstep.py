@@ -61,10 +61,21 @@ VARIANTS: dict[str, dict[str, object]] = {
     "ratio to what sampled": {**GROUP_OF_SEQUENCES, "algorithm.old_logprobs": "rollout"},
     "leave one out": {"algorithm.advantage": "rloo"},
     "deviation of the batch": {"algorithm.advantage": "grpo", "algorithm.advantage_settings": {"std": "batch"}},
-    "lambda of the policy": {"algorithm.advantage_settings": {"gae_lambda": 0.95, "policy_lambda": 0.8}},
-    "lambda by length": {"algorithm.advantage_settings": {"length_alpha": 0.5, "gamma": 0.9}},
+    "lambda of the policy": {
+        "algorithm.advantage": "gae",
+        "algorithm.advantage_settings": {"gae_lambda": 0.95, "policy_lambda": 0.8},
+    },
+    "lambda by length": {
+        "algorithm.advantage": "gae",
+        "algorithm.advantage_settings": {"length_alpha": 0.5, "gamma": 0.9},
+    },
     "gspo": {**GROUP_OF_SEQUENCES, "algorithm.loss": "gspo"},
-    "cispo": {**GROUP_OF_SEQUENCES, "algorithm.loss": "cispo", "algorithm.loss_settings": {"cap": 1.5}},
+    "cispo": {
+        **GROUP_OF_SEQUENCES,
+        "algorithm.loss": "cispo",
+        "algorithm.loss_settings": {"cap": 1.5, "drift_coef": 0.5},
+        "algorithm.loss_aggregation": "prompt-mean",
+    },
     "truncated weights of tokens": {**ALGORITHMS["tis"], "algorithm.loss_aggregation": "seq-mean-token-sum"},
     "sets without a deviation": {
         **ALGORITHMS["pass_at_k"],

@@ -53,8 +53,9 @@ def whitened(rows: list[Row]) -> list[Row]:
     return [[(value - mean) / math.sqrt(variance + 1e-8) for value in row] for row in rows]
 
 
-def aggregation_weights(lengths: Sequence[int], settings: LockstepSettings) -> Row:
-    """Return the weight that each token of a row has in its mini-batch's loss, one number for each row."""
+def aggregation_weights(sizes: Sequence[tuple[int, int]], settings: LockstepSettings) -> Row:
+    """Return the weight that each token of a row has in its mini-batch's loss, by each row's (prompt, tokens)."""
+    lengths = [length for _, length in sizes]
     tokens, rows = sum(lengths), len(lengths)
     if settings.aggregation == "token-mean":  # DAPO, arXiv:2503.14476, eq. 8
         return [1 / tokens for _ in lengths]
@@ -62,6 +63,9 @@ def aggregation_weights(lengths: Sequence[int], settings: LockstepSettings) -> R
         return [1 / (rows * length) for length in lengths]
     if settings.aggregation == "seq-mean-token-sum":
         return [1 / rows for _ in lengths]
+    if settings.aggregation == "prompt-mean":  # ScaleRL, arXiv:2510.13786
+        num_prompts = len({prompt for prompt, _ in sizes})
+        return [1 / (num_prompts * sum(n for other, n in sizes if other == prompt)) for prompt, _ in sizes]
     return [1 / (rows * settings.max_response_tokens) for _ in lengths]  # Dr. GRPO, arXiv:2503.20783
 
 

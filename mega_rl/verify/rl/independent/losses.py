@@ -120,15 +120,15 @@ def from_teacher(tokens: ResponseTokens, choice: Algorithm, formulas: Formulas) 
     return formulas.divergence(tokens.student, tokens.teacher, tokens.temperature, choice["beta"])
 
 
-# Name -> (formula, the settings that it reads).
+# Name -> (formula, the settings that it reads; drift_coef is the trainer's, as the coefficients of entropy and KL).
 LOSSES: Mapping[str, tuple[Callable[[ResponseTokens, Algorithm, Formulas], Tensor], frozenset[str]]] = {
     "ppo": (clipped, frozenset({"clip_low", "clip_high", "dual_clip"})),
     "gspo": (of_sequences, frozenset({"clip_low", "clip_high"})),
     "gmpo": (geometric_mean, frozenset({"clip_low", "clip_high"})),
-    "cispo": (capped, frozenset({"cap"})),
+    "cispo": (capped, frozenset({"cap", "drift_coef"})),
     "sapo": (gated, frozenset({"tau_positive", "tau_negative"})),
-    "dppo_tv": (masked_by_variation, frozenset({"threshold", "cap"})),
-    "dppo_kl": (masked_by_divergence, frozenset({"threshold", "cap"})),
+    "dppo_tv": (masked_by_variation, frozenset({"threshold", "cap", "drift_coef"})),
+    "dppo_kl": (masked_by_divergence, frozenset({"threshold", "cap", "drift_coef"})),
     "clip_cov": (without_covariant, frozenset({"threshold", "clip_low", "clip_high", "dual_clip"})),
     "distillation": (from_teacher, frozenset({"beta"})),
     "kl_cov": (punished_covariant, frozenset({"threshold", "coef", "dual_clip"})),

@@ -40,7 +40,7 @@ class LockstepSettings:
     temperature: float
     value_clip: float  # 0: none
     entropy_coef: float
-    aggregation: str  # token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm
+    aggregation: str  # token-mean, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm, prompt-mean
     max_response_tokens: int
     stop_tokens: frozenset[int]  # a response that ends with another one was cut off
     overlong_filter: bool  # responses that were cut off do not train

@@ -205,7 +205,8 @@ class IndependentTrainer:
         """Make one step of the policy."""
         settings, formulas = self._settings, self._formulas
         loss_of, correction = LOSSES[settings.loss.name][0], CORRECTIONS[settings.correction.name][0]
-        weights = aggregation_weights([row.sample.length for row in rows], settings)
+        weights = aggregation_weights([(row.sample.prompt, row.sample.length) for row in rows], settings)
+        drift_coef = settings.loss.numbers.get("drift_coef", 0.0)
         with torch.no_grad():
             now = [self.policy.logprobs(row.sample, settings.temperature) for row in rows]
             teacher = [self._teacher_logits(row.sample) for row in rows]
@@ -219,7 +220,7 @@ class IndependentTrainer:
             read = (logits, teacher[i], settings.temperature)
             tokens = ResponseTokens(logprobs, anchors[i], sampler, row.advantages, *read)
             loss = correction(tokens, settings.correction) * loss_of(tokens, settings.loss, formulas)
-            loss = loss - settings.entropy_coef * entropy
+            loss = loss - settings.entropy_coef * entropy + drift_coef * (logprobs - sampler) ** 2 / 2
             if settings.kl_placement == "loss":
                 loss = loss + self._kl_coef * kl_term(settings.kl_estimator, logprobs, row.ref, tokens.ratio)
             return weights[i] * loss
