@@ -63,22 +63,6 @@ class LayerShape:
         return 1 / self.layout.tp if self.layout.sequence_parallel else 1.0
 
 
-def activation_bytes(
-    hf: HFConfig,
-    layout: ParallelLayout,
-    tokens: int,
-    *,
-    recompute: Recompute | None = None,
-    spec: Spec = "local",
-    moe: bool = False,
-    kernel: Kernel | None = None,
-    itemsize: int = 2,
-) -> int:
-    """Return the bytes that one layer keeps of `tokens` tokens, sequences of one length; `moe`: of a mixture."""
-    shape = LayerShape(hf, layout, spec, kernel, moe, itemsize)
-    return round(tokens * sum(kept(shape, recompute or Recompute()).values()))
-
-
 def kept(shape: LayerShape, recompute: Recompute) -> dict[str, float]:
     """Return what a layer keeps for its backward, in bytes per token, by tensor."""
     if recompute.mode == "full":

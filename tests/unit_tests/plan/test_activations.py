@@ -12,7 +12,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Spec
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.plan.activations import LayerShape, Recompute, activation_bytes, kept
+from mega_rl.plan.activations import LayerShape, Recompute, kept
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.plan.activations_on_ranks import CASES, run_cases
@@ -82,6 +82,13 @@ def per_token(hf: HFConfig, layout: ParallelLayout, case: dict[str, Any], *, spe
     layers = [sum(kept(replace(shape, moe=hf.is_moe(i)), recompute).values()) for i in range(hf.num_layers)]
     final = hf.hidden_size * (4 if hf.zero_centered_norm else b) * shape.share + hf.hidden_size * b * shape.share
     return [*layers, final, hf.vocab_size / layout.tp * b]
+
+
+def activation_bytes(
+    hf: HFConfig, layout: ParallelLayout, tokens: int, *, recompute: Recompute | None = None, spec: Spec = "local"
+) -> int:
+    """Return the bytes that one dense layer keeps of `tokens` tokens, sequences of one length."""
+    return round(tokens * sum(kept(LayerShape(hf, layout, spec), recompute or Recompute()).values()))
 
 
 def test_real_models_have_the_known_sizes() -> None:
