@@ -267,7 +267,10 @@ def test_a_resumed_run_is_bit_equal(folder: Path, runs: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((ON,), "max_generations=4 drops groups that others learn from: it needs an estimator that compares samples"),
+        (
+            (ON, "algorithm.advantage=gae"),
+            "max_generations=4 drops groups that others learn from: it needs an estimator that compares samples",
+        ),
         (("rollout.dynamic_sampling.prompts=8",), "prompts=8 has no effect: it needs rollout.dynamic_sampling.max_gen"),
         ((*GRPO, "rollout.dynamic_sampling.max_generations=1"), "max_generations=1 has no effect: a step draws the"),
         (
