@@ -50,7 +50,7 @@ PACKAGES = (
 )
 # Of the extra `gpu`, and no dependency. Megatron-Core imports it wherever it is installed; 0.16.1 asks for >=2.9,<2.12.
 TRANSFORMER_ENGINE = Package("transformer-engine", "==2.11.*", "2.11.0", "2.11.0")
-_KERNELS = {"13": "transformer-engine-cu13", "12": "transformer-engine-cu12"}  # by CUDA's release
+_KERNELS = {"13": "transformer-engine-cu13", "12": "transformer-engine-cu12"}  # CUDA release -> package
 
 
 @cache

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 _REFUSED = (nodes_of.Pow, nodes_of.Import, nodes_of.FromImport, nodes_of.Include, nodes_of.Extends, nodes_of.Const)
-MAX_CONSTANT = 10**7  # of whole numbers in a chat template
+MAX_CONSTANT = 10**7  # largest whole number in a chat template
 
 
 @dataclass(frozen=True)

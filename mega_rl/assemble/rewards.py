@@ -114,7 +114,7 @@ def check_sources(
 
 
 def _unknown_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
-    """Return what is wrong with rows whose tests `code_tests` cannot judge by; None without any. Tries asserts."""
+    """Return an error line for rows whose tests cannot judge a program, or None. Tries the tests."""
     if not runs_code(reward):
         return None
     rows: dict[AssertCase, list[int]] = {}

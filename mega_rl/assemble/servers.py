@@ -161,7 +161,7 @@ def listening_address(setting: str, world: Ranks, *, hosts: int) -> str:
     here = [f"{name} ({address_of(name)})" for name in psutil.net_if_addrs() if not is_loopback(address_of(name))]
     addresses, interfaces = zip(*world.gather_json([own, here]), strict=True)
     local = [rank for rank, address in enumerate(addresses) if is_loopback(address)]
-    if local and len(local) < world.size:  # where all are loopback, every rank is on this machine
+    if local and len(local) < world.size:  # all are loopback: every rank is on this machine
         raise UserError(
             f"rollout.sglang.server.host={setting}: the run has {hosts} hosts, whose servers must reach each other's "
             f"ranks, and {master} (MASTER_ADDR) is loopback on the host of rank {local[0]}; name the interface between "

@@ -91,7 +91,7 @@ class RunLock:
                 folder.rmdir()  # one that is no longer empty stays, by an OSError
 
     def _close(self) -> None:
-        with contextlib.suppress(OSError):  # of data that could not be written, after which it is closed all the same
+        with contextlib.suppress(OSError):  # data that cannot be written; the file is closed anyway
             if self._fd is not None:
                 os.close(self._fd)
         self._fd = None

@@ -39,7 +39,7 @@ _COMMANDS = (
     Later("Train", "checkpoint", "checkpoint:app", "List, verify, export and remove the checkpoints of a run."),
     Later("Look", "report", "show.report:report",
           "Write curves, warnings, times, settings and samples of runs as one HTML file that needs no network."),
-    Later("Look", "view", "show.view:view", "Show runs that go on as a page on this machine, from their files alone."),
+    Later("Look", "view", "show.view:view", "Show live runs as a page on this machine, from their files only."),
     Later("Look", "plot", "show.plot:plot", "Draw the curves of a run, or of several runs in the same panels."),
     Later("Check", "doctor", "show.doctor:doctor",
           "List versions, devices and optional packages, and what is used where one is missing."),

@@ -23,7 +23,7 @@ app = Commands(name="checkpoint", help="List, verify, export and remove the chec
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (trainer.run_dir), or its checkpoints folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ROLES = ("actor", "critic")
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of model.dtype
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # model.dtype -> server's dtype
 
 
 @app.command("list")

@@ -36,7 +36,7 @@ class _Command(TyperCommand):
 class Later:
     """A command, or group of commands, whose module is imported when it is called or its own help is asked for."""
 
-    section: str  # of the help; empty: not shown
+    section: str  # heading in the help; empty: not shown
     name: str
     place: str  # "module:name" of a function or a `Commands` in mega_rl.cli
     summary: str

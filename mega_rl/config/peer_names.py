@@ -13,7 +13,7 @@ for _peer, _name, _setting in rows_of("peer_names.tsv"):
 
 
 def in_peers(key: str) -> str:
-    """Return what an unknown key is called here, if a peer has it: "TRL's num_generations is rollout.n here"; else "".
+    """Return the setting here for a peer's name: "TRL's num_generations is rollout.n here"; "" if no peer has the key.
 
     The longest ending of the key that a peer has decides; dashes count as underscores.
     """

@@ -14,7 +14,7 @@ _TAKEN = {"conversation", "messages", "tools", "chat_template", "add_generation_
 _TAKEN |= {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
 _TAKEN |= {"return_assistant_tokens_mask"}
 
-Message = dict[str, Any]  # of a conversation, as {"role": "user", "content": "3+4="}
+Message = dict[str, Any]  # one of a conversation: {"role": "user", "content": "3+4="}
 
 
 class RowProblem(Exception):

@@ -25,7 +25,7 @@ from mega_rl.types import Answer, Prompt
 if TYPE_CHECKING:
     import pyarrow
 
-BATCH_ROWS = 1024  # of a Parquet file that are decoded at once
+BATCH_ROWS = 1024  # rows of a Parquet file decoded at once
 
 
 @dataclass(frozen=True)

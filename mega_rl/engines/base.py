@@ -97,7 +97,7 @@ class EngineSettings:
     timeout_s: float  # of collectives
     temperature: float  # of rollouts, and so of log-probs
     export_bucket_bytes: int
-    hidden_tokens: IdRanges = ()  # that rollouts never sample, and so have probability 0
+    hidden_tokens: IdRanges = ()  # never sampled by rollouts: probability 0
 
 
 @dataclass(frozen=True)

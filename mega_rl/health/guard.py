@@ -45,7 +45,7 @@ class Guard:
         if error is None or heartbeat.ended is not None:  # said by a guard further inside
             return
         text = str(error) or type(error).__name__
-        if isinstance(error, SystemExit):  # of a user's code or a library; exit code 0 would say that all is well
+        if isinstance(error, SystemExit):  # from user code or a library; code 0 would mean success
             place = place_of_error(error)
             where = "" if place is None else f" (at {place.file}:{place.line} in {place.function})"
             text = f"SystemExit({error.code}) was raised inside of the run{where}"

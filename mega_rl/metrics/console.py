@@ -33,7 +33,7 @@ _COLUMNS = (
 # Parts of a step that are no training: they come at intervals and would make the pace of steps look uneven.
 _BESIDE = ("time/validate_s", "time/checkpoint_s")
 LEAST_BESIDE_S = 0.05  # shorter ones are not worth a column
-MAX_SAMPLE_CHARACTERS = 400  # of a prompt or response that is shown
+MAX_SAMPLE_CHARACTERS = 400  # shown of a prompt or response
 
 
 def step_line(step: int, metrics: Metrics, *, parts: Sequence[str] = (), width: int | None = None) -> str:

@@ -49,7 +49,7 @@ def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
 
 
 def weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> list[str]:
-    """Return what is wrong with the weight files of the checkpoints, and with files that an export copies."""
+    """Return the errors in weight files of the checkpoints and in files that an export copies."""
     paths = {key: path for key, path in checkpoint_paths(config).items() if key in checkpoints}
     problems = [f"{key}: {problem}" for key, path in paths.items() for problem in _weight_files(Path(path))]
     if "model.path" in paths and (config.checkpoint.hf_final or config.checkpoint.hf_interval):

@@ -51,7 +51,7 @@ def plan_lines(recipe: Path, overrides: Sequence[str], options: PlanOptions) -> 
     memory = smallest_gpu() if given is None else given
     setup = read_setup(recipe, overrides, Machine(options.gpus, options.gpus_per_node, memory, has_te))
     if problems := [f"{key}: {why}" for key, hf in setup.checkpoints.items() for why in untrained(hf)]:
-        raise UserErrors(problems)  # as training does
+        raise UserErrors(problems)  # the same errors as in training
     if options.search and setup.config.engine.backend != "megatron":
         raise UserError("--search: engine.backend=fsdp has no layouts, every rank holds a share of everything")
     if options.server_gpus and not (hardware and setup.config.rollout.sglang.urls):

@@ -43,7 +43,7 @@ def standard_error() -> Console:
 
 
 class _StandardError(Console):
-    """A console that outlives its reader, as `| head`: a run goes on, and writes into nothing."""
+    """A console that outlives its reader, such as `| head`: the run continues and its lines are lost."""
 
     def on_broken_pipe(self) -> None:
         """Send what comes to /dev/null; rich would end the program."""

@@ -94,7 +94,7 @@ def to_script_data(content: object) -> str:
 
 
 def _facts(run: Run) -> JsonFields:
-    """Return what the heading says of a run beside its settings and curves."""
+    """Return the facts of a run for the heading of the page."""
     facts: JsonFields = {"label": run.label, "last": run.last_step, "seed": run.config.get("trainer.seed")}
     if run.series:
         facts["date"] = f"{datetime.fromtimestamp((run.folder / METRICS).stat().st_mtime):%Y-%m-%d %H:%M}"

@@ -14,7 +14,7 @@ from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.types import IdRanges
 
 ALL_FURTHER = 1 << 40  # end of a range without one: vocabularies of one tokenizer are padded to different sizes
-NEARLY_ZERO = 1e-3  # of the median norm of an embedding's rows
+NEARLY_ZERO = 1e-3  # share of the median norm of an embedding's rows
 
 
 def hidden_tokens(path: Path, stop_token_ids: Sequence[int] = ()) -> IdRanges:

@@ -83,7 +83,7 @@ class GradientSpikes:
     """Warning at each step with an update whose gradient norm is a hundred times the run's median."""
 
     def __init__(self) -> None:
-        self._norms: list[float] = []  # of each step, the mean over its updates
+        self._norms: list[float] = []  # mean over the updates of each step
 
     def __call__(self, metrics: Metrics) -> None:
         """Take the metrics of one step."""

@@ -62,7 +62,7 @@ class RunSettings:
     """Length of the run, samples of a prompt, and intervals of validation, saving, export and dumps."""
 
     steps: int
-    samples: int = 0  # of each prompt; 0: as many as the rollout source gives
+    samples: int = 0  # samples of each prompt; 0: as many as the source gives
     val_interval: int = 0  # steps; 0 never
     save_interval: int = 0  # steps; 0 never
     memory_interval: int = 0  # steps between checkpoints in the hosts' memory; 0 never

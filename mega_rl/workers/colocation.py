@@ -75,7 +75,7 @@ class SharedDevices:
             self._bytes["memory/training_bytes"] = float(self.models.take_largest())
         self._ask(self.servers.release, [tag for tag in reversed(TAGS) if tag in set(now.servers) - set(stage.servers)])
         offloaded = self.models.hold(self._residents(stage))
-        self.models.accelerator.empty_cache()  # of what was not a model's: the buckets of weights that were sent
+        self.models.accelerator.empty_cache()  # frees buckets of weights that were sent
         self.models.take_largest()
         self._bytes[f"memory/{stage.name}_bytes"] = float(self.models.accelerator.memory_allocated())
         self._ask(self.servers.resume, [tag for tag in TAGS if tag in set(stage.servers) - set(now.servers)])

@@ -98,7 +98,7 @@ class Door:
     def __init__(self, listener: socket.socket, key: bytes, *, silent_s: float = SILENT_S) -> None:
         self._listener, self._key, self._silent_s = listener, key, silent_s
         self._arrived: queue.SimpleQueue[tuple[Channel, Joining]] = queue.SimpleQueue()
-        self._lines = 0  # of calls that came to nothing
+        self._lines = 0  # lines logged about refused calls
         self._is_closed = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)

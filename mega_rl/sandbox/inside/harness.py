@@ -95,7 +95,7 @@ class CandidateChannel:
                 own.update(new)
 
     def name(self, name: str) -> Value:
-        """Return what the candidate has by a name; what a name with a capital gives may be an object."""
+        """Return the candidate's value of a name; a name with a capital letter may give an object."""
         value = self.ask("name", name)
         return asked_for(value) if name[:1].isupper() else value
 

@@ -16,7 +16,7 @@ from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.records.format import WEIGHTS
 from mega_rl.records.reader import Record
 
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # of model.dtype
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # model.dtype -> server's dtype
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from mega_rl.verify.rl.independent.records import LockstepSettings
 from mega_rl.verify.rl.inputs import EOS
 
 _TEXT = files("mega_rl.verify.rl").joinpath("algorithms.toml").read_text("utf-8")
-# Settings that make an algorithm, by name, beside the defaults.
+# Settings of an algorithm that differ from the defaults, by its name.
 ALGORITHMS: dict[str, Mapping[str, object]] = {name: flattened(own) for name, own in tomllib.loads(_TEXT).items()}
 # What the independent trainer has formulas for: settings that each reads, by kind of choice and name.
 FORMULAS: Mapping[str, Mapping[str, frozenset[str]]] = {

@@ -26,7 +26,7 @@ class RewardRule:
     stop_tokens: frozenset[int]  # one at the end of a response is not in its text
     # Samples in the order in which their rewards go to the samples: each has its own.
     placed: Callable[[Sequence[ScoredSample]], Sequence[ScoredSample]] = list
-    answers: Mapping[str, str] = field(default_factory=dict)  # of the data's rows, by the text of their prompts
+    answers: Mapping[str, str] = field(default_factory=dict)  # answers of the data's rows, by prompt text
 
     def scored(self, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
         """Return the samples with rewards by their own tokens, whatever rewards they came with."""

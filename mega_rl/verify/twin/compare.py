@@ -19,7 +19,7 @@ from mega_rl.verify.twin.shrink import Twin, num_elements, write_twin
 
 GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
 TIMEOUT_S = 600.0
-_LOAD_BYTES = 8  # of memory for each element: transformers loads float32, and splits experts into copies
+_LOAD_BYTES = 8  # bytes per element: transformers loads float32, and splits experts into copies
 _NOT_INDEPENDENT = (
     "transformers has not loaded the whole checkpoint, which is quantised or would take over half of the memory: "
     "tensors that are left out or held twice were judged by mega_rl only"

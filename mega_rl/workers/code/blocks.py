@@ -8,7 +8,7 @@ import warnings
 
 # No two parts match the same characters next to each other, so that a line is read in linear time.
 _FENCE = re.compile(r"[ \t]{0,8}(?P<fence>`{3,}|~{3,}(?!~))[ \t]*(?P<rest>(?:[^ \t`\r\n][^`\r\n]*)?)\r?\n?")
-MOST_CHARACTERS = 1 << 15  # of a program that is parsed outside of a sandbox: half a second at most
+MOST_CHARACTERS = 1 << 15  # longest program parsed outside a sandbox: half a second
 PYTHON = ("", "python", "python3", "py")
 
 

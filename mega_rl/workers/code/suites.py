@@ -14,7 +14,7 @@ from mega_rl.sandbox.limits import Sandbox
 from mega_rl.sandbox.orders import Order, harness_text
 
 MODULES = sys.stdlib_module_names | {"np", "numpy", "pd", "pandas", "scipy", "sympy", "torch"}
-SUITES_A_RUN = 128  # of tests over a stub; a few milliseconds each
+SUITES_A_RUN = 128  # suites tried over a stub in one sandbox; a few milliseconds each
 
 
 class UnknownTestsError(ValueError):

@@ -20,9 +20,9 @@ def answered(rollout: Rollout) -> list[int]:
 class SampledResponse(NamedTuple):
     """Token ids between a prompt and the end of its row, without the stop tokens that ended the policy's turns."""
 
-    token_ids: tuple[int, ...]  # of the policy and of others, as tools
-    turns: tuple[tuple[int, ...], ...]  # of the policy, without empty ones
-    num_tokens: int  # that the policy sampled, stop tokens among them
+    token_ids: tuple[int, ...]  # the policy's and those of others, such as tools
+    turns: tuple[tuple[int, ...], ...]  # the policy's turns, without empty ones
+    num_tokens: int  # sampled by the policy, stop tokens included
     finished: bool
 
     @classmethod

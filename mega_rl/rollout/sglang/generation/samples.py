@@ -17,7 +17,7 @@ class Sampling:
     top_k: int  # 0 keeps all tokens
     max_new_tokens: int  # of a response, unless its request has a limit of its own
     stop_token_ids: tuple[int, ...]  # sorted, the model's end-of-sequence ids among them
-    hidden_token_ids: tuple[int, ...] = ()  # that no response may hold
+    hidden_token_ids: tuple[int, ...] = ()  # no response may hold them
     greedy: bool = False
     return_routing: bool = False
 

@@ -25,7 +25,7 @@ from mega_rl.errors import UserError
 SGLANG_VERSION = "0.5.20"  # the only release that the launcher, the client and the weight updates were tested with
 CPU_REQUIREMENTS = Path(__file__).parents[1] / "requirements-cpu.txt"
 FOLDER = "sglang"  # below the environment's prefix
-SYSTEM_TOOLKIT = Path("/usr/local/cuda")  # where SGLang looks for nvcc at last
+SYSTEM_TOOLKIT = Path("/usr/local/cuda")  # the last place where SGLang looks for nvcc
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def with_tools(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def missing_tools(variables: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield what a server on CUDA needs to compile its kernels and lacks, in this environment or `variables`."""
+    """Yield the missing tools by which a server on CUDA compiles kernels, in this environment or `variables`."""
     given = with_tools(of_other_programs() if variables is None else variables)
     if not os.access(_nvcc(given), os.X_OK):
         yield f"no compiler {_nvcc(given)}: install the CUDA toolkit or set CUDA_HOME to its folder"

@@ -44,7 +44,7 @@ class ServerSettings:
     memory_saver: bool = False  # CUDA: weights and KV cache can be released
     deterministic: bool = False  # CUDA: the same tokens whatever else is in the batch
     base_gpu: int = 0  # CUDA: the first of `tp_here` devices, counted in CUDA_VISIBLE_DEVICES
-    seed: int = 0  # of draws for which a request's own seed does not count; CUDA: all unless `deterministic`
+    seed: int = 0  # for draws that ignore the request's seed; on CUDA all, unless `deterministic`
     start_timeout_s: float = 600.0  # from start() to the first token
     return_routing: bool = False  # requests may ask for the experts of their tokens
     args: Mapping[str, object] = field(default_factory=dict)  # further ones, by SGLang's names; see `command_line`

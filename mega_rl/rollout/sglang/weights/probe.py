@@ -58,7 +58,7 @@ class Probe:
     temperature: float  # that divides the trainer's logits
     num_tokens: int
     limits: ProbeLimits
-    hidden_token_ids: tuple[int, ...] = ()  # of probability 0 at the trainer
+    hidden_token_ids: tuple[int, ...] = ()  # probability 0 in the trainer
 
     def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> Probed:
         """Probe `servers`; controls: of the servers that this rank steers."""

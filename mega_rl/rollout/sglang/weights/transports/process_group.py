@@ -71,7 +71,7 @@ class DistributedTransport:
         self._buckets = weights.buckets(bucket_bytes, by_stage=True)
         self._sources = first_ranks(weights.engine.sharding.layout)
         self._world: Meeting | None = None
-        self._part: Meeting | None = None  # of the sources, or of all others, which never meet
+        self._part: Meeting | None = None  # ranks that send, or all others
         self._groups: _Groups | None = None
 
     @property
