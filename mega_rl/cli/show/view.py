@@ -16,7 +16,7 @@ def view(
     port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535)] = 0,
     refresh: Annotated[int, typer.Option("--refresh", help="Seconds between two looks at the files.", min=1)] = 5,
 ) -> None:
-    """Show runs that go on as a page on this machine, from their files alone; Ctrl-C ends it."""
+    """Show live runs as a page on this machine, from their files only; Ctrl-C ends it."""
     progress.show_progress()
     with progress.phase("reading runs"):
         server = ViewServer(runs, port=port, refresh_s=refresh)
