@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from mega_rl import progress
 from mega_rl.assemble.data import load_tokenizer
 from mega_rl.assemble.roles import Roles
 from mega_rl.config.plugins.choices import ADVANTAGE
@@ -100,12 +101,13 @@ def check_sources(
     train: Sequence[Prompt],
     held_out: Sequence[PromptSet],
 ) -> None:
-    """Raise UserErrors where the data sources of the rows are not those of reward.sources, or tests have no known form.
+    """Raise UserErrors where the data sources of the rows are not those of reward.sources, or tests judge nothing.
 
     train: empty of an evaluation, whose rows need not have every source.
     """
-    if problem := _unknown_tests(config.reward, [*train, *(prompt for one in held_out for prompt in one.prompts)]):
-        raise UserError(problem)
+    if runs_code(config.reward):
+        with progress.phase("trying the tests of the data", announce=True):
+            check_tests(config.reward, [*train, *(prompt for one in held_out for prompt in one.prompts)])
     if not isinstance(prepared, FunctionRewards | PooledRewards) or not isinstance(prepared.call, FunctionSet):
         return
     others = [prompt for one in held_out for prompt in one.prompts]
@@ -113,10 +115,10 @@ def check_sources(
         raise UserErrors(problems)
 
 
-def _unknown_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> str | None:
-    """Return an error line for rows whose tests cannot judge a program, or None. Tries the tests."""
+def check_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise UserError where the tests of some rows cannot judge a program. Tries the tests over a stub."""
     if not runs_code(reward):
-        return None
+        return
     rows: dict[AssertCase, list[int]] = {}
     for prompt in prompts:
         names = reward.sources.get(prompt.source, ()) if reward.sources else reward.functions
@@ -125,7 +127,8 @@ def _unknown_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> str | Non
         try:
             asserts = [case for case in read_cases(prompt.answer, prompt.row) if isinstance(case, AssertCase)]
         except UnknownTestsError as error:
-            return f"row {prompt.index}: the reward function {CODE_TESTS} cannot read its tests: {error}"
+            problem = f"row {prompt.index}: the reward function {CODE_TESTS} cannot read its tests: {error}"
+            raise UserError(problem) from None
         for case in asserts:
             rows.setdefault(case, []).append(prompt.index)
     unfit: dict[str, set[int]] = {}
@@ -133,7 +136,8 @@ def _unknown_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> str | Non
         if why:
             unfit.setdefault(why, set()).update(numbers)
     problems = [f"they {why} (rows {', '.join(map(str, sorted(numbers)))})"[:400] for why, numbers in unfit.items()]
-    return f"the reward function {CODE_TESTS} cannot judge by some tests: {'; '.join(problems)}" if problems else None
+    if problems:
+        raise UserError(f"the reward function {CODE_TESTS} cannot judge by some tests: {'; '.join(problems)}")
 
 
 def build_reward(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import functools
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,14 +20,26 @@ import jinja2.parser
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from mega_rl.data.conversation import Message
+from mega_rl.errors import UserError
 
 OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run itself sets
 _DATE = "strftime_now"  # function that templates call with a format
 _FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", _DATE}
 # A template is a program of the model's author, and may end with any of these.
 TEMPLATE_ERRORS = (
-    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, jinja2.TemplateError,
+    ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
+    jinja2.TemplateError,
 )  # fmt: skip
+DEADLINE_S = 10.0  # of one conversation; usual ones take some ten microseconds
+_begun: dict[int, float] = {}  # threads that render a template, with the time at which they began
+_begun_lock = threading.Lock()
+
+
+class TemplateDeadline(UserError):
+    """A chat template that renders one conversation for longer than its deadline."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the tokenizer's chat template has not rendered one conversation in {DEADLINE_S:g} s")
 
 
 class TemplateOwner(Protocol):
@@ -32,6 +48,38 @@ class TemplateOwner(Protocol):
     def apply_chat_template(self, conversation: list[Message], **settings: Any) -> Any:
         """Return the conversation as one string (with tokenize=False)."""
         ...
+
+
+def apply_template(tokenizer: TemplateOwner, messages: list[Message], **settings: Any) -> str:
+    """Return the text of a conversation. Raises one of TEMPLATE_ERRORS, and UserError where it takes too long.
+
+    A template's loops are Python code, which an exception from another thread ends.
+    """
+    _watch()
+    thread = threading.get_ident()
+    _begun[thread] = time.monotonic()
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
+    finally:
+        with _begun_lock:
+            _begun.pop(thread, None)
+
+
+@functools.cache
+def _watch() -> None:
+    """Start the thread that ends late templates, once for a process."""
+
+    def end_late_ones() -> None:
+        while True:
+            time.sleep(DEADLINE_S / 10)
+            with _begun_lock:
+                for thread in [one for one, begun in _begun.items() if time.monotonic() - begun > DEADLINE_S]:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(thread), ctypes.py_object(TemplateDeadline)
+                    )
+                    del _begun[thread]
+
+    threading.Thread(target=end_late_ones, name="templates", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -56,7 +104,7 @@ class ChatTemplate:
         variables: of the row, over those of the run. Raises one of TEMPLATE_ERRORS where the template refuses them.
         """
         kwargs = {**self.kwargs, **variables} | ({} if self.date is None else {_DATE: self.date.strftime})
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
+        return apply_template(self.tokenizer, messages, add_generation_prompt=True, **kwargs)
 
     @cached_property
     def _reads(self) -> frozenset[str] | None:

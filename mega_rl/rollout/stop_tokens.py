@@ -6,22 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jinja2
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from mega_rl.data.chat import TEMPLATE_ERRORS, apply_template
 from mega_rl.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_TEMPLATE_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    jinja2.TemplateError,
-)
 _ANSWER = "Zq7answer"  # stands for an answer in a rendered turn; no template has it
 
 
@@ -91,8 +82,8 @@ def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the first special token after an assistant's answer; None where the template puts none there."""
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except _TEMPLATE_ERRORS:  # a template that refuses such turns says so of the data's
+        rendered = apply_template(tokenizer, turns)
+    except TEMPLATE_ERRORS:  # a template that refuses such turns says so of the data's
         return None
     _, separator, rest = rendered.rpartition(_ANSWER)
     ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if separator and rest else []

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import jinja2
 import torch
 from torch import Tensor
 
+from mega_rl.data.chat import TEMPLATE_ERRORS, apply_template
 from mega_rl.data.prompts import Tokenizer
+from mega_rl.data.rows import one_line
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
@@ -152,9 +153,9 @@ class TemplateConversion:
         turns = [*(prompt.messages or (("user", prompt.text),)), ("assistant", response.transcript or response.text)]
         conversation = [{"role": role, "content": content} for role, content in turns]
         try:
-            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=False))
-        except (ValueError, jinja2.TemplateError) as error:
-            reason = " ".join(str(error).split())
+            return apply_template(self._tokenizer, conversation, add_generation_prompt=False)
+        except TEMPLATE_ERRORS as error:
+            reason = one_line(error) or type(error).__name__
             what = f"the reward model's chat template refuses the conversation: {reason}"
             raise no_score(what, prompt, response) from error
 

@@ -59,11 +59,12 @@ def open_streams(
     columns: RewardColumns,
     ranks: Ranks,
     check: Callable[[list[Prompt]], None],
+    check_block: Callable[[Sequence[Prompt]], None] | None = None,
 ) -> TrainStreams | None:
     """Open the run's streams and read the first block of each on rank 0; None for a run without; collective.
 
-    check: raises UserError for prompts that the reward cannot score; given those of the first blocks. Raises UserErrors
-    on all ranks.
+    check: raises UserError for prompts that the reward cannot score; given those of the first blocks. check_block:
+    likewise, given those of each block. Raises UserErrors on all ranks.
     """
     if not config.data.stream.rows:
         return None
@@ -71,7 +72,7 @@ def open_streams(
 
     def read() -> str:
         digest, first = hashlib.sha256(), []
-        for name, reader in stream_readers(config, tokens, vocab_size, columns):
+        for name, reader in stream_readers(config, tokens, vocab_size, columns, check_block):
             readers[name] = reader
             prompts = reader.first_block()
             first += prompts
@@ -87,7 +88,11 @@ def open_streams(
 
 
 def stream_readers(
-    config: Config, tokens: Tokens, vocab_size: int, columns: RewardColumns
+    config: Config,
+    tokens: Tokens,
+    vocab_size: int,
+    columns: RewardColumns,
+    check: Callable[[Sequence[Prompt]], None] | None = None,
 ) -> Iterator[tuple[str, StreamReader]]:
     """Yield the readers of all streams by name. Raises UserError."""
     data = config.data
@@ -105,7 +110,7 @@ def stream_readers(
         )
         plan = StreamPlan(data.stream.rows, data.shuffle, config.trainer.seed, key_of(name) if name else ())
         setting = f"data.mixture.sources.{name}" if name else "data.train_files"
-        yield name, StreamReader(setting, _shards(source.files), reading, plan, source=name)
+        yield name, StreamReader(setting, _shards(source.files), reading, plan, source=name, check=check)
 
 
 def _shards(files: Sequence[str]) -> list[StreamShard]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -72,6 +72,7 @@ class StreamReader:
     reading: PromptReading
     plan: StreamPlan
     source: str = ""  # of a mixture; "": prompts keep the one of their row
+    check: Callable[[Sequence[Prompt]], None] | None = None  # of a block; raises UserError for rows of no use
 
     def first_block(self) -> list[Prompt]:
         """Return the prompts of the first block in the order of their draws. Raises UserError as `blocks` does."""
@@ -101,6 +102,8 @@ class StreamReader:
         prompts, _ = self.reading.prompts(rows, fatal, first=at.rows)
         if self.source:
             prompts = [replace(prompt, source=self.source) for prompt in prompts]
+        if self.check is not None:
+            self.check(prompts)
         if self.plan.shuffle:
             order = permutation(len(prompts), key=(self.plan.seed, STREAM, 1, at.block, *self.plan.key))
             prompts = [prompts[place] for place in order]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,17 @@ def test_rows_that_cannot_be_used_are_named_or_dropped(tmp_path: Path) -> None:
     order = order_of(reader_of([file], malformed="drop", overlong="drop"))
     assert len(set(texts(order.take(0, 14)))) == 14
     order.close()
+
+
+def test_rows_of_every_block_are_checked(files: list[Path]) -> None:
+    def check(prompts: Sequence[Prompt]) -> None:
+        if bad := [prompt.index for prompt in prompts if prompt.text == "question 20"]:
+            raise UserError(f"row {bad[0]} is of no use")
+
+    blocks = replace(reader_of(files, replace(PLAN, shuffle=False)), check=check).blocks(Position())
+    assert [len(next(blocks).prompts) for _ in range(2)] == [8, 8]
+    with pytest.raises(UserError, match="row 20 is of no use"):
+        next(blocks)
 
 
 def test_an_epoch_without_a_prompt_is_an_error(tmp_path: Path) -> None:
