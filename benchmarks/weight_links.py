@@ -122,13 +122,12 @@ def table() -> Iterator[str]:
     columns = (
         "model, hosts, layout",
         "separate: sent by the busiest rank",
-        "colocated: through the disk",
         "into the busiest host",
         "requests",
         "buffer of a gather",
     )
     yield f"| {' | '.join(columns)} |"
-    yield "|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|"
     for model, by_hosts in LAYOUTS.items():
         for hosts, sizes in by_hosts.items():
             sharding = Sharding(parse_hf_config(MODELS[model]), ParallelLayout(world_size=GPUS * hosts, **sizes))
@@ -137,11 +136,10 @@ def table() -> Iterator[str]:
             into = max(entering(received(sharding, itemsize=ITEMSIZE), gpus=GPUS).values())
             members = max(layout.tp, layout.ep * layout.etp)
             before = hosts * whole
-            disk = (1 + hosts) * whole if hosts > 1 else 0
             buffer = gather_bytes(sharding, bucket_bytes=BUCKET_BYTES, itemsize=ITEMSIZE)
             yield (
                 f"| {model}, {hosts}, {layout} | {_gb(before)} -> {_gb(max(counted.out.values()))} "
-                f"| {_gb(disk)} -> 0 | {_gb(into)} | {counted.requests} "
+                f"| {_gb(into)} | {counted.requests} "
                 f"| {_gb(members * BUCKET_BYTES)} -> {_gb(buffer)} |"
             )
 

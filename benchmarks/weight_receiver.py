@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.parameters import hf_tensors
-from mega_rl.storage.safetensors_reader import CheckpointReader
 
 
 class Model:
@@ -62,11 +61,6 @@ class Model:
             ]
         for name, tensor in tensors:
             self.weights[name].copy_(tensor)
-
-    def update_weights_from_disk(self, body: dict[str, Any]) -> None:
-        with CheckpointReader(Path(body["model_path"])) as reader:
-            for name in reader.tensors:
-                self.weights[name].copy_(reader.read(name))
 
     def init_weights_update_group(self, body: dict[str, Any]) -> None:
         name, size, timeout = body["group_name"], body["world_size"], timedelta(seconds=60)

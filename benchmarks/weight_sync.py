@@ -26,18 +26,17 @@ from typing import Any
 from converters import MODELS, write_source
 from driver import TORCHRUN, Contender, Report, compare, parser_of, run
 
-TARGETS = {"copy": (2.5, "at most"), "per tensor": (1 / 5, "at most"), "disk": (1 / 3, "at most")}
+TARGETS = {"copy": (2.5, "at most"), "per tensor": (1 / 5, "at most")}
 OURS = "shared memory"
 
 
-def contenders(engine: Any, folder: Path, receiver: Any, bucket_mib: int) -> dict[str, Callable[[int], Any]]:
+def contenders(engine: Any, receiver: Any, bucket_mib: int) -> dict[str, Callable[[int], Any]]:
     """name -> sends all weights, as the version it is given; collective, returns a report or None."""
     import torch
     import torch.distributed as dist
 
     from mega_rl.rollout.sglang.weights.source import TrainerWeights
     from mega_rl.rollout.sglang.weights.transport import Server
-    from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
 
@@ -47,7 +46,6 @@ def contenders(engine: Any, folder: Path, receiver: Any, bucket_mib: int) -> dic
     settings: dict[str, Any] = {"bucket_bytes": bucket_mib << 20, "timeout_s": 120.0}
     shared = SharedMemoryTransport(weights, servers, hosts=["here", "here"], **settings)
     group = DistributedTransport(weights, servers, **settings)
-    disk = DiskTransport(weights, servers, folder=folder / "sync", source=folder / "model", timeout_s=120.0)
     source = torch.empty(sum(bucket.nbytes for bucket in weights.buckets(1 << 30)), dtype=torch.uint8).fill_(1)
     target = torch.empty_like(source)
 
@@ -87,7 +85,6 @@ def contenders(engine: Any, folder: Path, receiver: Any, bucket_mib: int) -> dic
         OURS: lambda version: shared.send(version=version),
         "distributed": lambda version: group.send(version=version),
         "per tensor": per_tensor,
-        "disk": lambda version: disk.send(version=version),
     }
 
 
@@ -118,7 +115,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     )
     with session(config, accelerator) as groups:
         engine = build_actor(config, groups, accelerator, trainable=False)
-        runs = contenders(engine, folder, control.weights, arguments.bucket_mib)
+        runs = contenders(engine, control.weights, arguments.bucket_mib)
         wanted = expected_digest(engine) if not arguments.real else ""
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         requests: dict[str, list[int]] = {name: [] for name in runs}

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -140,8 +139,6 @@ def _transport(plan: RunPlan, actor: ModelEngine, servers: Sequence[Server], pla
         placement,
         bucket_bytes=config.rollout.bucket_mib << 20,
         timeout_s=config.rollout.sglang.sync.timeout_s,
-        folder=Path(config.trainer.run_dir) / "sglang",
-        source=Path(config.model.path),
     )
 
 

@@ -185,8 +185,6 @@ def transport_of(setup: RunSetup) -> str:
     asked = setup.config.rollout.sglang.sync.transport
     if setup.config.rollout.backend != "sglang":
         return "gathered"
-    if asked == "disk":
-        return "disk"
     if setup.colocated:
         return "cuda_ipc"
     return "shared_memory" if asked == "shared_memory" else "distributed"
@@ -203,9 +201,7 @@ def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> di
     rate = (hardware.network if away else hardware.nvlink) * hardware.link_share
     parts = {"gathering weights": sizes["gathered by each rank"] / rate}
     transport = transport_of(setup)
-    if transport == "disk":
-        parts["weights through files"] = 2 * sizes["model"] / hardware.storage
-    elif transport == "shared_memory":
+    if transport == "shared_memory":
         parts["weights through the host"] = 2 * sizes["model"] / hardware.pageable_copy
     elif transport == "distributed":
         parts["weights to the servers"] = sizes["sent to the servers"] / (hardware.network * hardware.link_share)

@@ -1,4 +1,4 @@
-"""Speeds of GPUs, of their links and of storage: the coefficients of the cost model."""
+"""Speeds of GPUs, and of their links: the coefficients of the cost model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Hardware:
     network: float  # one way, of the adapter that each GPU has to other hosts
     host_copy: float = 200e9  # to or from pinned host memory, all GPUs of a host at once
     pageable_copy: float = 4e9  # to or from host memory that servers share, which is not pinned
-    storage: float = 4e9  # one writer of a shared file system, and all its readers on one host
     matmul_share: float = 0.55  # of `peak` in a pass
     memory_share: float = 0.7  # of `memory_rate` in a token's step or the optimizer's
     link_share: float = 0.8  # of `nvlink` and `network` in a collective

@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from mega_rl.rollout.sglang.http.endpoint import Endpoint
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.http.request import ServerError
-from mega_rl.storage.safetensors_reader import CheckpointReader
 
 
 class FakeReceiver:
@@ -123,13 +121,6 @@ class FakeReceiver:
         self._begin("destroy")
         if self._groups.pop(group, None) is None:
             raise self.error("The group to be destroyed does not exist.")
-
-    def update_from_disk(self, model_path: str, *, load_format: str | None = None, version: int | None = None) -> None:
-        self._begin("disk")
-        with CheckpointReader(Path(model_path)) as reader:
-            for name in reader.tensors:
-                self._load(name, reader.read(name))
-        self.versions.append(version)
 
     def _begin(self, what: str) -> None:
         self.calls.append(what)

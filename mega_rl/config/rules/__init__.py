@@ -93,7 +93,7 @@ def _algorithm(config: Config) -> Iterator[str]:
     if algorithm.kl.placement == "reward" and not ADVANTAGE.needs(config, "takes_kl"):
         yield (
             f"algorithm.kl.placement=reward with advantage={algorithm.advantage}: it has one reward for a whole "
-            "response, a KL per token has no place in it; legal: none, loss"
+            "response, a KL per token has no place in it; legal: none, loss, or reward with advantage=gae"
         )
     in_reward, adaptive = algorithm.kl.placement == "reward", algorithm.kl.control == "adaptive"
     if algorithm.old_logprobs == "rollout" and algorithm.kl.placement != "none" and (in_reward or adaptive):

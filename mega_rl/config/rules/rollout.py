@@ -48,7 +48,7 @@ def rollouts(config: Config) -> Iterator[str]:
     if sglang.sync.transport == "shared_memory" and remote:
         yield (
             f"rollout.sglang.sync.transport=shared_memory with rollout.sglang.urls={remote}: memory is shared on one "
-            "host alone; legal: auto, distributed, disk"
+            "host alone; legal: auto, distributed"
         )
 
 

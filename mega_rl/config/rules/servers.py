@@ -53,7 +53,7 @@ def _nodes(config: Config) -> Iterator[str]:
     if sglang.sync.transport == "shared_memory" and sglang.placement == "separate":
         yield (
             f"{given} with rollout.sglang.sync.transport=shared_memory: the ranks of a server on several hosts share "
-            "no memory with one sender; legal: auto, distributed, disk"
+            "no memory with one sender; legal: auto, distributed"
         )
     if server.args.get("enable_dp_attention") is True:
         yield (

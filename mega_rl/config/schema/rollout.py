@@ -126,9 +126,9 @@ class SglangSyncConfig:
 
     transport: str = setting(
         "auto",
-        "How weights travel: by memory that servers share with ranks on their host (CUDA IPC on the same GPUs), by "
-        "process groups with the servers, or as files; auto takes the first that is possible.",
-        choices=("auto", "shared_memory", "distributed", "disk"),
+        "How weights travel: by memory that servers share with ranks on their host (CUDA IPC on the same GPUs), or by "
+        "process groups with the servers; auto takes the first that is possible.",
+        choices=("auto", "shared_memory", "distributed"),
     )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)

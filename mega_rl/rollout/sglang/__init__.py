@@ -6,7 +6,7 @@
   (the servers' state), `jobs`, `client`, `answers`, `failures`, `samples`, `results`, `rows`.
 - `weights`: `sync` (the bracket around an update), `checks` before, `probe` after; `reshard` and `buckets` (what goes
   where), `source` (the trainer's side), `transport` and `transports` (`choose`, `shared_memory`, `cuda_ipc`,
-  `process_group` and `server_group`, `disk`).
+  `process_group` and `server_group`).
 - `http`: `keys`, `endpoint`, `request`, `api`, `control`, `ask_all`.
 
 `mega_rl.assemble.sglang` joins them with the trainer.

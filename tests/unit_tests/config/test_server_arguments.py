@@ -98,7 +98,7 @@ def test_servers_may_span_hosts() -> None:
         (spanning(host="lo"), "nodes=2 with rollout.sglang.server.host=lo: the hosts of a server have to reach"),
         (
             spanning("rollout.sglang.placement=separate", "rollout.sglang.sync.transport=shared_memory"),
-            "nodes=2 with rollout.sglang.sync.transport=shared_memory: .*legal: auto, distributed, disk",
+            "nodes=2 with rollout.sglang.sync.transport=shared_memory: .*legal: auto, distributed",
         ),
         (
             spanning(f"{KEY}.enable_dp_attention=true", f"{KEY}.dp_size=2"),

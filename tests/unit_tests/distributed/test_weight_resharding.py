@@ -36,7 +36,6 @@ APART = tuple(CASES) if FULL else ("pp2", "fsdp2", "tp2-ep2", "tp2-pp2")
 BUCKETS = (1, 9_000, 1 << 30)  # every unit alone, a few, everything
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TIMEOUT_S = 60.0
-DISK = Path("run", "weights")  # below the sources
 
 
 def buckets_of(case: str) -> tuple[int, ...]:
@@ -87,9 +86,9 @@ def send_all(rank: int, root: str, cases: list[str]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for case in cases:
         with weights_of(case, Path(root)) as weights:
-            for name, make in makers(weights, Path(root), buckets_of(case), apart=case in APART).items():
+            for name, make in makers(weights, buckets_of(case), apart=case in APART).items():
                 hosts = hosts_for(name, weights)
-                answers[f"{case} {name}"] = send_twice(rank, weights, make, hosts, folder=Path(root) / DISK)
+                answers[f"{case} {name}"] = send_twice(rank, weights, make, hosts)
             if case == "tp2-pp2":
                 answers["spanning"] = send_to_spanning(rank, weights)
     return answers
@@ -125,10 +124,9 @@ def send_to_spanning(rank: int, weights: Any) -> dict[str, Any]:
 
 
 def makers(
-    weights: Any, root: Path, buckets: tuple[int, ...] = BUCKETS, *, apart: bool = True
+    weights: Any, buckets: tuple[int, ...] = BUCKETS, *, apart: bool = True
 ) -> dict[str, Callable[[list[Any], tuple[str, ...]], Any]]:
     from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
-    from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
     from tests.helpers.host_device import HostDevice
@@ -147,10 +145,6 @@ def makers(
     actual["distributed"] = lambda servers, hosts: DistributedTransport(
         weights, servers, bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S
     )
-    if not weights.sharded:
-        actual["disk"] = lambda servers, hosts: DiskTransport(
-            weights, servers, folder=root / DISK, source=root / "qwen3", timeout_s=TIMEOUT_S
-        )
     return actual
 
 
@@ -165,19 +159,17 @@ def hosts_for(name: str, weights: Any) -> tuple[str, ...]:
 
 
 def send_twice(
-    rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ...]], Any], hosts: tuple[str, ...], *, folder: Path
+    rank: int, weights: Any, make: Callable[[list[Any], tuple[str, ...]], Any], hosts: tuple[str, ...]
 ) -> dict[str, Any]:
     transport = make([], hosts)
     by_host = transport.name in ("shared_memory", "cuda_ipc")
     leaders = {0: 0, 1: hosts.index(hosts[-1]) if by_host else 0}
     servers = servers_for(rank, hosts, leaders)
     transport = make(servers, hosts)
-    answer: dict[str, Any] = {"different": [], "reports": [], "mapped": 0, "on_disk": []}
+    answer: dict[str, Any] = {"different": [], "reports": []}
     for version in (3, 4):
         expected = {name: tensor.clone() for name, tensor in exported(weights.engine).items()}
         report = transport.send(version=version)
-        if rank == 0:
-            answer["on_disk"].append(names_in(folder))
         for server in servers:
             if server.receiver is not None:
                 answer["different"] += differences(expected, server.receiver.weights)
@@ -207,8 +199,6 @@ def send_twice(
         else []
     )
     transport.close()
-    if rank == 0:
-        answer["on_disk"].append(names_in(folder))
     answer["versions"] = [server.receiver.versions for server in servers if server.receiver is not None]
     answer["received"] = [server.receiver.received for server in servers if server.receiver is not None]
     answer["calls"] = [len(server.receiver.calls) for server in servers if server.receiver is not None]
@@ -222,10 +212,6 @@ def counted_bytes(weights: Any) -> int:
     hf, itemsize = weights.engine.sharding.hf, weights.dtype.itemsize
     largest = max(hf.vocab_size, 2 * hf.ffn_hidden_size) * hf.hidden_size * itemsize
     return sending_bytes(hf, bucket_bytes=BUCKETS[1], itemsize=itemsize) - 2 * max(BUCKETS[1], largest)
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 @pytest.fixture(scope="module")
@@ -248,9 +234,8 @@ def answers(root: Path) -> dict[str, list[dict[str, Any]]]:
     return actual
 
 
-TRANSPORTS = ("distributed", "disk")
 SENDINGS = [(case, f"shared_memory {nbytes}") for case in CASES for nbytes in buckets_of(case)]
-SENDINGS += [(case, name) for case in CASES for name in TRANSPORTS if (case, name) != ("fsdp2", "disk")]
+SENDINGS += [(case, "distributed") for case in CASES]
 SENDINGS += [(case, name) for case in APART for name in ("gathered", "cuda_ipc")]
 
 
@@ -329,7 +314,7 @@ def fail_some(rank: int, root: str) -> dict[str, Any]:
 
     answers: dict[str, Any] = {}
     with weights_of("tp2", Path(root)) as weights:
-        for name, make in makers(weights, Path(root)).items():
+        for name, make in makers(weights).items():
             for at in (1, 2):
                 hosts = hosts_for(name, weights)
                 servers = servers_for(rank, hosts, {0: 0, 1: hosts.index(hosts[-1])})
@@ -373,7 +358,7 @@ def test_a_server_that_fails_hinders_no_other(root: Path) -> None:
     """All ranks learn who failed and why; the others have all weights; the failed one can be served again."""
     ranks = run_ranks(2, fail_some, str(root), timeout_s=300)
     for key, answer in ranks[0].items():
-        if key in ("disk 2", f"shared_memory {BUCKETS[-1]} 2"):
+        if key == f"shared_memory {BUCKETS[-1]} 2":
             assert answer["failed"] == {}  # it gets one request only
             continue
         assert list(answer["failed"]) == ["1"], key
@@ -386,9 +371,3 @@ def test_a_server_that_fails_hinders_no_other(root: Path) -> None:
         assert answer["calls"] + ranks[1][key]["calls"] == at, f"{key}: requests went on after the failure"
         # The bucket that the broken server never opened; nothing where the well one is, nor in its refit.
         assert (answer["held"], ranks[1][key]["held"]) == (0, int(key.startswith("cuda_ipc"))), key
-
-
-@pytest.mark.parametrize("case", [case for case, transport in SENDINGS if transport == "disk"])
-def test_a_checkpoint_stays_until_the_next_update(answers: dict[str, Any], case: str) -> None:
-    """A server answers when its first tensor-parallel rank has read it: the others may still be reading."""
-    assert answers[f"{case} disk"][0]["on_disk"] == [["version-3"], ["version-4"], []]

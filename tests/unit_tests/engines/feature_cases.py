@@ -90,7 +90,7 @@ def usual(rank: int, engine: str, root: Path) -> dict[str, bool]:
             "data parallelism": built.data_parallel.size == 2,
             "shared moments": share_of("exp_avg", built) < 0.6,
             "packed": (1, 64) >= packed_shape(built) > (1, 24),
-            **{f"by {name}": sent for name, sent in transports(rank, built, root).items()},
+            **{f"by {name}": sent for name, sent in transports(rank, built).items()},
         }
         freed = built.offload()
         gone = all(built.is_offloaded(part) for part in ("parameters", "gradients", "optimizer"))
@@ -289,21 +289,18 @@ def steps_on_host(engine: Any) -> bool:
     return all(isinstance(optimizer, HostAdamW) for optimizer in torch_optimizers(engine.optimizer))
 
 
-def transports(rank: int, engine: Any, root: Path) -> dict[str, bool]:
+def transports(rank: int, engine: Any) -> dict[str, bool]:
     """Whether a server has every bit of the engine's weights, by the way that they took."""
     from mega_rl.rollout.sglang.weights.source import TrainerWeights
     from mega_rl.rollout.sglang.weights.transport import Server
-    from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
     from tests.helpers.weight_receiver import FakeReceiver
 
     weights, expected = TrainerWeights(engine, torch.float32), exported(engine)
-    folder = root / f"sent-{engine.sharding.spec}"
     makers: dict[str, Callable[..., Any]] = {
         "shared_memory": partial(SharedMemoryTransport, hosts=("a", "a"), bucket_bytes=SOME),
         "distributed": partial(DistributedTransport, bucket_bytes=SOME),
-        "disk": partial(DiskTransport, folder=folder, source=root / "model"),
     }
     actual = {}
     for name, make in makers.items():

@@ -141,7 +141,6 @@ CHECKS: dict[str, Check] = {
     "embedded rollouts": shown("embedded rollouts"),
     "weights to servers by shared memory": shown("by shared_memory"),
     "weights to servers by process group": shown("by distributed"),
-    "weights to servers by files": shown("by disk"),
     "generation one step ahead": setting(*SERVED),
     "checkpoints, and going on from them": shown("resume"),
     "going on under another layout": shown("resume elsewhere"),

@@ -93,7 +93,6 @@ def test_tokens_for_experts_leave_by_their_own_adapter() -> None:
 TRANSPORT = "rollout.sglang.sync.transport"
 # Settings with which a rate is one of a run's.
 RATES_OF: dict[str, dict[str, str]] = {
-    "storage": {TRANSPORT: "disk"},
     "pageable_copy": {TRANSPORT: "shared_memory", "rollout.sglang.placement": "separate"},
 }
 
@@ -173,7 +172,6 @@ def test_turns_move_what_a_step_changes_twice_and_frozen_weights_once() -> None:
     ("settings", "expected"),
     [
         ({}, "cuda_ipc"),
-        ({TRANSPORT: "disk"}, "disk"),
         ({"rollout.sglang.placement": "separate"}, "distributed"),
         ({"rollout.sglang.placement": "separate", TRANSPORT: "shared_memory"}, "shared_memory"),
     ],

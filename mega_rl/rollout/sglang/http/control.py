@@ -177,10 +177,6 @@ class WeightControl:
         """Leave a group made by `init_group`."""
         self._api.succeed("/destroy_weights_update_group", {"group_name": group})
 
-    def update_from_disk(self, model_path: str, *, load_format: str | None = None, version: int | None = None) -> None:
-        """Load a checkpoint that the server can read."""
-        self._update("/update_weights_from_disk", {"model_path": model_path, "load_format": load_format}, version)
-
     def version(self) -> str:
         """Return the version stamped on its weights; "default" before the first update."""
         version = self._api.object("GET", "/model_info").get("weight_version")

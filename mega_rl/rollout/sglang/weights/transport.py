@@ -58,10 +58,6 @@ class Receiver(Protocol):
 
     def destroy_group(self, group: str) -> None: ...
 
-    def update_from_disk(
-        self, model_path: str, *, load_format: str | None = None, version: int | None = None
-    ) -> None: ...
-
 
 @dataclass(frozen=True)
 class Server:
@@ -102,7 +98,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """Return shared_memory, cuda_ipc, distributed or disk."""
+        """Return shared_memory, cuda_ipc or distributed."""
         ...
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
@@ -114,7 +110,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release memory, groups and files; collective. A later `send` sets all up again."""
+        """Release memory and groups; collective. A later `send` sets all up again."""
         ...
 
 

@@ -60,11 +60,6 @@ CALLS: list[tuple[Callable[[Control], Any], str, Any]] = [
         },
     ),
     (
-        lambda c: c.weights.update_from_disk("/ckpt", version=2),
-        "/update_weights_from_disk",
-        {"model_path": "/ckpt", "load_format": None, "weight_version": "2", **UPDATE},
-    ),
-    (
         lambda c: c.weights.init_group(**GROUP),
         "/init_weights_update_group",
         {

@@ -37,10 +37,10 @@ pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for
 
 # case -> (ranks, source, how the trainer runs it, transport of B, transport of A)
 ALL_CASES: dict[str, tuple[int, str, dict[str, Any], str, str]] = {
-    "tp2": (2, "dense", {"megatron": MegatronConfig(tp=2)}, "disk", "auto"),
+    "tp2": (2, "dense", {"megatron": MegatronConfig(tp=2)}, "distributed", "auto"),
     "pp2": (2, "dense", {"megatron": MegatronConfig(pp=2)}, "auto", "distributed"),
     "ep2": (2, "mixture", {"megatron": MegatronConfig(ep=2)}, "distributed", "auto"),
-    "fsdp": (2, "dense", {"engine": "fsdp"}, "disk", "auto"),
+    "fsdp": (2, "dense", {"engine": "fsdp"}, "distributed", "auto"),
     "fsdp of experts": (2, "mixture", {"engine": "fsdp"}, "distributed", "auto"),
     "tp2-pp2": (4, "dense", {"megatron": MegatronConfig(tp=2, pp=2)}, "distributed", "auto"),
 }

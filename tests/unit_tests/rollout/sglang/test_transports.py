@@ -226,10 +226,7 @@ def weights(device: str = "cpu", *, sharded: bool = False, experts: bool = False
 
 def chosen_name(setting: str, model: Any, where: Placement, *hosts: str | None, tp: int = 1) -> str:
     actual = [Server(i, tp, host) for i, host in enumerate(hosts)]
-    transport = choose_transport(
-        setting, model, actual, where, bucket_bytes=1, timeout_s=1.0, folder=Path("/run"), source=Path("/model")
-    )
-    return transport.name
+    return choose_transport(setting, model, actual, where, bucket_bytes=1, timeout_s=1.0).name
 
 
 TOGETHER, APART = Placement(("a", "a"), colocated=True), Placement(("a", "a"), colocated=False)
@@ -246,7 +243,6 @@ TWO_HOSTS = Placement(("a", "b"), colocated=True)  # neither has a whole copy of
         ("auto", "cpu", APART, ["a", None], "distributed"),
         ("auto", "cuda", TOGETHER, ["a"], "cuda_ipc"),
         ("auto", "cuda", APART, ["a"], "distributed"),
-        ("auto", "cuda", TOGETHER, ["b"], "disk"),
         ("shared_memory", "cpu", APART, ["a"], "shared_memory"),
         ("shared_memory", "cuda", TOGETHER, ["a"], "cuda_ipc"),
         ("shared_memory", "cuda", APART, ["a"], "shared_memory"),
@@ -256,7 +252,6 @@ TWO_HOSTS = Placement(("a", "b"), colocated=True)  # neither has a whole copy of
         ("auto", "cuda", Placement(("a", "b"), colocated=False), ["a", "b"], "distributed"),
         ("auto", "cuda", TWO_HOSTS, ["a", "b", "b"], "shared_memory"),  # two servers on one GPU
         ("distributed", "cpu", TOGETHER, ["a"], "distributed"),
-        ("disk", "cpu", TOGETHER, ["a"], "disk"),
     ],
 )
 def test_the_choice(setting: str, device: str, where: Placement, hosts: list[str | None], name: str) -> None:
@@ -269,6 +264,7 @@ def test_the_choice(setting: str, device: str, where: Placement, hosts: list[str
         ("shared_memory", weights(), TOGETHER, ["b"], 1, "server 0 runs on a host without ranks of the trainer"),
         ("shared_memory", weights(), TOGETHER, [None], 1, "whether server 0 runs on the trainer's host is not known"),
         ("distributed", weights("cuda"), TOGETHER, ["a"], 1, "several processes on one GPU"),
+        ("auto", weights("cuda"), TOGETHER, ["b"], 1, "cuda_ipc: server 0 runs on a host without ranks of the trainer"),
     ],
 )
 def test_a_transport_that_cannot_reach_the_servers_is_refused(
@@ -306,11 +302,11 @@ def test_a_server_on_several_hosts_has_an_equal_share_of_its_ranks_on_each() -> 
     assert reason == "server 0 runs on a host without ranks of the trainer"
     reason = why_not("shared_memory", weights(), servers, where)
     assert reason == "server 0 has ranks on several hosts, which share no memory with one sender"
-    name = choose_transport(
-        "auto", weights(), [Server(0, 2, "b", FakeReceiver(0), ("a",))], Placement(("b", "b"), colocated=False),
-        bucket_bytes=1, timeout_s=1.0, folder=Path("/run"), source=Path("/model"),
-    ).name  # fmt: skip
-    assert name == "disk", "its address is loopback"
+    loopback = [Server(0, 2, "b", FakeReceiver(0), ("a",))]
+    with pytest.raises(UserError, match="listens on loopback, and has to be reached from other hosts"):
+        choose_transport(
+            "auto", weights(), loopback, Placement(("b", "b"), colocated=False), bucket_bytes=1, timeout_s=1.0
+        )
 
 
 def test_loopback_is_no_meeting_point_of_several_hosts() -> None:
@@ -333,7 +329,7 @@ def test_who_talks_to_a_server() -> None:
     server = Server(1, 1, "b")
     assert leader_of(server, SimpleNamespace(name="shared_memory"), where) == 2  # type: ignore[arg-type]
     assert leader_of(server, SimpleNamespace(name="cuda_ipc"), where) == 2  # type: ignore[arg-type]
-    assert leader_of(server, SimpleNamespace(name="disk"), where) == 0  # type: ignore[arg-type]
+    assert leader_of(server, SimpleNamespace(name="distributed"), where) == 0  # type: ignore[arg-type]
 
 
 def test_the_same_machine_has_one_identity() -> None:

@@ -1,1 +1,1 @@
-"""Ways that buckets of weights travel: shared memory, CUDA IPC, process groups, disk."""
+"""Ways that buckets of weights travel: shared memory, CUDA IPC, process groups."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -19,7 +19,6 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.weights.reshard import first_ranks
 from mega_rl.rollout.sglang.weights.transport import Server, Transport
 from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
-from mega_rl.rollout.sglang.weights.transports.disk import DiskTransport
 from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
 from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
 
@@ -29,11 +28,10 @@ if TYPE_CHECKING:
 # Transports of each rollout.sglang.sync.transport, best first. Between GPUs a process group is faster than the way
 # through the host's memory; between CPUs it is that way, only longer.
 _SETTINGS = {
-    "auto": ("cuda_ipc", "shared_memory", "distributed", "disk"),
-    "auto on GPUs": ("cuda_ipc", "distributed", "shared_memory", "disk"),
+    "auto": ("cuda_ipc", "shared_memory", "distributed"),
+    "auto on GPUs": ("cuda_ipc", "distributed", "shared_memory"),
     "shared_memory": ("cuda_ipc", "shared_memory"),
     "distributed": ("distributed",),
-    "disk": ("disk",),
 }
 
 
@@ -67,13 +65,10 @@ def choose_transport(
     *,
     bucket_bytes: int,
     timeout_s: float,
-    folder: Path,
-    source: Path,
 ) -> Transport:
     """Return the transport for `rollout.sglang.sync.transport=setting`; equal arguments on all ranks, no communication.
 
-    A server's `receiver` is needed on `leader_of` it. timeout_s: of a server's answer. folder: of the run, seen by rank
-    0 and all servers, in which weights may lie for a moment. source: the model's checkpoint.
+    A server's `receiver` is needed on `leader_of` it. timeout_s: of a server's answer.
 
     Raises UserError, with the reasons, when the setting is not possible.
     """
@@ -82,10 +77,14 @@ def choose_transport(
     for name in _SETTINGS["auto on GPUs" if setting == "auto" and on_gpu else setting]:
         reason = why_not(name, weights, servers, placement)
         if reason is None:
-            return _MAKERS[name](weights, servers, placement, _Settings(bucket_bytes, timeout_s, folder, source))
+            settings: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
+            if name == "distributed":
+                return DistributedTransport(weights, servers, **settings)
+            over_memory = CudaIpcTransport if name == "cuda_ipc" else SharedMemoryTransport
+            return over_memory(weights, servers, hosts=placement.hosts, **settings)
         reasons.append(f"{name}: {reason}")
-    others = " or ".join(name for name in ("shared_memory", "distributed", "disk") if name != setting)
-    raise UserError(f"rollout.sglang.sync.transport={setting} is not possible ({'; '.join(reasons)}); try {others}")
+    others = "" if setting == "auto" else "; try auto"
+    raise UserError(f"rollout.sglang.sync.transport={setting} is not possible ({'; '.join(reasons)}){others}")
 
 
 def leader_of(server: Server, transport: Transport, placement: Placement) -> int:
@@ -103,9 +102,7 @@ def why_not(name: str, weights: TrainerWeights, servers: Sequence[Server], place
         return _why_not_cuda_ipc(servers, placement, on_gpu=on_gpu)
     if name == "shared_memory":
         return _why_not_shared_memory(servers, placement)
-    if name == "distributed":
-        return _why_not_distributed(weights, servers, placement, on_gpu=on_gpu)
-    return None
+    return _why_not_distributed(weights, servers, placement, on_gpu=on_gpu)
 
 
 def _why_not_cuda_ipc(servers: Sequence[Server], placement: Placement, *, on_gpu: bool) -> str | None:
@@ -161,35 +158,3 @@ def _why_not_distributed(
                 "interface's address in rollout.sglang.server.host"
             )
     return None
-
-
-@dataclass(frozen=True)
-class _Settings:
-    bucket_bytes: int
-    timeout_s: float
-    folder: Path
-    source: Path
-
-
-def _cuda_ipc(weights: TrainerWeights, servers: Sequence[Server], at: Placement, s: _Settings) -> Transport:
-    return CudaIpcTransport(weights, servers, hosts=at.hosts, bucket_bytes=s.bucket_bytes, timeout_s=s.timeout_s)
-
-
-def _shared_memory(weights: TrainerWeights, servers: Sequence[Server], at: Placement, s: _Settings) -> Transport:
-    return SharedMemoryTransport(weights, servers, hosts=at.hosts, bucket_bytes=s.bucket_bytes, timeout_s=s.timeout_s)
-
-
-def _distributed(weights: TrainerWeights, servers: Sequence[Server], _: Placement, s: _Settings) -> Transport:
-    return DistributedTransport(weights, servers, bucket_bytes=s.bucket_bytes, timeout_s=s.timeout_s)
-
-
-def _disk(weights: TrainerWeights, servers: Sequence[Server], _: Placement, s: _Settings) -> Transport:
-    return DiskTransport(weights, servers, folder=s.folder / "weights", source=s.source, timeout_s=s.timeout_s)
-
-
-_MAKERS: dict[str, Callable[[TrainerWeights, Sequence[Server], Placement, _Settings], Transport]] = {
-    "cuda_ipc": _cuda_ipc,
-    "shared_memory": _shared_memory,
-    "distributed": _distributed,
-    "disk": _disk,
-}
