@@ -34,7 +34,6 @@ Force = Annotated[bool, typer.Option("--force", help="Replace files that are the
 @app.callback()
 def _commands() -> None:
     """Write the rows of a problem set, or show the prompts of a recipe."""
-    progress.show_progress()
 
 
 @app.command()
@@ -55,6 +54,8 @@ def show(
     """
     from mega_rl.datafiles.overview import overview_lines
 
+    if not as_json:
+        progress.show_progress()
     for line in overview_lines(recipe, overrides or [], prompts=prompts, as_json=as_json):
         typer.echo("\n".join(map(printable, line.split("\n"))))
 
@@ -99,6 +100,7 @@ def word_problems(
 
 
 def _write(problems: ProblemSet, out: Path, train: str, test: str, *, instruction: str, force: bool) -> None:
+    progress.show_progress()
     sources: dict[str, Source] = {
         "train.jsonl": ("--train", train, "train"),
         "test.jsonl": ("--test", test, "validation"),
