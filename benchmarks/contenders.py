@@ -57,7 +57,7 @@ class Task:
 
 TASK = Task()
 TINY = Task(prompts=4, samples=2, new_tokens=8, trl_batch=8)
-REAL = Task(prompts=8, samples=4, prompt_tokens=64, new_tokens=64, kl_coef=0.0, ranks=1, trl_batch=32, max_tokens=4096)
+REAL = Task(prompts=8, samples=4, prompt_tokens=64, new_tokens=64, kl_coef=0.0, ranks=1, trl_batch=8, max_tokens=704)
 
 
 def write_inputs(folder: Path, task: Task = TASK) -> None:
@@ -99,6 +99,8 @@ def make_unlikely(model: Any, token: int) -> None:
 def copy_inputs(folder: Path, model: Path, task: Task) -> Task:
     """Write the inputs for a pretrained model: its folder, with a token that it never says as the only end.
 
+    The tokenizer names it, too, since TRL ends responses at the tokenizer's end of sequence.
+
     Returns:
         The task, with the id of that token.
     """
@@ -112,6 +114,8 @@ def copy_inputs(folder: Path, model: Path, task: Task) -> Task:
     for name in ("config.json", "generation_config.json"):
         path = folder / "model" / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": stop}))
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stop)
+    tokenizer.save_pretrained(folder / "model")
     sums = [(a, b) for a in range(32) for b in range(32)]
     task = Task(**{**asdict(task), "stop_token": stop})
     write_task(folder, task, [f"What is {a} plus {b}? Reply with the number only, nothing else." for a, b in sums])
