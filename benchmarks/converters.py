@@ -367,7 +367,7 @@ class Contender:
             port = probe.getsockname()[1]
         self._ranks: list[driver.Contender] = []
         for rank in range(world):
-            pipes = folder.with_name(f"{folder.name}-{name}-{world}-{rank}")
+            pipes = Path(tempfile.mkdtemp(prefix=f"{name}-{rank}-", dir=folder.parent)) / "pipes"
             variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
             variables |= {key: str(rank) for key in ("RANK", "LOCAL_RANK")}
             variables |= {key: str(world) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
