@@ -493,8 +493,8 @@ def report_time(result: Mapping[str, Any], outcome: Report, *, slowed: bool) -> 
         outcome.missed.append(f"the plan's micro-batches hold {filled:.4f} of their tokens")
 
 
-def report_memory(results: Mapping[str, Mapping[str, int]], outcome: Report) -> None:
-    """Print bytes per rank."""
+def report_memory(results: Mapping[str, Mapping[str, int]], outcome: Report) -> dict[str, float]:
+    """Print bytes per rank; returns them in MiB, and the shares that have a target."""
     print("memory of a rank, MiB: held between steps, and at most")
     for name, taken in results.items():
         print(f"  {name:16s} {taken['held'] / 2**20:8.0f} {taken['peak'] / 2**20:8.0f}")
@@ -510,6 +510,8 @@ def report_memory(results: Mapping[str, Mapping[str, int]], outcome: Report) -> 
     ):
         if value > bound:
             outcome.missed.append(f"{name}: {value:.3f}, target {bound}")
+    own = {f"{name}: MiB {key}": taken[key] / 2**20 for name, taken in results.items() for key in ("held", "peak")}
+    return {"fsdp holds / DDP holds": share, "head's memory / log_softmax's": heads, **own}
 
 
 def main() -> int:
@@ -536,11 +538,12 @@ def main() -> int:
         write_checkpoint(checkpoint)
         results: dict[str, Any] = {"time": launch(checkpoint, arguments)}
         report_time(results["time"], outcome, slowed=arguments.slowed)
+        numbers: dict[str, float] = {}
         if not (arguments.slowed or arguments.no_memory):
             names = [f"{name} {layout}" for name in IMPLEMENTATIONS for layout in LAYOUTS] + list(HEADS)
             results["memory"] = {name: launch(checkpoint, arguments, memory_of=name) for name in names}
-            report_memory(results["memory"], outcome)
-    return outcome.end(results)
+            numbers = report_memory(results["memory"], outcome)
+    return outcome.end(results, numbers=numbers)
 
 
 if __name__ == "__main__":

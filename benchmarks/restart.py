@@ -121,13 +121,16 @@ def main() -> int:
             for kind in ("disk", "memory") if pair % 2 == 0 else ("memory", "disk"):
                 results[kind].append(measure(folder, f"{kind}_{pair}", memory=kind == "memory", prompts=prompts))
                 print(f"pair {pair} {kind}: {results[kind][-1]}", flush=True)
+    numbers = {}
     for kind, rows in results.items():
         step, new = (statistics.median(values) for values in list(zip(*rows, strict=True))[:2])
         repeated = statistics.median(row.repeated for row in rows)
         print(f"{kind:7s} step {step:.2f} s, new step {new:.1f} s = {new / step:.1f} steps, repeated {repeated:.0f}")
+        own = {"s of a step": step, "s from the kill to the next new step": new, "steps repeated": repeated}
+        numbers |= {f"{kind}: {name}": value for name, value in own.items()}
     memory, disk = ([row.new_step for row in results[kind]] for kind in ("memory", "disk"))
     print(outcome.add(compare("seconds to the next new step, memory / disk", memory, disk, TARGET)))
-    return outcome.end({kind: [row._asdict() for row in rows] for kind, rows in results.items()})
+    return outcome.end({kind: [row._asdict() for row in rows] for kind, rows in results.items()}, numbers=numbers)
 
 
 if __name__ == "__main__":

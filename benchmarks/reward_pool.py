@@ -148,7 +148,7 @@ def main() -> int:
             print(f"a step of the quickstart with {workers} worker(s): {of_step['step_s']:.2f} s, scoring "
                   f"{of_step['scoring']:.1%} (target {GLUE_SHARE:.0%}), its phase {of_step['phase']:.1%}")  # fmt: skip
     print(f"load after: {os.getloadavg()[0]:.1f}")
-    return outcome.end(numbers)
+    return outcome.end(numbers, numbers=numbers)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,9 @@ def main() -> int:
     streams = [figures[str(block)]["mb"] for block in options.blocks if block * 20 <= options.rows]
     if streams and max(streams) > figures["memory"]["mb"] / 5:
         outcome.missed.append(f"a stream takes {max(streams):.0f} MB of {figures['memory']['mb']:.0f}")
-    return outcome.end(figures)
+    units = {"mb": "MB at most", "first_s": "s to the first prompt", "epoch_s": "s an epoch"}
+    numbers = {f"{road}: {units[key]}": value for road, own in figures.items() for key, value in own.items()}
+    return outcome.end(figures, numbers=numbers)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,13 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- benchmark: ([^>]+?) -->)(.*?)(<!-- end of benchmark -->)", flags=re.DOTALL)
-# What a number of a result file is called and how it is shown; numbers of other names are left out of the tables.
-SHOWN = {"step_s": ("step of {}", "{:.2f} s"), "peak_bytes": ("peak memory of {}", "{:.2f} GB")}
+MOST_ROWS = 20  # a longer table shows only figures with a target
+# Numbers of a result file that a table shows: name of the row, format.
+SHOWN = {
+    "step_s": ("step of {}", "{:.2f} s"),
+    "peak_bytes": ("peak memory of {}", "{:.2f} GB"),
+    "numbers": ("{}", "{:.3g}"),
+}
 
 
 def written(text: str) -> str:
@@ -59,7 +64,8 @@ def table(result: dict[str, Any]) -> str:
         "| figure | target | measured |",
         "|---|---|---|",
     ]
-    for one in result["figures"]:
+    figures = result["figures"]
+    for one in [each for each in figures if each["target"] is not None] if len(figures) > MOST_ROWS else figures:
         target = "" if one["target"] is None else f"{one['target']:.3g}"
         measured = f"{one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f})"
         missed = one["target"] is not None and one["high"] > one["target"]

@@ -32,7 +32,7 @@ from mega_rl.assemble.prompts.order import PromptOrder, prompt_order, source_lin
 from mega_rl.assemble.prompts.sampling import StepSampling, step_sampling
 from mega_rl.assemble.prompts.stream import TrainStreams, open_streams
 from mega_rl.assemble.records import build_recorder
-from mega_rl.assemble.rewards import build_reward, check_sources, check_tests, prepare_reward, reward_columns
+from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_roles, idle_phases, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
@@ -164,10 +164,7 @@ def _read_inputs(
     vocab_size, columns = plan.models["actor"].hf.vocab_size, reward_columns(config, reward)
     train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
     check = partial(check_sources, config, reward, held_out=held_out)
-    streams = open_streams(
-        config, tokens, vocab_size=vocab_size, columns=columns, ranks=everyone,
-        check=check, check_block=partial(check_tests, config.reward),
-    )  # fmt: skip
+    streams = open_streams(config, tokens, vocab_size=vocab_size, columns=columns, ranks=everyone, check=check)
     if streams is None:
         run_on_one(partial(check, train), everyone)
     if is_writer and streams is None:

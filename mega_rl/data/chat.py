@@ -50,7 +50,7 @@ class TemplateOwner(Protocol):
         ...
 
 
-def apply_template(tokenizer: TemplateOwner, messages: list[Message], **settings: Any) -> str:
+def apply_template(tokenizer: TemplateOwner, messages: list[Message], **settings: object) -> str:
     """Return the text of a conversation. Raises one of TEMPLATE_ERRORS, and UserError where it takes too long.
 
     A template's loops are Python code, which an exception from another thread ends.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mega_rl import progress
 from mega_rl.assemble.data import Tokens, chat_of, chat_template, warn_of_prompts
+from mega_rl.assemble.rewards import check_tests
 from mega_rl.config.schema import Config, SourceConfig
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import PromptReading, fingerprint
@@ -59,12 +60,11 @@ def open_streams(
     columns: RewardColumns,
     ranks: Ranks,
     check: Callable[[list[Prompt]], None],
-    check_block: Callable[[Sequence[Prompt]], None] | None = None,
 ) -> TrainStreams | None:
     """Open the run's streams and read the first block of each on rank 0; None for a run without; collective.
 
-    check: raises UserError for prompts that the reward cannot score; given those of the first blocks. check_block:
-    likewise, given those of each block. Raises UserErrors on all ranks.
+    check: raises UserError for prompts that the reward cannot score; given those of the first blocks. Tests of programs
+    are tried in every block. Raises UserErrors on all ranks.
     """
     if not config.data.stream.rows:
         return None
@@ -72,7 +72,8 @@ def open_streams(
 
     def read() -> str:
         digest, first = hashlib.sha256(), []
-        for name, reader in stream_readers(config, tokens, vocab_size, columns, check_block):
+        try_tests = partial(check_tests, config.reward)
+        for name, reader in stream_readers(config, tokens, vocab_size, columns, try_tests):
             readers[name] = reader
             prompts = reader.first_block()
             first += prompts

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -77,11 +77,10 @@ def choose_transport(
     for name in _SETTINGS["auto on GPUs" if setting == "auto" and on_gpu else setting]:
         reason = why_not(name, weights, servers, placement)
         if reason is None:
-            settings: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
             if name == "distributed":
-                return DistributedTransport(weights, servers, **settings)
+                return DistributedTransport(weights, servers, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
             over_memory = CudaIpcTransport if name == "cuda_ipc" else SharedMemoryTransport
-            return over_memory(weights, servers, hosts=placement.hosts, **settings)
+            return over_memory(weights, servers, hosts=placement.hosts, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
         reasons.append(f"{name}: {reason}")
     others = "" if setting == "auto" else "; try auto"
     raise UserError(f"rollout.sglang.sync.transport={setting} is not possible ({'; '.join(reasons)}){others}")
