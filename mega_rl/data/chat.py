@@ -26,7 +26,7 @@ OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run
 _DATE = "strftime_now"  # function that templates call with a format
 _FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", _DATE}
 # A template is a program of the model's author, and may end with any of these.
-TEMPLATE_ERRORS = (
+_ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
     jinja2.TemplateError,
 )  # fmt: skip
@@ -35,11 +35,8 @@ _begun: dict[int, float] = {}  # threads that render a template, with the time a
 _begun_lock = threading.Lock()
 
 
-class TemplateDeadline(UserError):
-    """A chat template that renders one conversation for longer than its deadline."""
-
-    def __init__(self) -> None:
-        super().__init__(f"the tokenizer's chat template has not rendered one conversation in {DEADLINE_S:g} s")
+class TemplateRefusal(Exception):
+    """A chat template does not render a conversation; the message says why, on one line."""
 
 
 class TemplateOwner(Protocol):
@@ -51,15 +48,23 @@ class TemplateOwner(Protocol):
 
 
 def apply_template(tokenizer: TemplateOwner, messages: list[Message], **settings: object) -> str:
-    """Return the text of a conversation. Raises one of TEMPLATE_ERRORS, and UserError where it takes too long.
+    """Return the text of a conversation.
 
     A template's loops are Python code, which an exception from another thread ends.
+
+    Raises:
+        TemplateRefusal: the template refuses the conversation.
+        UserError: it takes too long.
     """
     _watch()
     thread = threading.get_ident()
     _begun[thread] = time.monotonic()
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
+    except _ERRORS as error:
+        if thread not in _begun:  # ended by the watch, whatever Jinja has made of the exception
+            raise UserError(f"the chat template has not rendered one conversation in {DEADLINE_S:g} s") from error
+        raise TemplateRefusal(" ".join(str(error).split()) or type(error).__name__) from error
     finally:
         with _begun_lock:
             _begun.pop(thread, None)
@@ -74,9 +79,7 @@ def _watch() -> None:
             time.sleep(DEADLINE_S / 10)
             with _begun_lock:
                 for thread in [one for one, begun in _begun.items() if time.monotonic() - begun > DEADLINE_S]:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(thread), ctypes.py_object(TemplateDeadline)
-                    )
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RuntimeError))
                     del _begun[thread]
 
     threading.Thread(target=end_late_ones, name="templates", daemon=True).start()
@@ -101,7 +104,7 @@ class ChatTemplate:
     def render(self, messages: list[Message], variables: Mapping[str, object]) -> str:
         """Return the text of the messages, ready for the assistant's turn.
 
-        variables: of the row, over those of the run. Raises one of TEMPLATE_ERRORS where the template refuses them.
+        variables: of the row, over those of the run. Raises TemplateRefusal, and UserError at the deadline.
         """
         kwargs = {**self.kwargs, **variables} | ({} if self.date is None else {_DATE: self.date.strftime})
         return apply_template(self.tokenizer, messages, add_generation_prompt=True, **kwargs)
@@ -126,7 +129,7 @@ class ChatTemplate:
         days = (datetime.date(2001, 2, 3), datetime.date(2004, 5, 6))
         try:
             return self.date is None and len({replace(self, date=day).render(question, {}) for day in days}) > 1
-        except TEMPLATE_ERRORS:
+        except TemplateRefusal:
             return False  # the rows say it
 
 

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega_rl.data.chat import TEMPLATE_ERRORS, ChatTemplate
+from mega_rl.data.chat import ChatTemplate, TemplateRefusal
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.conversation import Message, RowProblem, conversation, kind_of, template_columns
 from mega_rl.data.source import RowSource
@@ -244,6 +244,5 @@ def _check_unicode(*texts: tuple[str, str]) -> None:
 def _render(messages: list[Message], template: ChatTemplate, variables: Mapping[str, object]) -> str:
     try:
         return template.render(messages, variables)
-    except TEMPLATE_ERRORS as error:
-        reason = one_line(error) or type(error).__name__
-        raise RowProblem(f"the tokenizer's chat template refuses it: {reason}") from error
+    except TemplateRefusal as error:
+        raise RowProblem(f"the tokenizer's chat template refuses it: {error}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from mega_rl.data.chat import TEMPLATE_ERRORS, apply_template
+from mega_rl.data.chat import TemplateRefusal, apply_template
 from mega_rl.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         rendered = apply_template(tokenizer, turns)
-    except TEMPLATE_ERRORS:  # a template that refuses such turns says so of the data's
+    except TemplateRefusal:  # a template that refuses such turns says so of the data's
         return None
     _, separator, rest = rendered.rpartition(_ANSWER)
     ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if separator and rest else []

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.data.chat import TEMPLATE_ERRORS, apply_template
+from mega_rl.data.chat import TemplateRefusal, apply_template
 from mega_rl.data.prompts import Tokenizer
-from mega_rl.data.rows import one_line
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
@@ -154,9 +153,8 @@ class TemplateConversion:
         conversation = [{"role": role, "content": content} for role, content in turns]
         try:
             return apply_template(self._tokenizer, conversation, add_generation_prompt=False)
-        except TEMPLATE_ERRORS as error:
-            reason = one_line(error) or type(error).__name__
-            what = f"the reward model's chat template refuses the conversation: {reason}"
+        except TemplateRefusal as error:
+            what = f"the reward model's chat template refuses the conversation: {error}"
             raise no_score(what, prompt, response) from error
 
 

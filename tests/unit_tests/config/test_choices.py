@@ -365,7 +365,7 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
         (
             "algorithm.advantage=rloo rollout.n=4 algorithm.kl.placement=reward",
             "algorithm.kl.placement=reward with advantage=rloo: it has one reward for a whole response, a KL per token "
-            "has no place in it; legal: none, loss",
+            "has no place in it; legal: none, loss, or reward with advantage=gae",
         ),
         (
             "algorithm.advantage=gdpo rollout.n=4",

@@ -224,7 +224,7 @@ RULES = [
         1,
         "algorithm.advantage=grpo rollout.n=4 algorithm.kl.placement=reward",
         "algorithm.kl.placement=reward with advantage=grpo: it has one reward for a whole response, a KL per token "
-        "has no place in it; legal: none, loss",
+        "has no place in it; legal: none, loss, or reward with advantage=gae",
     ),
     (
         1,

@@ -28,7 +28,7 @@ from tests.unit_tests.plan.test_plan import MEGATRON, run
 
 H100 = HARDWARE["h100"]
 # Nothing but products takes time.
-IDEAL = replace(H100, memory_rate=1e30, nvlink=1e30, network=1e30, host_copy=1e30, pageable_copy=1e30, storage=1e30)
+IDEAL = replace(H100, memory_rate=1e30, nvlink=1e30, network=1e30, host_copy=1e30, pageable_copy=1e30)
 
 
 def phase(time: StepTime, name: str) -> dict[str, float]:
