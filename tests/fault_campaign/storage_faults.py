@@ -109,7 +109,7 @@ class DamagedFile(Fault):
         for pid in run.members():
             kill(pid)
         run.wait(deadline_s=60.0)
-        files = sorted(run.folder.glob(self.pattern))
+        files = sorted(path for path in run.folder.glob(self.pattern) if path.is_file())
         if not files or all(launcher.exit_code == 0 for launcher in run.launchers):  # had ended before it was killed
             return ""
         return damage(files[-1], self.how, run)
