@@ -28,11 +28,19 @@ class WithAnother(SingleRank):
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """The process's own handlers come back, whatever a test does."""
+    """The process's own handlers come back, whatever a test does, and no answer is left for the next test's log."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
+    join_answers()
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def join_answers() -> None:
+    """Wait for the threads that answer signals."""
+    for thread in threading.enumerate():
+        if thread.name == "answer to a signal":
+            thread.join()
 
 
 def send(number: signal.Signals) -> None:
@@ -85,9 +93,7 @@ def test_the_first_interrupt_is_answered_at_once_and_a_second_does_not_wait(
     stop = StopRequest(SingleRank())
     with progress.rounds("step", 60, done=6):
         send(signal.SIGINT)
-        for thread in threading.enumerate():
-            if thread.name == "answer to a signal":
-                thread.join()
+        join_answers()
     assert caplog.messages == ["SIGINT: finishing step 7, then saving; Ctrl-C again stops at once"]
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
