@@ -58,7 +58,8 @@ def apply_template(tokenizer: TemplateOwner, messages: list[Message], **settings
     """
     _watch()
     thread = threading.get_ident()
-    _begun[thread] = time.monotonic()
+    with _begun_lock:
+        _begun[thread] = time.monotonic()
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
     except _ERRORS as error:

@@ -1,4 +1,4 @@
-"""Speeds of GPUs, and of their links: the coefficients of the cost model."""
+"""Speeds of GPUs and of their links: the coefficients of the cost model."""
 
 from __future__ import annotations
 
