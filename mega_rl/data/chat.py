@@ -30,7 +30,7 @@ _ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
     jinja2.TemplateError,
 )  # fmt: skip
-DEADLINE_S = 10.0  # of one conversation; usual ones take some ten microseconds
+DEADLINE_S = 10.0  # seconds for one conversation; a usual one takes some ten microseconds
 _begun: dict[int, float] = {}  # threads that render a template, with the time at which they began
 _begun_lock = threading.Lock()
 

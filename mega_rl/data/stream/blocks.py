@@ -72,7 +72,7 @@ class StreamReader:
     reading: PromptReading
     plan: StreamPlan
     source: str = ""  # of a mixture; "": prompts keep the one of their row
-    check: Callable[[Sequence[Prompt]], None] | None = None  # of a block; raises UserError for rows of no use
+    check: Callable[[Sequence[Prompt]], None] | None = None  # gets one block; raises UserError for unusable rows
 
     def first_block(self) -> list[Prompt]:
         """Return the prompts of the first block in the order of their draws. Raises UserError as `blocks` does."""

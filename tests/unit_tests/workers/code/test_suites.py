@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from mega_rl.assemble.data import Tokens
+from mega_rl.assemble.prompts.stream import ONLY, open_streams
 from mega_rl.assemble.rewards import check_sources
-from mega_rl.config.schema import Config, RewardConfig
+from mega_rl.config.schema import Config, DataConfig, RewardConfig
+from mega_rl.config.schema.data import StreamConfig
+from mega_rl.data.columns import RewardColumns
+from mega_rl.data.stream.blocks import Position
 from mega_rl.errors import UserError
+from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Prompt
 from mega_rl.workers.code.cases import AssertCase
 from mega_rl.workers.code.suites import UnknownTestsError, suite_of, unfit
+from tests.helpers.models import write_digit_tokenizer
 from tests.helpers.sandboxes import local_sandbox
 from tests.hostile_programs.judging import VACUOUS
 
@@ -81,6 +91,24 @@ def test_rows_that_check_nothing_are_refused_by_number(tests: Any) -> None:
     with pytest.raises(UserError, match=r"rows? 7\b|row 7:"):
         check_sources(config, None, rows, [])
     check_sources(config, None, [rows[0], rows[2]], [])
+
+
+def test_later_blocks_of_a_stream_are_tried(tmp_path: Path) -> None:
+    local_sandbox()
+    write_digit_tokenizer(tmp_path, vocab_size=50)
+    rows = [{"prompt": "1+1=", "answer": tests} for tests in (GOOD, GOOD, "assert True")]
+    (file := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(train_files=[str(file)], shuffle=False, stream=StreamConfig(rows=2))
+    config = Config(data=data, reward=RewardConfig(function="code_tests"))
+    tokens = Tokens(AutoTokenizer.from_pretrained(tmp_path), (1,), skip_special_tokens=True)
+    streams = open_streams(
+        config, tokens, vocab_size=50, columns=RewardColumns(), ranks=SingleRank(), check=lambda prompts: None
+    )
+    assert streams is not None
+    blocks = streams.readers[ONLY].blocks(Position())
+    assert len(next(blocks).prompts) == 2
+    with pytest.raises(UserError, match=r"check nothing|row 2:"):
+        next(blocks)
 
 
 def prompt(index: int, tests: Any, row: Mapping[str, Any] | None = None) -> Prompt:
