@@ -1,15 +1,21 @@
-"""Measurements of the package's structure: `python -m tests.house` prints them as a table.
+"""Measure the package's structure. `python -m tests.house` prints the measures next to those before and budgets.
 
-tests/unit_tests/test_architecture.py holds them to limits. A function's lines are those of its definition with its
-docstring; nesting counts `if`, `for`, `while`, `with`, `try` and `match` inside one another, an `elif` as its `if`.
+`--lower` writes lower ceilings to house_ceilings.json, where a measure has fallen.
+
+tests/unit_tests/test_architecture.py holds the measures to limits. A function's lines are those of its definition with
+its docstring; nesting counts `if`, `for`, `while`, `with`, `try` and `match` inside one another, an `elif` as its `if`.
 """
 
 from __future__ import annotations
 
 import ast
+import io
+import json
 import re
+import sys
+import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,7 +28,40 @@ BANNED_FIRST_WORDS = frozenset((
     "what", "whether", "how", "where", "which", "who", "whom", "whose", "of", "nothing", "none", "nobody", "both", "so",
     "everything", "it", "as", "those", "these", "until", "ours",
 ))  # fmt: skip
-BANNED_NAMES = frozenset({"found", "told"})  # of variables and arguments: name the thing
+BANNED_NAMES = frozenset({"found", "told"})  # variables and arguments name the thing
+# A comment can be read without the line next to it, so it begins with none of these.
+DANGLING = frozenset({"of", "that", "where", "which", "by", "as", "whose", "what"})
+TICS = re.compile(
+    r"\b(alone|goes? on|going on|beside|likewise|so many|at the most|of its own|under way|by right"
+    r"|Return what|Yield what)\b"
+)
+BEFORE = Path(__file__).with_name("house_before.json")  # measures before the house was rebuilt, on 2026-11-26
+CEILINGS = Path(__file__).with_name("house_ceilings.json")  # measures that may only fall
+# Budgets in lines: area -> (most lines, folders and files of the area, before and after the moves).
+BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "rollout": (6400, ("rollout",)),
+    "converters": (5900, ("converters",)),
+    "verify": (4200, ("verify",)),
+    "rewards and sandbox": (3300, (
+        "rewards", "sandbox", "workers/reward", "workers/scoring", "workers/code", "workers/answers.py",
+        "assemble/rewards.py",
+    )),
+    "trainer, roles, assembly": (4600, ("trainer", "workers", "assemble")),
+    "checkpoint and storage": (4800, ("checkpoint", "storage", "files")),
+    "config": (3200, ("config",)),
+    "operations": (4200, ("operations", "launcher", "health", "schedulers", "cli/launch")),
+    "plan": (2400, ("plan",)),
+    "engines, models, ddp, parallel, accelerator": (
+        9600, ("engines", "models", "ddp", "parallel", "accelerator"),
+    ),
+    "cli": (2100, ("cli",)),
+    "data, hub, datafiles": (2900, ("data/", "hub", "datafiles")),
+    "tracking": (2900, ("tracking", "metrics", "progress", "report", "records")),
+    "algorithms": (2000, ("algorithms",)),
+    "preflight": (700, ("preflight", "plan/preflight")),
+    "quickstart and bench": (1400, ("quickstart", "bench", "cli/quickstart", "verify/bench")),
+    "single files": (1100, ("",)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,6 +94,55 @@ class House:
     broad_excepts: int
     public_functions: int
     documented_functions: int
+    nodes: dict[str, int]  # of the syntax tree, by file
+    classes: dict[str, str]  # "dataclass", "protocol", "named tuple" or "class", by "folder/file.py: Class"
+    imports: dict[str, frozenset[str]]  # files of the package that each file imports
+    busy_dataclasses: dict[str, int]  # fields of dataclasses with methods that do work
+    wrappers: dict[str, list[str]]  # classes that have a field of a protocol and one of its methods, by protocol
+    dangling_comments: int  # comments that begin with a word of DANGLING
+    tics: int  # words of TICS in docstrings and comments
+    long_headlines: int  # docstrings whose first line has more than 16 words
+
+    @property
+    def package_nodes(self) -> int:
+        """Return the nodes of the syntax trees of all files."""
+        return sum(self.nodes.values())
+
+    @property
+    def files_per_kloc(self) -> float:
+        """Return the files with code per 1,000 lines."""
+        return 1000 * len(self.files) / self.package_lines
+
+    @property
+    def classes_per_kloc(self) -> float:
+        """Return the classes per 1,000 lines."""
+        return 1000 * len(self.classes) / self.package_lines
+
+    @property
+    def slivers(self) -> dict[str, int]:
+        """Return the lines of modules below 60 lines that exactly one other module imports."""
+        importers = Counter(target for targets in self.imports.values() for target in targets)
+        return {
+            name: lines
+            for name, lines in self.files.items()
+            if lines < 60 and importers[name] == 1 and not name.endswith("__.py")
+        }
+
+    def of_top_folders(self, measure: Mapping[str, int]) -> dict[str, int]:
+        """Return a measure of files, summed by top-level folder; single files count as "."."""
+        sums: Counter[str] = Counter()
+        for name, value in measure.items():
+            sums[name.split("/")[0] if "/" in name else "."] += value
+        return dict(sums)
+
+    def of_areas(self) -> dict[str, int]:
+        """Return the lines of each area of BUDGETS; a file belongs to the area with the longest matching prefix."""
+        prefixes = {prefix: area for area, (_, own) in BUDGETS.items() for prefix in own}
+        sums: Counter[str] = Counter()
+        for name, lines in self.files.items():
+            fitting = [prefix for prefix in prefixes if name.startswith(prefix) and (prefix or "/" not in name)]
+            sums[prefixes[max(fitting, key=len)]] += lines
+        return dict(sums)
 
     @property
     def package_lines(self) -> int:
@@ -71,10 +159,14 @@ def measure(package: Path = PACKAGE) -> House:
     counts: Counter[str] = Counter()
     readers, changers, config_takers = [], [], []
     docstrings: dict[str, int] = {}
-    for path in sorted(package.rglob("*.py")):
-        text, name = path.read_text(encoding="utf-8"), path.relative_to(package).as_posix()
-        nodes = list(ast.walk(ast.parse(text)))
+    trees = {
+        path.relative_to(package).as_posix(): ast.parse(path.read_text("utf-8"))
+        for path in sorted(package.rglob("*.py"))
+    }
+    for name, tree in trees.items():
+        text, nodes = (package / name).read_text(encoding="utf-8"), list(ast.walk(tree))
         files[name] = text.count("\n")
+        counts += _words(text, nodes)
         counts["ignores"] += text.count("# type: ignore")
         if any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in nodes):
             readers.append(name)
@@ -115,7 +207,116 @@ def measure(package: Path = PACKAGE) -> House:
         broad_excepts=counts["broad"],
         public_functions=counts["public"],
         documented_functions=counts["documented"],
+        nodes={name: sum(1 for _ in ast.walk(tree)) for name, tree in trees.items()},
+        classes={
+            f"{name}: {node.name}": _kind(node)
+            for name, tree in trees.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+        },
+        imports={name: frozenset(_imported(tree, name, package.name, trees)) for name, tree in trees.items()},
+        busy_dataclasses=_busy_dataclasses(trees),
+        wrappers=_wrappers(trees),
+        dangling_comments=counts["dangling"],
+        tics=counts["tics"],
+        long_headlines=counts["headlines"],
     )
+
+
+def _words(text: str, nodes: Sequence[ast.AST]) -> Counter[str]:
+    """Return the counts of words that plain English avoids, in comments and docstrings."""
+    documented = (ast.Module, ast.ClassDef, *_FUNCTIONS)
+    docstrings = [doc for node in nodes if isinstance(node, documented) and (doc := ast.get_docstring(node))]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [token.string.lstrip("#: ") for token in tokens if token.type == tokenize.COMMENT]
+    return Counter(
+        {
+            "dangling": sum(comment.split(" ")[0] in DANGLING for comment in comments),
+            "tics": sum(len(TICS.findall(words)) for words in (*comments, *docstrings)),
+            "headlines": sum(len(doc.split("\n")[0].split()) > 16 for doc in docstrings),
+        }
+    )
+
+
+def _kind(node: ast.ClassDef) -> str:
+    """Return the kind of a class, as `House.classes` names it."""
+    bases = " ".join(map(ast.unparse, node.bases))
+    if any("dataclass" in ast.unparse(one) for one in node.decorator_list):
+        return "dataclass"
+    return "protocol" if "Protocol" in bases else "named tuple" if "NamedTuple" in bases else "class"
+
+
+def _imported(tree: ast.Module, name: str, package: str, trees: Mapping[str, ast.Module]) -> Iterator[str]:
+    """Yield the files of the package that a file imports, at its top or inside of functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for module in modules:
+            path = module.removeprefix(f"{package}.").replace(".", "/") if module.startswith(f"{package}.") else ""
+            yield from (
+                file for file in (f"{path}.py", f"{path}/__init__.py") if path and file in trees and file != name
+            )
+
+
+def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
+    return [
+        one for one in node.body if isinstance(one, ast.AnnAssign) and "ClassVar" not in ast.unparse(one.annotation)
+    ]
+
+
+def _busy_dataclasses(trees: Mapping[str, ast.Module]) -> dict[str, int]:
+    """Return the fields of dataclasses that have a method other than properties and class methods."""
+    counts = {}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef) or _kind(node) != "dataclass":
+                continue
+            decorated = {
+                one.name: " ".join(map(ast.unparse, one.decorator_list))
+                for one in node.body
+                if isinstance(one, _FUNCTIONS)
+            }
+            if any(
+                "property" not in how and "method" not in how and not (method.startswith("__") and method != "__call__")
+                for method, how in decorated.items()
+            ):
+                counts[f"{name}: {node.name}"] = len([f for f in _fields(node) if "init=False" not in ast.unparse(f)])
+    return counts
+
+
+def _wrappers(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """Return the classes that hold an object of a protocol and have a method of its name that calls the object's."""
+    classes = [
+        (name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    ]
+    protocols = {
+        node.name: {one.name for one in node.body if isinstance(one, _FUNCTIONS)}
+        for _, node in classes
+        if _kind(node) == "protocol"
+    }
+    wrappers: dict[str, list[str]] = defaultdict(list)
+    for name, node in classes:
+        calls = {
+            (call.func.value.attr, call.func.attr)
+            for method in node.body
+            if isinstance(method, _FUNCTIONS) and _kind(node) != "protocol"
+            for call in ast.walk(method)
+            if isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr == method.name
+            and isinstance(call.func.value, ast.Attribute)
+        }
+        for own in _fields(node):
+            for protocol in _names_in(own.annotation) & protocols.keys():
+                if isinstance(own.target, ast.Name) and any(
+                    field == own.target.id and method in protocols[protocol] for field, method in calls
+                ):
+                    wrappers[protocol].append(f"{name}: {node.name}")
+    return dict(wrappers)
 
 
 def vague_names(folder: Path) -> dict[str, int]:
@@ -213,32 +414,105 @@ def _root(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def table(house: House) -> list[str]:
-    """Return the measurements, a line each."""
-    lengths = [lines for lines in house.files.values() if lines]
-    longest = sorted(house.functions, key=lambda f: -f.lines)
-    repeated = [name for name, places in house.class_names.items() if len(places) > 1]
-    rows = {
-        "files, lines": f"{len(house.files)}, {sum(lengths)}",
-        "lines of a file: median, most": f"{median(lengths):g}, {max(lengths)}",
-        "files over 400 lines": sum(lines > 400 for lines in lengths),
-        "files of a folder: most": max(house.folders.values()),
-        "lines of a function: median, most": f"{median(f.lines for f in house.functions):g}, {longest[0].lines}",
-        "functions over 60 lines": sum(f.lines > 60 for f in house.functions),
-        "functions nested deeper than 3": sum(f.nesting > 3 for f in house.functions),
-        "functions of more than 8 parameters": sum(f.parameters > 8 for f in house.functions),
-        "classes of more than 12 methods": sum(count > 12 for count in house.methods.values()),
-        "class names used twice": len(repeated),
+def numbers(house: House) -> dict[str, float]:
+    """Return the measures that the table compares, by name."""
+    lengths = sorted(lines for lines in house.files.values() if lines)
+    of_functions = sorted(function.lines for function in house.functions)
+    kinds = Counter(house.classes.values())
+    kloc = house.package_lines / 1000
+    return {
+        "lines": house.package_lines,
+        "nodes of the syntax tree": house.package_nodes,
+        "files": len(house.files),
+        "top-level folders": len(house.of_top_folders(house.files)) - 1,
+        "folders": len(house.folders),
+        "lines of a file: median": median(lengths),
+        "lines of a file: 90 % have at most": lengths[len(lengths) * 9 // 10],
+        "lines of a file: most": lengths[-1],
+        "lines of a function: median": median(of_functions),
+        "lines of a function: most": of_functions[-1],
+        "functions": len(of_functions),
+        "classes": len(house.classes),
+        "dataclasses and named tuples": kinds["dataclass"] + kinds["named tuple"],
+        "protocols": kinds["protocol"],
+        "files per 1,000 lines": round(house.files_per_kloc, 2),
+        "functions per 1,000 lines": round(len(of_functions) / kloc, 1),
+        "classes per 1,000 lines": round(house.classes_per_kloc, 2),
+        "modules below 60 lines with one importer": len(house.slivers),
+        "modules that import more than 25 of the package": sum(len(own) > 25 for own in house.imports.values()),
+        "dataclasses that work and have more than 12 fields": sum(n > 12 for n in house.busy_dataclasses.values()),
+        "most wrappers around one protocol": max(map(len, house.wrappers.values()), default=0),
+        "functions of more than 8 parameters": sum(function.parameters > 8 for function in house.functions),
         "modules that read the environment": len(house.environment_readers),
-        "modules that change foreign modules": len(house.foreign_changes),
-        "vague docstrings, vague names": f"{sum(house.vague_docstrings.values())}, {sum(house.vague_names.values())}",
         "lazy imports of the package itself": house.own_lazy_imports,
-        "Any, type: ignore, broad except": f"{house.any_annotations}, {house.type_ignores}, {house.broad_excepts}",
-        "public functions with docstring": f"{house.documented_functions} of {house.public_functions}",
+        "comments that begin with of, that, where": house.dangling_comments,
+        "words that plain English avoids": house.tics,
+        "docstrings with a first line over 16 words": house.long_headlines,
+        "lines of tests": _lines(PACKAGE.parent / "tests", "*.py"),
+        "words of docs": sum(len(path.read_text("utf-8").split()) for path in (PACKAGE.parent / "docs").rglob("*.md")),
+        **{f"area: {area}": lines for area, lines in house.of_areas().items()},
     }
-    width = max(map(len, rows))
-    return [f"{name:{width}}  {value}" for name, value in rows.items()]
+
+
+def ceilings(house: House) -> dict[str, float]:
+    """Return the measures that may only fall, by name."""
+    return {
+        "lines": house.package_lines,
+        "nodes": house.package_nodes,
+        "files per 1,000 lines": round(house.files_per_kloc, 2),
+        "classes per 1,000 lines": round(house.classes_per_kloc, 2),
+        "own lazy imports": house.own_lazy_imports,
+        "Any annotations": house.any_annotations,
+        "type: ignore": house.type_ignores,
+        "broad excepts": house.broad_excepts,
+        "dangling comments": house.dangling_comments,
+        "words that plain English avoids": house.tics,
+        "long first lines of docstrings": house.long_headlines,
+        **{f"lines of {name}": value for name, value in house.of_top_folders(house.files).items()},
+        **{f"nodes of {name}": value for name, value in house.of_top_folders(house.nodes).items()},
+    }
+
+
+# At most this much, by the name of the measure.
+LIMITS: dict[str, float] = {
+    "lines": 60_000,
+    "top-level folders": 17,
+    "files per 1,000 lines": 6,
+    "classes per 1,000 lines": 8,
+    "lines of a file: most": 600,
+    "lines of a function: most": 60,
+    "modules that import more than 25 of the package": 0,
+    "dataclasses that work and have more than 12 fields": 0,
+    "most wrappers around one protocol": 3,
+    "lines of tests": 68_000,
+    "words of docs": 45_000,
+    **{f"area: {area}": budget for area, (budget, _) in BUDGETS.items()},
+}
+
+
+def table(now: Mapping[str, float], before: Mapping[str, float]) -> list[str]:
+    """Return a line for each measure: before, now, budget, and a mark where the budget is exceeded."""
+    rows: list[tuple[str, ...]] = [("measure", "before", "now", "at most", "")]
+    for name in dict.fromkeys((*now, *before)):
+        limit = LIMITS.get(name)
+        values = [f"{value:,g}" if value is not None else "" for value in (before.get(name), now.get(name), limit)]
+        rows.append((name, *values, "over" if limit is not None and now.get(name, 0) > limit else ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _lines(folder: Path, pattern: str) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in folder.rglob(pattern))
+
+
+def lowered(old: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Return the ceilings of every measure that still exists, each at most as high as before."""
+    return {name: min(value, old.get(name, value)) for name, value in sorted(now.items())}
 
 
 if __name__ == "__main__":
-    print("\n".join(table(measure())))
+    house = measure()
+    print("\n".join(table(numbers(house), json.loads(BEFORE.read_text("utf-8")))))
+    if "--lower" in sys.argv:
+        limits = lowered(json.loads(CEILINGS.read_text("utf-8")), ceilings(house))
+        CEILINGS.write_text(json.dumps(limits, indent=1) + "\n", encoding="utf-8")

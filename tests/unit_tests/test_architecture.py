@@ -1,23 +1,28 @@
 """A ratchet: the structure of the package gets better or stays as it is.
 
-A limit with exceptions names each of them with its present value: a new one fails, and so does one that became better
-or disappeared until its entry is lowered or removed. `python -m tests.house` prints all measurements.
+A limit with exceptions names each exception with its present value. A new exception fails, and so does one that became
+better or disappeared, until its entry is lowered or removed. `python -m tests.house` prints all measures;
+`python -m tests.house --lower` lowers the ceilings to them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import pytest
 
-from tests.house import PACKAGE, House, measure, vague_names
+from tests.house import CEILINGS, PACKAGE, House, ceilings, measure, vague_names
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_NESTING = 3
 MAX_PARAMETERS = 8
 MAX_METHODS = 12
 MAX_FILES_OF_A_FOLDER = 15
+MAX_FIELDS = 12  # of a dataclass with methods that do work: its constructor is a signature
+MAX_IMPORTS = 25  # modules of the package that one module imports
+MAX_WRAPPERS = 3  # classes that hold an object of a protocol and have the protocol's methods themselves
 
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
@@ -99,14 +104,26 @@ CHANGE_FOREIGN_MODULES = [
     "workers/user_files.py",
 ]
 
-# Ceilings of counts. Lower one when the count falls.
-CEILINGS = {
-    "own_lazy_imports": 50,
-    "any_annotations": 541,
-    "type_ignores": 43,
-    "broad_excepts": 16,
-    "package_lines": 81523,
+# Records with a method that reads them.
+MANY_FIELDS: dict[str, int] = {
+    "converters/architecture.py: HFConfig": 35,
+    "converters/architecture.py: Moe": 13,
+    "converters/offline/manifest.py: ConversionManifest": 16,
+    "health/records.py: RankRecord": 17,
+    "parallel/groups.py: Groups": 14,
+    "schedulers/slurm/batch.py: SbatchRun": 26,
+    "trainer/loop.py: PPOTrainer": 29,
 }
+MANY_IMPORTS: dict[str, int] = {
+    "assemble/evaluation_run.py": 26,
+    "assemble/rewards.py": 29,
+    "assemble/roles.py": 28,
+    "assemble/trainer.py": 56,
+}
+MANY_WRAPPERS: dict[str, int] = {"RolloutSource": 10, "Scorer": 4, "WeightSync": 4}
+# Modules below 60 lines that one module imports.
+SLIVERS: dict[str, str] = {}
+MAX_SLIVERS = 56  # falls to the number of SLIVERS
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +177,26 @@ def test_variables_name_the_thing(house: House) -> None:
     assert vague_names(PACKAGE.parent / "benchmarks") == {}
 
 
-@pytest.mark.parametrize("name", CEILINGS)
-def test_counts_only_fall(house: House, name: str) -> None:
-    assert getattr(house, name) <= CEILINGS[name]
+def test_fields_of_dataclasses_that_work(house: House) -> None:
+    assert above(house.busy_dataclasses, MAX_FIELDS) == MANY_FIELDS
+
+
+def test_imports_of_modules(house: House) -> None:
+    assert above({name: len(own) for name, own in house.imports.items()}, MAX_IMPORTS) == MANY_IMPORTS
+
+
+def test_wrappers_of_protocols(house: House) -> None:
+    assert above({name: len(own) for name, own in house.wrappers.items()}, MAX_WRAPPERS) == MANY_WRAPPERS
+
+
+def test_small_modules_with_one_importer(house: House) -> None:
+    assert len(set(house.slivers) - SLIVERS.keys()) <= MAX_SLIVERS
+
+
+def test_measures_only_fall(house: House) -> None:
+    limits, now = json.loads(CEILINGS.read_text("utf-8")), ceilings(house)
+    assert now.keys() <= limits.keys(), "a new top-level folder needs a ceiling in tests/house_ceilings.json"
+    assert {name: value for name, value in now.items() if value > limits[name]} == {}
 
 
 def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
