@@ -20,7 +20,7 @@ from mega_rl.preflight import check_run
 from mega_rl.schedulers.slurm.tasks import become_rank
 
 if TYPE_CHECKING:
-    from mega_rl.trainer import PPOTrainer
+    from mega_rl.trainer import Trainer as Loop
     from mega_rl.workers.reward_functions import RewardFunction
 
 
@@ -109,7 +109,7 @@ class Trainer:
         return cls(load_config(recipe, overrides), reward=reward)
 
     @property
-    def loop(self) -> PPOTrainer:
+    def loop(self) -> Loop:
         """The trainer of this rank; its parts may be replaced before `fit`."""
         return self._loop
 

@@ -43,27 +43,10 @@ from mega_rl.storage.disk import (
     write_at,
 )
 from mega_rl.trainer.dumps import ReadResponse
-from mega_rl.trainer.unscored import scored_rows
+from mega_rl.trainer.rows import scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when
-from mega_rl.types import JsonObject, Metrics
+from mega_rl.types import JsonObject
 from mega_rl.versions import installed_version
-
-
-class NoCheckpoints:
-    """Checkpoint store of what saves nothing."""
-
-    def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
-        """Do nothing."""
-
-    def save_in_memory(self, step: int, state: JsonObject) -> None:
-        """Do nothing."""
-
-    def poll(self) -> Metrics:
-        """Return nothing."""
-        return {}
-
-    def finish(self) -> None:
-        """Do nothing."""
 
 
 def evaluate(config: Config, accelerator: Accelerator) -> JsonObject:
@@ -107,13 +90,13 @@ def _run(
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(
             plan, accelerator, world, servers, roles,
-            checkpoints=NoCheckpoints(), inputs=RolloutInputs(lambda step: []), resources=resources,
+            inputs=RolloutInputs(lambda step: []), resources=resources,
         )  # fmt: skip
     scorer = build_reward(
         config, prepared, roles,
-        reader=tokens.reader, everyone=world, on_device=rollouts.on_device, listen=rollouts.listen,
+        reader=tokens.reader, everyone=world, listen=rollouts.listen,
     )  # fmt: skip
-    rollouts.sync.publish()
+    rollouts.devices.publish(rollouts.sync)
     replicas = roles.actor_engine.data_parallel
     prompts = sum(len(one.prompts) for one in sets)
 
@@ -124,8 +107,9 @@ def _run(
 
     with progress.phase("evaluating"):
         return evaluation.run(
-            0, rollout=rollouts.source, reward=scorer, ranks=replicas, read=tokens.reader.written, each=each
-        )
+            0, rollout=rollouts.source, reward=scorer, ranks=replicas, read=tokens.reader.written,
+            each=each, hold=rollouts.devices.enter,
+        )  # fmt: skip
 
 
 @dataclass

@@ -1,10 +1,9 @@
-"""StepSink of a run's steps."""
+"""Recorder of a run's steps."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -31,9 +30,11 @@ from mega_rl.protocols import Ranks
 from mega_rl.records import folders
 from mega_rl.records.format import RecordDescription
 from mega_rl.records.writer import RecordWriter, Weights
-from mega_rl.trainer.recording import NoRecorder, RecordedStep, StepColumns, StepRecorder, StepSink
+from mega_rl.trainer.loop import Stages
+from mega_rl.trainer.policy_gradient import Evaluated
+from mega_rl.trainer.recording import StepColumns, StepRecorder
 from mega_rl.types import JsonObject
-from mega_rl.workers.turns import PARAMETERS
+from mega_rl.workers.residency import PARAMETERS
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +49,16 @@ class StepWriter:
     roles: Roles
     writer: RecordWriter
 
-    def __call__(self, step: RecordedStep, columns: Mapping[str, Tensor], rows: Sequence[JsonObject]) -> None:
+    def __call__(
+        self, step: int, evaluated: Evaluated, columns: Mapping[str, Tensor], rows: Sequence[JsonObject]
+    ) -> None:
         """Write the record of a step; collective."""
-        engine, parts = self.roles.actor_engine, step.rewards.parts
+        engine, samples = self.roles.actor_engine, evaluated.batch.samples
+        parts = samples.rewards.parts
         roles = [] if self.writer.weights is None else _saved(self.roles)
         description = RecordDescription(
-            step=step.step + 1,
-            prompts=len(step.prompts),
+            step=step + 1,
+            prompts=len(samples.prompts),
             kl_coef=self.roles.kl.value,
             reward_parts=() if parts is None else parts.names,
             reward_weights=() if parts is None else parts.weights,
@@ -77,25 +81,22 @@ def build_recorder(
     *,
     everyone: Ranks,
     done: int,
-    on_device: Callable[[], AbstractContextManager[None]],
-) -> StepSink:
-    """Return the recorder that the config asks for; records of steps after `done` are removed; collective.
-
-    on_device: the context in which weights may be read.
-    """
+    stage: Stages,
+) -> StepRecorder | None:
+    """Return the recorder that the config asks for; records of steps after `done` are removed; collective."""
     settings = config.metrics.records
     if not settings.interval:
-        return NoRecorder()
+        return None
     root = Path(config.trainer.run_dir) / folders.FOLDER
     all_succeed(lambda: folders.clear(root, after=done) if everyone.rank == 0 else None, everyone)
     writer = record_writer(root, roles, everyone=everyone, limit=settings.max_mib << 20)
     if settings.weights:
 
         def save(folder: Path) -> None:
-            with on_device():
-                for role in _saved(roles):
-                    roles.models.take_turn(role, PARAMETERS)
-                    roles.engines[role].save_hf(folder / role, source=checkpoint_of(config, role))
+            stage.hold("save")
+            for role in _saved(roles):
+                roles.models.take_turn(role, PARAMETERS)
+                roles.engines[role].save_hf(folder / role, source=checkpoint_of(config, role))
 
         writer = replace(writer, weights=Weights(_nbytes(config, roles), save))
     return StepRecorder(
@@ -104,6 +105,7 @@ def build_recorder(
         read=tokens.reader.written,
         render=tokens.render,
         write=StepWriter(config, roles, writer),
+        stage=stage,
         writes_texts=writer.is_first,
     )
 
@@ -120,7 +122,7 @@ def step_columns(config: Config, roles: Roles) -> StepColumns:
     from_sampler = on_policy or config.algorithm.old_logprobs == "rollout"
     return StepColumns(
         roles.actor_engine.data_parallel,
-        policy=partial(roles.models.in_turn("actor").forward, with_entropy=True)
+        policy=partial(roles.actor_engine.forward, with_entropy=True)
         if from_sampler or config.metrics.records.entropy
         else None,
         from_sampler=from_sampler,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,6 @@ from mega_rl.workers.scoring.failures import FailureRule
 from mega_rl.workers.scoring.parts import PartRule
 from mega_rl.workers.scoring.responses import ResponseReader
 from mega_rl.workers.scoring.sets import FunctionSet, load_call, source_problems
-from mega_rl.workers.turns import ScorerOnDevice
 
 MAX_WORKERS = 8  # of a rank, unless the config says how many
 
@@ -147,12 +146,11 @@ def build_reward(
     *,
     reader: ResponseReader,
     everyone: Ranks,
-    on_device: Callable[[], AbstractContextManager[None]],
     listen: Callable[[SampleListener], None],
 ) -> Scorer:
     """The reward role over what `prepare_reward` gave.
 
-    In `on_device` a reward model finds room on its device; `listen` adds a listener of samples as they end.
+    `listen` adds a listener of samples as they end.
     """
     if prepared is None:
         return AbsentScorer()
@@ -179,8 +177,7 @@ def build_reward(
         microbatch_tokens=trainer.microbatch.max_tokens if trainer.microbatch.packing else None,
         multiple=2 * config.engine.megatron.cp if config.engine.megatron.cp > 1 else 1,
     )
-    worker = RewardModelWorker(roles.models.in_turn("reward"), prepared, limits=limits, everyone=everyone)
-    return ScorerOnDevice(worker, on_device)
+    return RewardModelWorker(roles.engines["reward"], prepared, limits=limits, everyone=everyone)
 
 
 def _reader_of_parts(config: Config) -> str:

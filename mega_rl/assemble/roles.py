@@ -35,17 +35,17 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups, another
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Learner, ModelPasses, Teacher, TokenModel
-from mega_rl.workers.metered import MeteredLearner, MeteredModel, MeteredTeacher
+from mega_rl.types import Experience, Rollout, TokenOutputs
 from mega_rl.workers.models import (
-    AbsentWorker,
     LearningWorker,
     Lessons,
     PolicyLoss,
     ReferenceUpdates,
     ReferenceWorker,
+    RoleMeter,
     ValueLoss,
 )
-from mega_rl.workers.turns import ResidentModels
+from mega_rl.workers.residency import ResidentModels
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Roles:
     """The models of a run in their roles, and the engines under them."""
 
     actor: Learner
-    critic: Learner
-    reference: TokenModel
+    critic: Learner | None
+    reference: TokenModel | None  # gives log-probs; one that only teaches does not
     average: WeightAverage | None  # of a reference that follows the policy
     kl: KLController
     engines: Mapping[Role, ModelEngine]  # of the roles that the run has, the actor's first
@@ -73,14 +73,6 @@ class Roles:
         )
 
 
-def idle_phases(config: Config, roles: Roles) -> list[str]:
-    """Return the phases of a step in which a run with these roles does nothing."""
-    from_sampler = config.algorithm.old_logprobs == "rollout" or is_on_policy(config)
-    idle = ["old_logprobs"] if from_sampler else []
-    idle += ["ref_logprobs"] if isinstance(roles.reference, AbsentWorker) else []  # one that only teaches is absent
-    return idle + (["values", "update_critic"] if isinstance(roles.critic, AbsentWorker) else [])
-
-
 def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colocated: bool) -> Roles:
     """Return every role of the plan with its weights loaded; collective. colocated: servers share the devices."""
     models = ResidentModels(accelerator, one_at_a_time=models_take_turns(plan.config, colocated=colocated))
@@ -90,27 +82,28 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
         with nullcontext() if its_groups is groups else its_groups.current():
             engine = build_engine(model, settings=plan.engine, groups=its_groups, accelerator=accelerator)
         engines[role] = models.add(role, engine)
-    config = plan.config
-    kl, meter = build_kl(config.algorithm.kl), WorkMeter()
-    reference: TokenModel = AbsentWorker()
-    teacher: Teacher | None = None
+    config, actor_engine = plan.config, engines["actor"]
+    kl, work = build_kl(config.algorithm.kl), WorkMeter()
+    reference: TokenModel | None = None
+    lessons: Lessons | None = None
     average = None
     if "reference" in engines:
-        frozen = models.in_turn("reference")
-        judge, lessons = _frozen_roles(frozen, engines, dtype=DTYPES[config.model.dtype])
-        work, size = _work(engines["reference"]), engines["actor"].replica.size  # rows are those of the actor
+        # Its rows are those of the actor's replicas.
+        meter = RoleMeter(_work(engines["reference"]), work, actor_engine.replica.size)
+        forward, teacher = _frozen_passes(engines["reference"], actor_engine, dtype=DTYPES[config.model.dtype])
         if reads_reference(config):
-            reference = MeteredModel(judge, work, meter, replica_size=size)
+            reference = ReferenceWorker(forward, meter)
         if LOSS.needs(config, "needs_teacher"):
-            teacher = MeteredTeacher(lessons, work, meter, replica_size=size)
+            lessons = Lessons(teacher, getattr(build_objective(config), "beta", 1.0), models, meter)
         if (settings := config.algorithm.kl).reference_interval:
             everyone = ranks_of(groups.host_world)
-            average = WeightAverage(frozen, models.in_turn("actor"), settings.reference_rate, everyone)
-    actor = _metered(build_actor_role(config, models.in_turn("actor"), kl, teacher), engines["actor"], meter)
-    critic: Learner = AbsentWorker()
+            stored = (models.stored("reference"), models.stored("actor"))
+            average = WeightAverage(*stored, settings.reference_rate, everyone)
+    actor = build_actor_role(config, actor_engine, kl, lessons, _meter(actor_engine, work))
+    critic = None
     if "critic" in engines:
-        critic = _metered(build_critic_role(config, models.in_turn("critic")), engines["critic"], meter)
-    return Roles(actor, critic, reference, average, kl, engines, models, meter)
+        critic = build_critic_role(config, engines["critic"], _meter(engines["critic"], work))
+    return Roles(actor, critic, reference, average, kl, engines, models, work)
 
 
 def _groups_of(role: Role, plan: RunPlan, groups: Groups) -> Groups:
@@ -121,31 +114,32 @@ def _groups_of(role: Role, plan: RunPlan, groups: Groups) -> Groups:
     return another(layout, groups, timeout_s=plan.engine.timeout_s)
 
 
-def _frozen_roles(
-    frozen: ModelPasses, engines: Mapping[Role, ModelEngine], *, dtype: torch.dtype
-) -> tuple[TokenModel, Teacher]:
-    """Return the reference as the model of its log-probs and as a teacher, for rows on the actor's layout."""
-    engine, actor = engines["reference"], engines["actor"]
+def _frozen_passes(
+    engine: ModelEngine, actor: ModelEngine, *, dtype: torch.dtype
+) -> tuple[Callable[[Rollout | Experience], TokenOutputs], Teacher]:
+    """Return the reference's forward and the reference as a teacher, for rows on the actor's layout."""
     if engine.groups is actor.groups:
-        return ReferenceWorker(frozen), frozen
-    relaid = OwnLayout(frozen, engine, actor, dtype)
-    return relaid, relaid
+        return engine.forward, engine
+    relaid = OwnLayout(engine, engine, actor, dtype)
+    return relaid.evaluate, relaid
 
 
-def _metered(role: Learner, engine: ModelEngine, meter: WorkMeter) -> Learner:
-    """Return a role that trains, with its work counted."""
-    return MeteredLearner(role, _work(engine), meter, replica_size=engine.replica.size)
+def _meter(engine: ModelEngine, work: WorkMeter) -> RoleMeter:
+    return RoleMeter(_work(engine), work, engine.replica.size)
 
 
 def _work(engine: ModelEngine) -> ModelWork:
     return ModelWork(engine.sharding.hf, head=engine.sharding.head)
 
 
-def build_actor_role(config: Config, engine: ModelPasses, kl: KLController, teacher: Teacher | None = None) -> Learner:
-    """Return the role of the policy on its engine: it learns when the critic's warm-up is over.
-
-    teacher: of a loss that needs one.
-    """
+def build_actor_role(
+    config: Config,
+    engine: ModelPasses,
+    kl: KLController,
+    lessons: Lessons | None = None,
+    meter: RoleMeter | None = None,
+) -> LearningWorker:
+    """Return the role of the policy on its engine: it learns when the critic's warm-up is over."""
     algorithm, objective = config.algorithm, build_objective(config)
     loss = PolicyLoss(
         objective,
@@ -159,16 +153,17 @@ def build_actor_role(config: Config, engine: ModelPasses, kl: KLController, teac
     first_step = algorithm.critic_warmup_steps
     rate = _learning_rate(config, config.optim.lr, steps=config.trainer.steps - first_step)
     skipped = config.optim.max_skipped_steps
-    lessons = None if teacher is None else Lessons(teacher, beta=getattr(objective, "beta", 1.0))
-    return LearningWorker("actor", engine, loss, rate, first_step, max_skipped_steps=skipped, lessons=lessons)
+    return LearningWorker(
+        "actor", engine, loss, rate, first_step, max_skipped_steps=skipped, lessons=lessons, meter=meter
+    )
 
 
-def build_critic_role(config: Config, engine: ModelPasses) -> Learner:
+def build_critic_role(config: Config, engine: ModelPasses, meter: RoleMeter | None = None) -> LearningWorker:
     """Return the role of the critic on its engine."""
     loss = ValueLoss(value_clip=config.algorithm.value_clip)
     rate = _learning_rate(config, config.optim.critic_lr, steps=config.trainer.steps)
     skipped = config.optim.max_skipped_steps
-    return LearningWorker("critic", engine, loss, learning_rate=rate, max_skipped_steps=skipped)
+    return LearningWorker("critic", engine, loss, learning_rate=rate, max_skipped_steps=skipped, meter=meter)
 
 
 def _learning_rate(config: Config, peak: float, *, steps: int) -> Callable[[int], float]:

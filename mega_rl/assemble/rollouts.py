@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from mega_rl.assemble.servers import is_colocated
 from mega_rl.assemble.sglang import Connection, connect
 from mega_rl.assemble.sources import OwnRollouts, make_rollout_source
 from mega_rl.config.schema import Config
-from mega_rl.protocols import CheckpointStore, Ranks, RankState, RolloutSource, SampleListener, WeightSync
+from mega_rl.protocols import Ranks, RankState, RolloutSource, SampleListener, WeightSync
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
@@ -36,10 +36,9 @@ from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
-from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
 from mega_rl.workers.own_rollouts.weights import WeightsToSource
+from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
-from mega_rl.workers.turns import NOTHING, PARAMETERS, ResidentModels, RolloutsInTurn
 
 CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
 
@@ -50,10 +49,8 @@ class Rollouts:
 
     source: RolloutSource
     sync: WeightSync
-    checkpoints: CheckpointStore
-    pending: RankState | None = None  # what a checkpoint must keep of them
-    # Inside, the trainer's state is on its device; collective.
-    on_device: Callable[[], AbstractContextManager[None]] = nullcontext
+    devices: Residency
+    pending: RankState | None = None  # state that a checkpoint keeps
     # Adds a listener of samples as they end; one of an engine that ends them all at once hears of none.
     listen: Callable[[SampleListener], None] = lambda listener: None
 
@@ -73,16 +70,15 @@ def build_rollouts(
     servers: ServerPool | None,
     roles: Roles,
     *,
-    checkpoints: CheckpointStore,
     inputs: RolloutInputs,
     resources: ExitStack,
 ) -> Rollouts:
-    """Return source, weight sync and checkpoints of a run. Waits for the servers; collective."""
+    """Return source and weight sync of a run, and the state of its devices by stage. Waits for servers; collective."""
     config, actor = plan.config, roles.actor_engine
     if config.rollout.backend == "none":
-        return _engineless_rollouts(plan, world, roles, checkpoints, inputs)
+        return _engineless_rollouts(plan, world, roles, inputs)
     if servers is None:
-        return _embedded_rollouts(plan, accelerator, world, roles, checkpoints, inputs)
+        return _embedded_rollouts(plan, accelerator, world, roles, inputs)
     servers.wait_ready()
     colocated = is_colocated(config, accelerator)
     connection = resources.enter_context(connect(plan, servers, actor=actor, world=world, colocated=colocated))
@@ -97,30 +93,16 @@ def build_rollouts(
     if config.trainer.async_steps:
         ahead = _ahead(config, world, worker, engine, connection, inputs.prompts)
         resources.callback(ahead.close)
-        return _in_turn(
-            roles.models,
-            source=ahead,
-            sync=ahead,
-            checkpoints=checkpoints,
-            pending=ahead,
-            listen=engine.listeners.append,
-        )
+        devices = Residency(roles.models, world, while_generating=PARAMETERS)
+        return Rollouts(ahead, ahead, devices, ahead, listen=engine.listeners.append)
     source, pending = _source(plan, world, roles, inputs, worker, connection.sync)
     # What a source of the user's samples are turns of a response, and not what is scored.
     listen = engine.listeners.append if inputs.own is None else _unheard
+    shared = connection.memory if colocated else None
+    devices = Residency(roles.models, world, shared, NOTHING if colocated else PARAMETERS)
     if colocated:
-        devices = SharedDevices(
-            models=roles.models,
-            servers=connection.memory,
-            everyone=world,
-        )
         connection.sync.add_listener(devices)
-        rollouts = ColocatedRollouts(source, connection.sync, devices)
-        store = ColocatedCheckpoints(checkpoints, devices)
-        return Rollouts(rollouts, rollouts, store, pending, on_device=devices.on_device, listen=listen)
-    return _in_turn(
-        roles.models, source=source, sync=connection.sync, checkpoints=checkpoints, pending=pending, listen=listen
-    )
+    return Rollouts(source, connection.sync, devices, pending, listen=listen)
 
 
 def _embedded_rollouts(
@@ -128,7 +110,6 @@ def _embedded_rollouts(
     accelerator: Accelerator,
     world: Ranks,
     roles: Roles,
-    checkpoints: CheckpointStore,
     inputs: RolloutInputs,
 ) -> Rollouts:
     """Return rollouts of the engine in this process."""
@@ -147,27 +128,16 @@ def _embedded_rollouts(
         verify_interval=rollout.verify_interval,
     )
     source, pending = _source(plan, world, roles, inputs, worker, sync)
-    return _in_turn(
-        roles.models, source=source, sync=sync, checkpoints=checkpoints, pending=pending, while_generating=NOTHING
-    )
+    return Rollouts(source, sync, Residency(roles.models, world), pending)
 
 
-def _engineless_rollouts(
-    plan: RunPlan, world: Ranks, roles: Roles, checkpoints: CheckpointStore, inputs: RolloutInputs
-) -> Rollouts:
+def _engineless_rollouts(plan: RunPlan, world: Ranks, roles: Roles, inputs: RolloutInputs) -> Rollouts:
     """Return rollouts of a user's source without an engine, which gets the weights itself where it takes them."""
     assert inputs.own is not None, "rollout.backend=none with rollout.source=single_turn, which a rule refuses"
     sync = WeightsToSource(roles.actor_engine.export_weights)
     made = make_rollout_source(inputs.own, plan, roles, everyone=world, engine=None, sync=sync)
     sync.receiver = made.receiver
-    return _in_turn(
-        roles.models,
-        source=made.source,
-        sync=sync,
-        checkpoints=checkpoints,
-        pending=made.state,
-        while_generating=NOTHING,
-    )
+    return Rollouts(made.source, sync, Residency(roles.models, world), made.state)
 
 
 def _source(
@@ -182,23 +152,6 @@ def _source(
 
 def _unheard(listener: SampleListener) -> None:
     """Add no listener: it hears of no sample, and the reward scores them when all are there."""
-
-
-def _in_turn(
-    models: ResidentModels,
-    *,
-    source: RolloutSource,
-    sync: WeightSync,
-    checkpoints: CheckpointStore,
-    pending: RankState | None = None,
-    while_generating: frozenset[str] = PARAMETERS,
-    listen: Callable[[SampleListener], None] = lambda listener: None,
-) -> Rollouts:
-    """Return rollouts of a run without servers on its devices; while_generating: parts of a policy that takes turns."""
-    if not models.one_at_a_time:
-        return Rollouts(source, sync, checkpoints, pending, listen=listen)
-    rollouts = RolloutsInTurn(source, sync, models, while_generating)
-    return Rollouts(rollouts, rollouts, checkpoints, pending, listen=listen)
 
 
 def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine:

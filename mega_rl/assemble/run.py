@@ -25,7 +25,7 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.trainer import PPOTrainer
+from mega_rl.trainer import Trainer
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.workers.reward_functions import RewardFunction
 
@@ -39,15 +39,14 @@ def train(config: Config, accelerator: Accelerator) -> int:
     if os.environ.get("RANK", "0") == "0":
         show_summary(Path(config.trainer.run_dir))
         if stop.exit_code:
-            steps = trainer.settings.steps
-            log.warning("stopped after step %d of %d; the same command goes on from there", done, steps)
+            log.warning("stopped after step %d of %d; the same command continues from there", done, trainer.steps)
     return stop.exit_code
 
 
 @contextmanager
 def running(
     config: Config, accelerator: Accelerator, *, reward: RewardFunction | None = None
-) -> Iterator[tuple[PPOTrainer, StopRequest]]:
+) -> Iterator[tuple[Trainer, StopRequest]]:
     """Yield the trainer of a run with all its parts, and the request that stops it; all of it ends with the block.
 
     reward: scores responses in place of the function that the config names.

@@ -42,7 +42,7 @@ from mega_rl.rollout.sglang.server.settings import ServerSettings, address_of
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.rollout.sglang.weights.transport import RanksLost
 from mega_rl.rollout.sglang.weights.transports.server_group import address_towards
-from mega_rl.workers.colocation import TAGS
+from mega_rl.workers.residency import TAGS
 
 log = logging.getLogger(__name__)
 

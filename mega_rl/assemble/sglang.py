@@ -26,7 +26,7 @@ from mega_rl.rollout.sglang.weights.source import TrainerWeights
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import Server, Transport
 from mega_rl.rollout.sglang.weights.transports.choose import Placement, choose_transport, hosts_of, leader_of
-from mega_rl.workers.colocation import TAGS
+from mega_rl.workers.residency import TAGS
 
 
 @dataclass

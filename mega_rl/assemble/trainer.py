@@ -29,11 +29,10 @@ from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.history import Restored, build_checkpoints, resume, saves_nothing
 from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.prompts.order import PromptOrder, prompt_order, source_lines
-from mega_rl.assemble.prompts.sampling import StepSampling, step_sampling
 from mega_rl.assemble.prompts.stream import TrainStreams, open_streams
 from mega_rl.assemble.records import build_recorder
 from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
-from mega_rl.assemble.roles import Roles, build_roles, idle_phases, role_facts
+from mega_rl.assemble.roles import Roles, build_roles, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.assemble.sources import OwnRollouts, load_data_source, load_rollout_source
@@ -55,26 +54,22 @@ from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import MetricsSink, Ranks, RolloutSource
+from mega_rl.protocols import MetricsSink, Ranks, Scorer, WeightSync
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.rollout.stop_tokens import name_stop_tokens
-from mega_rl.trainer import PPOTrainer, RunSettings
-from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
-from mega_rl.trainer.old_logprobs import OldLogprobs, RecomputedLogprobs, RolloutLogprobs
-from mega_rl.trainer.order.state import OrderState
-from mega_rl.trainer.overlong import Overlong
-from mega_rl.trainer.staleness import StalenessGuard
+from mega_rl.trainer.collect import Collector, OrderState, SamplingPlan, SuccessMeter
+from mega_rl.trainer.events import DumpRollouts, SaveAndExport, SaveIntervals, Validate, Warn
+from mega_rl.trainer.filters import Overlong
+from mega_rl.trainer.loop import Event, Stages, StepLog, Trainer
+from mega_rl.trainer.mismatch import MismatchGuard, StalenessGuard, usual_limits
+from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.validation import Evaluation
-from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
-from mega_rl.types import Prompt
+from mega_rl.types import JsonObject, Prompt, Rollout
 from mega_rl.workers.ahead import OneStepAhead
-from mega_rl.workers.metered import MeteredRollouts
 from mega_rl.workers.reward import TextScorer
 from mega_rl.workers.reward_functions import RewardFunction
 from mega_rl.workers.reward_model import TokenRows
 from mega_rl.workers.rollout import VocabularyGuard
-from mega_rl.workers.turns import PARAMETERS
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +96,7 @@ class _LoadedRun:
     roles: Roles
     prompts: PromptOrder
     rollouts: Rollouts
+    checkpoints: RunCheckpoints
     restored: Restored  # from the checkpoint that all of it comes from
 
 
@@ -112,7 +108,7 @@ def build_trainer(
     stop_requested: Callable[[], bool],
     resources: ExitStack,
     reward_function: RewardFunction | None = None,
-) -> PPOTrainer:
+) -> Trainer:
     """Return every part of a run, connected; `resources` ends what must end with it: servers, files of metrics.
 
     reward_function: in place of the one that the config names.
@@ -138,7 +134,6 @@ def build_trainer(
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(
             plan, accelerator, world, servers, roles,
-            checkpoints=checkpoints,
             inputs=RolloutInputs(prompts.steps.batch, inputs.own_rollouts),
             resources=resources,
         )  # fmt: skip
@@ -147,7 +142,7 @@ def build_trainer(
     length = "trainer.epochs" if given.epochs else "trainer.steps"
     restored = _restore(checkpoints, roles, rollouts, config.trainer, length=length)
     checkpoints.move_earlier_run(Path(config.trainer.run_dir))
-    parts = _LoadedRun(plan, inputs, world, roles, prompts, rollouts, restored)
+    parts = _LoadedRun(plan, inputs, world, roles, prompts, rollouts, checkpoints, restored)
     metrics = _open_records(parts)
     resources.push(partial(_close_metrics, metrics))
     return _connect(parts, metrics, _step_meter(parts, accelerator), stop_requested)
@@ -182,7 +177,7 @@ def _restore(
     """Return the position of the checkpoint that everything was restored from; zeros when the run starts afresh."""
     for role in TRAINED_ROLES:
         if role in roles.engines:
-            checkpoints.add_engine(role, roles.models.in_turn(role))
+            checkpoints.add_engine(role, roles.models.stored(role))
     if roles.average is not None:
         checkpoints.add_engine("reference", roles.average)
     if rollouts.pending is not None:
@@ -238,7 +233,7 @@ def _step_meter(parts: _LoadedRun, accelerator: Accelerator) -> StepMeter:
         traces = StepTraces(Path(trainer.run_dir) / "profile", steps=profile.steps, rank=rank, memory=profile.memory)
     in_bf16 = parts.plan.config.model.dtype == "bf16"
     return StepMeter(
-        PhaseTimer(synchronize=accelerator.synchronize, idle=idle_phases(parts.plan.config, parts.roles)),
+        PhaseTimer(synchronize=accelerator.synchronize),
         parts.roles.work,
         ranks=parts.world,
         peak_flops=1e12 * profile.peak_tflops or (peak_flops(accelerator.model) if in_bf16 else None),
@@ -249,76 +244,136 @@ def _step_meter(parts: _LoadedRun, accelerator: Accelerator) -> StepMeter:
     )
 
 
-def _connect(
-    parts: _LoadedRun, metrics: MetricsSink, timer: StepMeter, stop_requested: Callable[[], bool]
-) -> PPOTrainer:
+def _connect(parts: _LoadedRun, sink: MetricsSink, meter: StepMeter, stop_requested: Callable[[], bool]) -> Trainer:
+    """Return the loop around the loaded parts."""
     config, roles, rollouts, tokens = parts.plan.config, parts.roles, parts.rollouts, parts.inputs.tokens
-    actor = roles.actor_engine
-    sampling = _sampling(parts, timer)
-    skips = config.trainer.microbatch.skip_zero_advantages
-    return PPOTrainer(
-        settings=run_settings(config),
-        prompts=sampling.prompts,
-        validation=parts.inputs.evaluation,
-        rollout=sampling.rollout,
-        reward=sampling.reward,
-        actor=WithoutZeroAdvantages(roles.actor, actor.data_parallel) if skips else roles.actor,
+    stage, log = Stages(meter, rollouts.devices), StepLog(sink, meter)
+    rewards = build_reward(
+        config, parts.inputs.reward, roles, reader=tokens.reader, everyone=parts.world, listen=rollouts.listen
+    )
+    guard = build_guard(config, roles, rollouts.sync)
+    if isinstance(rollouts.source, OneStepAhead):
+        rollouts.source.compare = lambda sampled: guard(sampled, roles.actor.evaluate(sampled))
+    batches = _collector(parts, rewards, stage, log)
+    algorithm = PolicyGradient(
+        actor=roles.actor,
         critic=roles.critic,
         reference=roles.reference,
         estimator=build_estimator(config),
+        minibatches=minibatch_plan(config, roles.actor_engine.data_parallel),
+        guard=guard,
         reward_kl=build_reward_kl(config, roles.kl),
-        minibatches=minibatch_plan(config),
-        recorder=build_recorder(
-            config, roles, tokens, everyone=parts.world, done=parts.restored.steps, on_device=rollouts.on_device
-        ),
-        overlong=build_overlong(config),
         kl=roles.kl,
         update_reference=roles.reference_updates(config.algorithm.kl),
-        staleness=StalenessGuard(
-            limit=config.trainer.async_steps, ranks=actor.data_parallel, current=lambda: rollouts.sync.weight_version
+        rules=policy_gradient_rules(config),
+        stage=stage,
+        log=log,
+    )
+    events = _events(parts, batches, rewards, sink, stage, log, stop_requested)
+    steps = config.trainer.steps
+    return Trainer(batches, algorithm, rollouts.sync, events, stage, log, steps, parts.restored.steps)
+
+
+def _collector(parts: _LoadedRun, rewards: Scorer, stage: Stages, log: StepLog) -> Collector:
+    """Return the source of a step's samples."""
+    config, roles, rollouts, order = parts.plan.config, parts.roles, parts.rollouts, parts.prompts
+    success, dynamic = config.data.curriculum.success, config.rollout.dynamic_sampling
+    per_step, ranks = config.trainer.prompts_per_step, roles.actor_engine.data_parallel
+    meter = None
+    if order.rates is not None:
+        meter = SuccessMeter(order.rates, success.right_above, success.right_part)
+    collector = Collector(
+        order=order.steps,
+        source=rollouts.source,
+        rewards=rewards,
+        plan=SamplingPlan(
+            samples=config.rollout.n,
+            waves=dynamic.max_generations,
+            prompts_per_step=per_step,
+            prompts=dynamic.prompts or per_step,
+            by_parts=ADVANTAGE.needs(config, "needs_parts"),
+            greedy=ADVANTAGE.needs(config, "needs_greedy"),
         ),
-        old_logprobs=_old_logprobs(config, roles, rollouts),
-        sync=rollouts.sync,
-        ranks=actor.data_parallel,
-        timer=timer,
-        metrics=metrics,
-        checkpoints=rollouts.checkpoints,
-        export=_exporter(config, roles, rollouts, parts.world),
-        read=tokens.reader.written,
-        render=tokens.render,
-        stop_requested=stop_requested,
-        greedy_baseline=ADVANTAGE.needs(config, "needs_greedy"),
-        start=parts.restored.steps,
-        count_data=parts.prompts.metrics,
+        ranks=ranks,
+        stage=stage,
+        log=log,
+        watch=_watch(config, roles, parts.world),
+        staleness=StalenessGuard(
+            limit=config.trainer.async_steps, ranks=ranks, current=lambda: rollouts.sync.weight_version
+        ),
+        count_data=order.metrics,
+        overlong=build_overlong(config),
+        success=meter,
     )
+    collector.drawn = parts.restored.prompts_drawn
+    return collector
 
 
-def _sampling(parts: _LoadedRun, timer: StepMeter) -> StepSampling:
-    """Return the sources of prompts, rollouts and rewards."""
-    config, rollouts = parts.plan.config, parts.rollouts
-    rollout = _known_tokens(rollouts.source, parts.roles, parts.world)
-    if not config.trainer.async_steps:  # else the phase is a wait for samples, and its rate says nothing
-        rollout = MeteredRollouts(rollout, parts.roles.work, parts.roles.actor_engine.replica.size)
-    reward = build_reward(
-        config,
-        parts.inputs.reward,
-        parts.roles,
-        reader=parts.inputs.tokens.reader,
-        everyone=parts.world,
-        on_device=rollouts.on_device,
-        listen=rollouts.listen,
-    )
-    ranks, drawn = parts.roles.actor_engine.data_parallel, parts.restored.prompts_drawn
-    return step_sampling(config, parts.prompts, rollout, reward, ranks=ranks, phase=timer.phase, drawn=drawn)
+def _watch(config: Config, roles: Roles, everyone: Ranks) -> Callable[[Rollout], None]:
+    """Return the function that counts sampled tokens, and checks them against the smallest vocabulary that reads them.
 
-
-def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogprobs:
-    """Return the source of old log-probs: the update's own forward where a step makes one on-policy update.
-
-    The sampler's own are compared with the first update's forward.
+    With generation ahead the phase is a wait for samples, whose rate means nothing: tokens are not counted then.
     """
-    rollout, is_async = config.rollout, config.trainer.async_steps > 0
-    guard = MismatchGuard(
+    actor = roles.actor_engine
+    readers = [roles.engines[role] for role in ("critic", "reference") if role in roles.engines]
+    smallest = min(readers, key=lambda engine: engine.sharding.hf.vocab_size, default=actor)
+    guard = VocabularyGuard(smallest.sharding.hf.vocab_size, reader=smallest.name, everyone=everyone)
+    guards = guard.vocab_size < actor.sharding.hf.vocab_size
+
+    def watch(rollout: Rollout) -> None:
+        if guards:
+            guard(rollout)
+        if not config.trainer.async_steps:
+            roles.work.count(float(rollout.loss_mask.sum()) / actor.replica.size)
+
+    return watch
+
+
+def _events(
+    parts: _LoadedRun,
+    batches: Collector,
+    rewards: Scorer,
+    sink: MetricsSink,
+    stage: Stages,
+    log: StepLog,
+    stop_requested: Callable[[], bool],
+) -> list[Event]:
+    """Return what happens around steps, in this order."""
+    config, roles, rollouts, tokens = parts.plan.config, parts.roles, parts.rollouts, parts.inputs.tokens
+    trainer, metrics, done = config.trainer, config.metrics, parts.restored.steps
+    dumps = DumpRollouts(
+        sink, tokens.reader.written, tokens.render, stage,
+        steps=trainer.steps, interval=metrics.rollout_interval, count=metrics.rollout_samples,
+    )  # fmt: skip
+    validate = Validate(
+        parts.inputs.evaluation, rollouts.source, rewards, batches.ranks, dumps, stage, log,
+        steps=trainer.steps, interval=trainer.val_interval,
+    )  # fmt: skip
+    recorder = build_recorder(config, roles, tokens, everyone=parts.world, done=done, stage=stage)
+
+    def state(done: int) -> JsonObject:
+        return {
+            "kl": roles.kl.state(),
+            "weight_version": rollouts.sync.weight_version,
+            "prompts_drawn": batches.drawn_after(done),
+        }
+
+    save = SaveAndExport(
+        checkpoints=parts.checkpoints,
+        export=_exporter(config, roles, parts.world),
+        state=state,
+        stop_requested=stop_requested,
+        intervals=save_intervals(config, done),
+        stage=stage,
+        log=log,
+    )
+    return [*([] if recorder is None else [recorder]), dumps, Warn(log), validate, save]
+
+
+def build_guard(config: Config, roles: Roles, sync: WeightSync) -> MismatchGuard:
+    """Return the comparison of the sampler's log-probs with the trainer's."""
+    rollout = config.rollout
+    return MismatchGuard(
         limits=usual_limits(
             in_fp32=config.model.dtype == "fp32" and rollout.dtype in ("auto", "fp32"),
             mean=rollout.mismatch.mean_limit,
@@ -326,13 +381,17 @@ def _old_logprobs(config: Config, roles: Roles, rollouts: Rollouts) -> OldLogpro
             largest=rollout.mismatch.max_limit,
         ),
         ranks=roles.actor_engine.data_parallel,
-        current=(lambda: rollouts.sync.weight_version) if is_async else None,
+        current=(lambda: sync.weight_version) if config.trainer.async_steps else None,
     )
-    if isinstance(rollouts.pending, OneStepAhead):
-        rollouts.pending.compare = lambda sampled: guard(sampled, roles.actor.evaluate(sampled))
-    if config.algorithm.old_logprobs == "rollout":
-        return RolloutLogprobs(inspect=guard)
-    return RolloutLogprobs(inspect=guard) if is_on_policy(config) else RecomputedLogprobs(roles.actor, guard)
+
+
+def policy_gradient_rules(config: Config) -> PolicyGradientRules:
+    """Return the choices of a policy gradient. A single on-policy update uses its own forward's old log-probs."""
+    return PolicyGradientRules(
+        recompute_old_logprobs=not (config.algorithm.old_logprobs == "rollout" or is_on_policy(config)),
+        filter_truncated=config.reward.overlong.filter,
+        skip_zero_advantages=config.trainer.microbatch.skip_zero_advantages,
+    )
 
 
 def _close_metrics(metrics: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
@@ -340,19 +399,9 @@ def _close_metrics(metrics: MetricsSink, kind: type[BaseException] | None, *_: o
     metrics.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
 
 
-def _known_tokens(source: RolloutSource, roles: Roles, everyone: Ranks) -> RolloutSource:
-    """Return the source, watched where a model that reads its tokens has a smaller vocabulary than the actor."""
-    readers = [roles.engines[role] for role in ("critic", "reference") if role in roles.engines]
-    smallest = min(readers, key=lambda engine: engine.sharding.hf.vocab_size, default=roles.actor_engine)
-    vocab_size = smallest.sharding.hf.vocab_size
-    if vocab_size >= roles.actor_engine.sharding.hf.vocab_size:
-        return source
-    return VocabularyGuard(source, vocab_size=vocab_size, reader=smallest.name, everyone=everyone)
-
-
-def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: Ranks) -> Callable[[int], None]:
+def _exporter(config: Config, roles: Roles, world: Ranks) -> Callable[[int], None]:
     """Return the function that writes the actor as a Hugging Face checkpoint, given the number of steps done."""
-    exports = HfExports(
+    return HfExports(
         engine=roles.actor_engine,
         root=Path(config.trainer.run_dir) / "hf",
         source=Path(config.model.path),
@@ -360,27 +409,18 @@ def _exporter(config: Config, roles: Roles, rollouts: Rollouts, world: Ranks) ->
         on_error=config.checkpoint.on_error,
     )
 
-    def export(done: int) -> None:
-        with rollouts.on_device():
-            roles.models.take_turn("actor", PARAMETERS)
-            exports(done)
 
-    return export
-
-
-def run_settings(config: Config) -> RunSettings:
-    """Return the settings that the loop itself reads."""
-    return RunSettings(
+def save_intervals(config: Config, done: int) -> SaveIntervals:
+    """Return the steps between saves and exports of a run that begins after `done` steps."""
+    checkpoint = config.checkpoint
+    return SaveIntervals(
         steps=config.trainer.steps,
-        samples=config.rollout.n,
-        val_interval=config.trainer.val_interval,
-        save_interval=config.checkpoint.save_interval,
-        memory_interval=config.checkpoint.memory.interval,
-        save_final=config.checkpoint.save_final,
-        hf_interval=config.checkpoint.hf_interval,
-        hf_final=config.checkpoint.hf_final,
-        rollout_interval=config.metrics.rollout_interval,
-        rollout_samples=config.metrics.rollout_samples,
+        start=done,
+        save=checkpoint.save_interval,
+        memory=checkpoint.memory.interval,
+        export=checkpoint.hf_interval,
+        save_final=checkpoint.save_final,
+        export_final=checkpoint.hf_final,
     )
 
 
@@ -389,7 +429,7 @@ def build_overlong(config: Config) -> Overlong:
     return Overlong(config.rollout.max_new_tokens, **dataclasses.asdict(config.reward.overlong))
 
 
-def minibatch_plan(config: Config) -> MinibatchPlan:
+def minibatch_plan(config: Config, ranks: Ranks) -> MinibatchPlan:
     """Return how a step's batch is cut."""
     return MinibatchPlan(
         minibatch_size=config.trainer.minibatch_size,
@@ -397,4 +437,5 @@ def minibatch_plan(config: Config) -> MinibatchPlan:
         aggregation=AGGREGATIONS[config.algorithm.loss_aggregation],
         max_response_tokens=config.rollout.max_new_tokens,
         seed=config.trainer.seed,
+        ranks=ranks,
     )

@@ -1,5 +1,5 @@
-"""The training loop; knows protocols and types, and nothing of Megatron-Core or of any rollout engine."""
+"""The loop of a run, and the parts of it that need neither an engine nor a config."""
 
-from mega_rl.trainer.loop import PPOTrainer, RunSettings
+from mega_rl.trainer.loop import Trainer
 
-__all__ = ["PPOTrainer", "RunSettings"]
+__all__ = ["Trainer"]

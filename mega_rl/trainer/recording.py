@@ -4,57 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.corrections.base import Correction, SampledTokens
 from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.metrics.records import to_json_value
 from mega_rl.protocols import Ranks
+from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.dumps import ReadResponse, sample_rows
-from mega_rl.trainer.greedy import WithGreedyRewards
-from mega_rl.types import Experience, JsonObject, Prompt, Rewards, Rollout, TokenOutputs, row_numbers
-
-
-class RecordedStep(NamedTuple):
-    """A step before its updates, as this rank has it; rows are those of its data-parallel replica."""
-
-    step: int  # from 0 on
-    prompts: Sequence[Prompt]  # of the global batch
-    rollout: Rollout
-    rewards: Rewards  # as scored
-    shaped: Rewards  # with the punishment of overlong responses
-    estimator: AdvantageEstimator
-    outputs: tuple[TokenOutputs, TokenOutputs, TokenOutputs]  # old log-probs, those of the reference, values
-    experience: Experience
-    minibatches: Sequence[Experience]  # of all epochs, in order
-
-
-class StepSink(Protocol):
-    """A recorder of steps."""
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a step, counted from 0, is recorded."""
-        ...
-
-    def __call__(self, step: RecordedStep) -> None:
-        """Record a step; collective."""
-        ...
-
-
-class NoRecorder:
-    """StepSink of a run that records nothing."""
-
-    def is_due(self, step: int) -> bool:
-        """Return False."""
-        return False
-
-    def __call__(self, step: RecordedStep) -> None:
-        """Do nothing."""
+from mega_rl.trainer.loop import Event, Stages
+from mega_rl.trainer.policy_gradient import Evaluated
+from mega_rl.types import Experience, JsonObject, Rollout, TokenOutputs, row_numbers
 
 
 @dataclass(frozen=True)
@@ -73,9 +36,9 @@ class StepColumns:
     correction: Correction | None = None
     on_policy: bool = False
 
-    def __call__(self, step: RecordedStep) -> dict[str, Tensor]:
+    def __call__(self, step: Evaluated) -> dict[str, Tensor]:
         """Return the columns, [B] or [B, S, ...]; collective."""
-        rollout, experience = step.rollout, step.experience
+        rollout, experience = step.batch.samples.rollout, step.experience
         old, ref, critic = step.outputs
         assert old.logprobs is not None
         columns = _sampled(rollout)
@@ -94,7 +57,7 @@ class StepColumns:
         if self.reward_kl is not None:
             reference = old.logprobs if ref.logprobs is None else ref.logprobs
             columns["kl_penalty"] = self.reward_kl.penalty(old.logprobs, reference) * rollout.loss_mask
-        columns |= _rewards(step) | _weights(step, self.ranks)
+        columns |= _rewards(step.batch) | _weights(rollout, step.minibatches, self.ranks)
         if self.correction is not None:
             columns["correction_weights"] = self._correction(experience, columns)
         return {name: column.detach().to("cpu").contiguous() for name, column in columns.items()}
@@ -115,40 +78,42 @@ class StepColumns:
         return self.correction(tokens)[0] * mask
 
 
-@dataclass(frozen=True)
-class StepRecorder:
-    """StepSink of every `interval`-th step, from the first on."""
+@dataclass
+class StepRecorder(Event):
+    """Record every `interval`-th step, from the first on."""
 
     interval: int
     columns: StepColumns
     read: ReadResponse
     render: Callable[[Sequence[int]], str]  # with all special tokens
-    # (step, its columns, its rows for people); collective
-    write: Callable[[RecordedStep, Mapping[str, Tensor], Sequence[JsonObject]], None]
+    # (step counted from 0, the evaluated batch, its columns, its rows for people); collective
+    write: Callable[[int, Evaluated, Mapping[str, Tensor], Sequence[JsonObject]], None]
+    stage: Stages
     writes_texts: bool = True  # whether this rank's rows for people are written
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a step, counted from 0, is recorded."""
-        return step % self.interval == 0
+    def evaluated(self, step: int, evaluated: Evaluated) -> None:
+        if step % self.interval:
+            return
+        with self.stage("log"):
+            if self.columns.policy is not None:
+                self.stage.hold("old_logprobs")
+            columns = self.columns(evaluated)
+            self.write(step, evaluated, columns, self._rows(step, evaluated) if self.writes_texts else [])
 
-    def __call__(self, step: RecordedStep) -> None:
-        """Record a step; collective."""
-        columns = self.columns(step)
-        self.write(step, columns, self._rows(step) if self.writes_texts else [])
-
-    def _rows(self, step: RecordedStep) -> list[JsonObject]:
+    def _rows(self, step: int, evaluated: Evaluated) -> list[JsonObject]:
         """Return every row as dumps of rollouts show it, with the text of each token."""
-        rollout, texts = step.rollout, dict[int, str]()
+        samples, texts = evaluated.batch.samples, dict[int, str]()
+        rollout = samples.rollout
         shown = sample_rows(
-            rollout, step.rewards, step.prompts, self.read, render=self.render,
-            step=step.step + 1, count=len(rollout.tokens), advantages=step.experience.advantages,
+            rollout, samples.rewards, samples.prompts, self.read, render=self.render,
+            step=step + 1, count=len(rollout.tokens), advantages=evaluated.experience.advantages,
         )  # fmt: skip
         rows: list[JsonObject] = []
         for number, row in enumerate(shown):
             ids = rollout.tokens[number, : int(rollout.lengths[number])].tolist()
             texts |= {token: self.render([token]) for token in set(ids) - texts.keys()}
             plain = {key: to_json_value(value) if isinstance(value, float) else value for key, value in row.items()}
-            index = step.prompts[int(rollout.prompt_index[number])].index
+            index = samples.prompts[int(rollout.prompt_index[number])].index
             rows.append({**plain, "data_row": index, "token_texts": [texts[token] for token in ids]})
         return rows
 
@@ -164,22 +129,23 @@ def _sampled(rollout: Rollout) -> dict[str, Tensor]:
     }
 
 
-def _rewards(step: RecordedStep) -> dict[str, Tensor]:
-    """Return the rewards, their parts, and what shaped them."""
-    columns = {"rewards": step.rewards.totals, "shaped_rewards": step.shaped.totals}
-    if step.rewards.parts is not None:
-        columns["reward_parts"] = step.rewards.parts.values
-    if isinstance(step.estimator, WithGreedyRewards):
-        columns["greedy_rewards"] = step.estimator.rewards[step.rollout.prompt_index]
+def _rewards(batch: Batch) -> dict[str, Tensor]:
+    """Return the rewards, their components, the shaped rewards and those of greedy responses."""
+    rewards = batch.samples.rewards
+    columns = {"rewards": rewards.totals, "shaped_rewards": batch.rewards.totals}
+    if rewards.parts is not None:
+        columns["reward_parts"] = rewards.parts.values
+    if batch.greedy is not None:
+        columns["greedy_rewards"] = batch.greedy[batch.rollout.prompt_index]
     return columns
 
 
-def _weights(step: RecordedStep, ranks: Ranks) -> dict[str, Tensor]:
+def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> dict[str, Tensor]:
     """Return each epoch's mini-batches, and the first one's weights, at this rank's rows, which others may train.
 
     A row that no mini-batch has is of mini-batch -1. Collective.
     """
-    own, width = step.rollout, step.rollout.tokens.size(1)
+    width = own.tokens.size(1)
     place = {key: row for row, key in enumerate(_keys(own))}
     count = len(place)
     columns = {
@@ -187,7 +153,7 @@ def _weights(step: RecordedStep, ranks: Ranks) -> dict[str, Tensor]:
         "loss_weights": torch.zeros(count, width),
     }
     epochs, seen = [torch.full((count,), -1)], set[tuple[int, int]]()
-    for number, minibatch in enumerate(step.minibatches):
+    for number, minibatch in enumerate(minibatches):
         everywhere = ranks.gather_rows(_weights_alone(minibatch))
         keys = _keys(everywhere)
         if seen.intersection(keys):  # the next epoch: every rank sees the same rows

@@ -14,9 +14,8 @@ from mega_rl.algorithms.evaluation import Estimate, maj_at_k, mean_with_interval
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.dumps import ReadResponse
-from mega_rl.trainer.experience import check_rows
+from mega_rl.trainer.rows import check_rows, scored_rows
 from mega_rl.trainer.step_metrics import AnswerTable
-from mega_rl.trainer.unscored import scored_rows
 from mega_rl.types import Draws, Metrics, Prompt, PromptSet, RewardParts, Rewards, Rollout
 
 AnswersOf = Callable[[Sequence[str]], Sequence[str | None]]
@@ -83,17 +82,20 @@ class Evaluation:
         ranks: Ranks,
         read: ReadResponse,
         each: Callable[[ScoredSamples], None] = lambda samples: None,
+        hold: Callable[[str], None] = lambda stage: None,
     ) -> list[SetOutcome]:
         """Return the outcome on each set; collective over all ranks.
 
         ranks: the data-parallel replicas. each: takes the samples in the order of sets and prompts; collective.
+        hold: brings what the stages "validate" and "reward" need to the devices.
         """
         outcomes = []
         for one in self.sets:
             table = AnswerTable(ranks)
             shown: ScoredSamples | None = None
             for part in parts_of(len(one.prompts), most=self._prompts_at_once(ranks)):
-                samples = self._part(one, part, step=step, rollout=rollout, reward=reward, ranks=ranks, read=read)
+                rows = self._generate(one, part, step=step, rollout=rollout, ranks=ranks, hold=hold)
+                samples = self._score(one, part, rows, reward=reward, read=read, hold=hold)
                 table.add(samples.rollout, samples.rewards, first=samples.first)
                 if self.plan.counted:
                     table.add_votes(_judged_votes(samples))
@@ -114,18 +116,18 @@ class Evaluation:
         """Return the most prompts of a part: with twice the replicas, none of them is ever without a prompt."""
         return max(self.plan.chunk // self.plan.n, 2 * ranks.size)
 
-    def _part(
+    def _generate(
         self,
         one: PromptSet,
         part: range,
         *,
         step: int,
         rollout: RolloutSource,
-        reward: Scorer,
         ranks: Ranks,
-        read: ReadResponse,
-    ) -> ScoredSamples:
-        """Return the samples of a part of a set; collective over all ranks."""
+        hold: Callable[[str], None],
+    ) -> Rollout:
+        """Return the responses to a part of a set; collective over all ranks."""
+        hold("validate")
         prompts, draws = one.prompts[part.start : part.stop], self.plan.draws
         if draws is None:
             rows = rollout.generate(prompts, step=step, greedy=True)
@@ -133,6 +135,21 @@ class Evaluation:
             own = replace(draws, stream=crc32(one.name.encode()), first=part.start)
             rows = rollout.generate(prompts, step=step, draws=own)
         check_rows(rows, prompts, ranks, samples=self.plan.n)
+        return rows
+
+    def _score(
+        self,
+        one: PromptSet,
+        part: range,
+        rows: Rollout,
+        *,
+        reward: Scorer,
+        read: ReadResponse,
+        hold: Callable[[str], None],
+    ) -> ScoredSamples:
+        """Return responses with their rewards and votes; collective over all ranks."""
+        hold("reward")
+        prompts = one.prompts[part.start : part.stop]
         rewards = reward.score(rows, prompts)
         votes: Sequence[str | None] = ()
         right: Sequence[bool | None] = ()

@@ -14,7 +14,6 @@ from torch import Tensor
 from mega_rl.errors import RunError, UserError
 from mega_rl.protocols import BackgroundRollouts, RolloutSource, WeightSync
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
-from mega_rl.workers.rollout import WrappedRollouts
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +21,7 @@ CHECKED = "rollout/logprob_diff"  # metrics of a comparison
 
 
 @dataclass
-class OneStepAhead(WrappedRollouts):
+class OneStepAhead:
     """Rollout source and weight sync of a run whose servers generate step k + 1 while step k trains.
 
     When step k's rollout is taken, step k + 1's generation begins with the current weights, which step k has yet to
@@ -78,7 +77,14 @@ class OneStepAhead(WrappedRollouts):
 
     def metrics(self) -> Metrics:
         checked, self._checked = self._checked, {}
-        return super().metrics() | checked
+        return self.source.metrics() | checked
+
+    @property
+    def weight_version(self) -> int:
+        return self.sync.weight_version
+
+    def resume_at(self, version: int) -> None:
+        self.sync.resume_at(version)
 
     def publish(self) -> Metrics:
         """Send the weights between requests; `rollout/ahead_wait_s` is the time that training waited for generation."""

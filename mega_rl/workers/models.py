@@ -17,8 +17,11 @@ from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
 from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
+from mega_rl.metrics.flops import ModelWork
+from mega_rl.metrics.steps import WorkMeter
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses, Teacher
 from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, TokenOutputs
+from mega_rl.workers.residency import EVERYTHING, PARAMETERS, ResidentModels
 
 log = logging.getLogger(__name__)
 
@@ -102,15 +105,46 @@ class ValueLoss:
 
 
 @dataclass(frozen=True)
+class RoleMeter:
+    """Counts this rank's share of a role's work: each rank of a replica does a part of it."""
+
+    work: ModelWork
+    meter: WorkMeter
+    replica_size: int  # ranks that hold one copy of the model between them
+
+    def forward(self, batch: Rollout | Experience, *, tokens: bool = True) -> None:
+        """Count a forward of a batch; tokens: also those of the phase in progress."""
+        self.meter.total += self.work.forward(batch.lengths.tolist()) / self.replica_size
+        if tokens:
+            self.meter.count(float(batch.lengths.sum()) / self.replica_size)
+
+    def update(self, minibatch: Experience) -> None:
+        """Count an optimizer step on a mini-batch."""
+        self.meter.total += self.work.update(minibatch.lengths.tolist()) / self.replica_size
+        self.meter.count(float(minibatch.lengths.sum()) / self.replica_size)
+
+
+@dataclass(frozen=True)
 class Lessons:
     """Lessons of a teacher to a student that minimises the divergence `beta`."""
 
     teacher: Teacher
     beta: float
+    models: ResidentModels
+    meter: RoleMeter
 
     def __call__(self, minibatch: Experience) -> Lesson:
-        """Return the lesson on a mini-batch; collective."""
-        return replace(self.teacher.teach(minibatch), beta=self.beta)
+        """Return the lesson on a mini-batch; collective.
+
+        Where models take turns, the lesson has a copy of the vocabulary projection, since the student's turn follows.
+        """
+        self.meter.forward(minibatch, tokens=False)
+        self.models.take_turn("reference", PARAMETERS)
+        lesson = replace(self.teacher.teach(minibatch), beta=self.beta)
+        if self.models.one_at_a_time and lesson.weight is not None:
+            lesson = replace(lesson, weight=lesson.weight.clone())
+        self.models.take_turn("actor", EVERYTHING)
+        return lesson
 
 
 @dataclass
@@ -129,10 +163,13 @@ class LearningWorker:
     learning_rate: LearningRate
     first_step: int = 0
     max_skipped_steps: int = 0
-    lessons: Lessons | None = None  # of a loss that needs a teacher
+    lessons: Lessons | None = None  # for a loss that needs a teacher
+    meter: RoleMeter | None = None
     _skipped: int = field(default=0, init=False)  # in a row
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
+        if self.meter is not None:
+            self.meter.forward(batch)
         return self.engine.forward(batch, with_entropy=True) if self.loss.needs_entropy else self.engine.forward(batch)
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
@@ -147,6 +184,8 @@ class LearningWorker:
                 self._skipped = 0
         except NonFiniteGradientError as error:
             metrics = self._skip(error, step=step)
+        if self.meter is not None:
+            self.meter.update(minibatch)
         return {name if "/" in name else f"{self.role}/{name}": value for name, value in metrics.items()}
 
     def _skip(self, error: NonFiniteGradientError, *, step: int) -> Metrics:
@@ -170,10 +209,13 @@ class LearningWorker:
 class ReferenceWorker:
     """The frozen policy of the KL term."""
 
-    engine: ModelPasses
+    forward: Callable[[Rollout | Experience], TokenOutputs]  # of its engine; collective
+    meter: RoleMeter | None = None
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
-        return self.engine.forward(batch)
+        if self.meter is not None:
+            self.meter.forward(batch)
+        return self.forward(batch)
 
 
 @dataclass(frozen=True)
@@ -195,13 +237,3 @@ class ReferenceUpdates:
         if done % self.interval == 0:
             metrics["kl/reference_distance"] = self.mix()
         return metrics
-
-
-class AbsentWorker:
-    """Role that the run does not have: its outputs are empty and it learns nothing."""
-
-    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
-        return TokenOutputs()
-
-    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
-        return {}

@@ -9,7 +9,7 @@ from typing import Generic
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import share
-from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, RolloutSource, Samples, WeightSync
+from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, Samples
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 EVALUATION = 0x6576616C  # "eval": third word of the seeds of evaluations
@@ -25,23 +25,6 @@ def own_share(count: int, data_parallel: Ranks, replica: Ranks) -> range:
 def evaluation_stream(draws: Draws | None) -> tuple[int, ...]:
     """Return the words that follow seed and step in the seed of an evaluation's samples; none in training."""
     return () if draws is None else (EVALUATION, draws.stream)
-
-
-class WrappedRollouts:
-    """Base of a rollout source and weight sync that adds its own work to those of another source and sync."""
-
-    source: RolloutSource
-    sync: WeightSync
-
-    def metrics(self) -> Metrics:
-        return self.source.metrics()
-
-    @property
-    def weight_version(self) -> int:
-        return self.sync.weight_version
-
-    def resume_at(self, version: int) -> None:
-        self.sync.resume_at(version)
 
 
 @dataclass
@@ -104,22 +87,18 @@ class BackgroundRolloutWorker(RolloutWorker, Generic[Samples]):
 
 @dataclass(frozen=True)
 class VocabularyGuard:
-    """Rollout source that refuses tokens outside the smallest vocabulary of its readers.
+    """Check that sampled tokens lie in the smallest vocabulary of the models that read them.
 
-    Vocabularies of one tokenizer are padded to different sizes. An actor hardly ever samples what has no token, but
-    where it does, a smaller embedding would be read beyond its end.
+    Vocabularies of one tokenizer are padded to different sizes. An actor hardly ever samples an id without a token,
+    but if it does, a smaller embedding would be read beyond its end.
     """
 
-    source: RolloutSource
     vocab_size: int
     reader: str  # "reference"
     everyone: Ranks
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
-    ) -> Rollout:
-        """Return the source's rows. Raises RunError on all ranks for a token id from `vocab_size` on; collective."""
-        rollout = self.source.generate(prompts, step=step, greedy=greedy, draws=draws)
+    def __call__(self, rollout: Rollout) -> None:
+        """Raise RunError on all ranks for a token id from `vocab_size` on; collective."""
         largest = int(rollout.tokens.max()) if rollout.tokens.numel() else 0
         failure = None
         if largest >= self.vocab_size:
@@ -128,7 +107,3 @@ class VocabularyGuard:
                 f"use a {self.reader} whose embedding has as many rows as the actor's"
             )
         raise_together(failure, self.everyone, error=RunError)
-        return rollout
-
-    def metrics(self) -> Metrics:
-        return self.source.metrics()

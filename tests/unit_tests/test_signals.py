@@ -87,7 +87,7 @@ def test_a_stopped_run_can_go_on(folder: Path, number: signal.Signals, launcher:
     assert code == 128 + number, errors
     assert "Traceback" not in errors
     done = steps_of(folder / name)[-1]
-    assert errors.count(f"stopped after step {done} of 100000; the same command goes on from there") == 1
+    assert errors.count(f"stopped after step {done} of 100000; the same command continues from there") == 1
     assert f"{number.name}: finishing step" in errors
     checkpoint = folder / name / "checkpoints" / f"step_{done:06d}"
     ranks = 2 if launcher else 1

@@ -9,25 +9,26 @@ from torch import Tensor
 
 from mega_rl.bench.learn.task import LearningTask
 from mega_rl.protocols import TokenModel
-from mega_rl.trainer import PPOTrainer
+from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.types import Rollout
 
 
-def closed_form_distance(trainer: PPOTrainer, rows: Rollout, rewards: Tensor, *, beta: float) -> float:
+def closed_form_distance(models: PolicyGradient, rows: Rollout, rewards: Tensor, *, beta: float) -> float:
     """Return KL(pi || pi*) in nats, the mean over prompts, of pi*(y) ~ ref(y) exp(r(y) / beta).
 
     rows, rewards: of `enumerate_responses`. pi and ref are evaluated by the trainer's own actor and reference.
     Source of the closed form: Korbak et al. 2022, arXiv:2205.11275, eq. 4.
     """
-    policy = sequence_logprobs(trainer.actor, rows).view_as(rewards)
-    reference = sequence_logprobs(trainer.reference, rows).view_as(rewards)
+    assert models.reference is not None, "the closed form is relative to a reference"
+    policy = sequence_logprobs(models.actor, rows).view_as(rewards)
+    reference = sequence_logprobs(models.reference, rows).view_as(rewards)
     optimum = (reference + rewards / beta).log_softmax(-1)
     return float((policy.exp() * (policy - optimum)).sum(-1).mean())
 
 
-def expected_reward(trainer: PPOTrainer, rows: Rollout, rewards: Tensor) -> float:
+def expected_reward(models: PolicyGradient, rows: Rollout, rewards: Tensor) -> float:
     """Return the expected reward of the actor, the mean over prompts; rows, rewards: of `enumerate_responses`."""
-    policy = sequence_logprobs(trainer.actor, rows).view_as(rewards)
+    policy = sequence_logprobs(models.actor, rows).view_as(rewards)
     return float((policy.exp() * rewards).sum(-1).mean())
 
 

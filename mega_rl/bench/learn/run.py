@@ -21,7 +21,8 @@ from mega_rl.bench.learn.task import ExpectedReward, LearningTask, StepMetric, V
 from mega_rl.health.interruption import StoppedBySignal
 from mega_rl.progress.terminal import standard_error
 from mega_rl.protocols import MetricsSink
-from mega_rl.trainer import PPOTrainer
+from mega_rl.trainer.collect import Collector
+from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -67,16 +68,16 @@ class CurveRecorder:
         self.sink.close(failed=failed)
 
 
-def build_probe(task: LearningTask, trainer: PPOTrainer) -> Probe:
-    """Return the task's measure of a trainer."""
+def build_probe(task: LearningTask, algorithm: PolicyGradient) -> Probe:
+    """Return the task's measure of a trainer's models."""
     measure = task.measure
     if isinstance(measure, StepMetric):
         return lambda step, metrics: metrics.get(measure.name)
     rows, rewards = enumerate_responses(task, length=measure.length)
     if isinstance(measure, ExpectedReward):
-        value: Callable[[], float] = partial(expected_reward, trainer, rows, rewards)
+        value: Callable[[], float] = partial(expected_reward, algorithm, rows, rewards)
     else:
-        value = partial(closed_form_distance, trainer, rows, rewards, beta=measure.beta)
+        value = partial(closed_form_distance, algorithm, rows, rewards, beta=measure.beta)
     return lambda step, metrics: None if step % measure.interval else value()
 
 
@@ -108,8 +109,10 @@ def run_variant(task: LearningTask, variant: Variant, *, seed: int, steps: int |
         with api.Trainer.from_config(None, settings, reward=task.reward) as trainer:
             loop = trainer.loop
             if variant.noise:
-                mix_with_uniform(loop.rollout, share=variant.noise)
-            loop.metrics = recorder = CurveRecorder(loop.metrics, build_probe(task, loop))
+                assert isinstance(loop.batches, Collector)
+                mix_with_uniform(loop.batches.source, share=variant.noise)
+            assert isinstance(loop.algorithm, PolicyGradient)
+            loop.log.sink = recorder = CurveRecorder(loop.log.sink, build_probe(task, loop.algorithm))
             outcome = trainer.fit()
     if outcome.stopped:
         raise StoppedBySignal(outcome.exit_code - 128)

@@ -19,7 +19,7 @@ from mega_rl.errors import UserError
 from mega_rl.hub.resolve import HubNames, fetch, hub_names
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.records.reader import Array, Record
-from mega_rl.trainer.unscored import scored_rows
+from mega_rl.trainer.rows import scored_rows
 from mega_rl.types import Prompt, Rewards, Rollout
 from mega_rl.verify.replay.compare import ATOL, Difference, compare_tensor
 from mega_rl.verify.replay.plan import recorded_config

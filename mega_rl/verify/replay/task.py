@@ -1,4 +1,4 @@
-"""A recorded step computed again by the trainer's own loop, on this rank: models compute, everything else is given.
+"""Compute a recorded step again with the trainer's own algorithm: models compute, everything else is given.
 
 What a model computes goes into the replay's own record; what stands behind it gets the recorded number, so that each
 tensor is compared for itself.
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from mega_rl.assemble.plan import RunPlan, plan_run
 from mega_rl.assemble.records import record_writer, step_columns
 from mega_rl.assemble.roles import Roles, build_roles
 from mega_rl.assemble.run import session
-from mega_rl.assemble.trainer import build_overlong, minibatch_plan
+from mega_rl.assemble.trainer import build_overlong, minibatch_plan, policy_gradient_rules
 from mega_rl.config.attention import Role
 from mega_rl.engines.base import ModelRequest
 from mega_rl.parallel.comm import ranks_of, share
@@ -30,14 +29,13 @@ from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Inspect, ModelPasses, Ranks, TokenModel
 from mega_rl.records.format import MODEL_OUTPUTS
 from mega_rl.records.reader import Record, read_record
-from mega_rl.records.writer import RecordWriter
-from mega_rl.trainer import PPOTrainer, RunSettings
-from mega_rl.trainer.greedy import WithGreedyRewards
-from mega_rl.trainer.recording import RecordedStep, StepColumns
-from mega_rl.trainer.validation import Evaluation
-from mega_rl.types import Draws, Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
+from mega_rl.trainer.collect import Batch
+from mega_rl.trainer.filters import leave_unscored_out
+from mega_rl.trainer.loop import Stages, StepLog
+from mega_rl.trainer.policy_gradient import PolicyGradient
+from mega_rl.trainer.rows import Samples, check_rows
+from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.replay.plan import ReplayPlan, recorded_config, replay_config
-from mega_rl.workers.models import AbsentWorker
 
 NO_LIMIT = 1 << 62
 
@@ -53,55 +51,49 @@ def replay(plan: ReplayPlan, accelerator: Accelerator) -> None:
         }
         roles = build_roles(replace(run, models=models), accelerator, groups, colocated=False)
         roles = replace(roles, kl=FixedKL(record.description.kl_coef))
-        _trainer(record, run, roles, groups, Path(plan.target)).step(record.description.steps_before)
+        _replay_step(record, run, roles, groups, Path(plan.target))
 
 
-def _trainer(record: Record, run: RunPlan, roles: Roles, groups: Groups, target: Path) -> PPOTrainer:
-    """Return the trainer's loop around the recorded step."""
-    config = run.config
-    ranks = roles.actor_engine.data_parallel
-    rows = _OwnRows(record, ranks)
+def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, target: Path) -> None:
+    """Evaluate the recorded samples again, and write the record of it; collective."""
+    config, ranks = run.config, roles.actor_engine.data_parallel
+    rows, computed = _OwnRows(record, ranks), dict[str, Tensor]()
     columns = step_columns(config, roles)
-    computed: dict[str, Tensor] = {}
-    old = _Computed(roles.actor, rows, "old_logprobs", computed)
-    reference = _Computed(roles.reference, rows, "ref_logprobs", computed)
-    critic = _Computed(roles.critic, rows, "values", computed)
     has_policy = {"policy_logprobs", "entropy"} & record.tensors.keys()
-    policy = _ComputedPolicy(roles.models.in_turn("actor"), rows, computed) if has_policy else None
+    policy = _ComputedPolicy(roles.actor_engine, rows, computed) if has_policy else None
     columns = replace(columns, policy=policy)
-    writer = record_writer(target, roles, everyone=ranks_of(groups.host_world), limit=NO_LIMIT)
-    estimator = build_estimator(config)
-    if "greedy_rewards" in record.tensors:
-        estimator = WithGreedyRewards(estimator, rows.greedy_rewards())
     idle = _Idle()
-    return PPOTrainer(
-        settings=RunSettings(steps=record.description.step),
-        prompts=_Prompts(record),
-        validation=Evaluation(),
-        rollout=rows,
-        reward=rows,
-        actor=idle,
-        critic=critic if "values" in record.tensors else AbsentWorker(),
-        reference=reference if "ref_logprobs" in record.tensors else AbsentWorker(),
-        estimator=estimator,
+    stage = Stages(idle)
+    algorithm = PolicyGradient(
+        actor=_Computed(roles.actor, rows, "old_logprobs", computed),
+        critic=_recorded(roles.critic, rows, "values", computed),
+        reference=_recorded(roles.reference, rows, "ref_logprobs", computed),
+        estimator=build_estimator(config),
+        minibatches=minibatch_plan(config, ranks),
+        guard=lambda rollout, old: {},
         reward_kl=build_reward_kl(config, roles.kl),
-        minibatches=minibatch_plan(config),
-        recorder=_ReplayRecorder(columns, computed, rows, writer),
-        overlong=build_overlong(config),
         kl=roles.kl,
         update_reference=lambda done: {},
-        staleness=lambda rollout: {},
-        old_logprobs=_OldLogprobs(None if columns.from_sampler else old),
-        sync=idle,
-        ranks=ranks,
-        timer=idle,
-        metrics=cast(Any, idle),
-        checkpoints=cast(Any, idle),
-        export=lambda done: None,
-        read=lambda rollout, row: ("", ""),
-        render=lambda ids: "",
-        stop_requested=lambda: False,
+        rules=replace(policy_gradient_rules(config), recompute_old_logprobs=not columns.from_sampler),
+        stage=stage,
+        log=StepLog(idle, idle),
     )
+    samples = rows.samples()
+    check_rows(samples.rollout, samples.prompts, ranks)
+    rollout, rewards = leave_unscored_out(samples.rollout, samples.rewards)
+    shaped, _ = build_overlong(config).shape(rollout, rewards, ranks)
+    greedy = rows.greedy_rewards() if "greedy_rewards" in record.tensors else None
+    evaluated = algorithm.evaluate(Batch(samples, rollout, shaped, greedy), record.description.steps_before)
+    written = columns(evaluated)
+    outputs = {name: computed[name] for name in MODEL_OUTPUTS if name in written and name in computed}
+    written |= {name: values.detach().to("cpu") for name, values in outputs.items()}
+    writer = record_writer(target, roles, everyone=ranks_of(groups.host_world), limit=NO_LIMIT)
+    writer(record.description, written, [])
+
+
+def _recorded(model: TokenModel | None, rows: _OwnRows, name: str, computed: dict[str, Tensor]) -> _Computed | None:
+    """Return a role that computes and returns what was recorded; None if the record has none of its outputs."""
+    return None if model is None or name not in rows.record.tensors else _Computed(model, rows, name, computed)
 
 
 @dataclass
@@ -152,31 +144,29 @@ class _OwnRows:
     record: Record
     ranks: Ranks
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
-    ) -> Rollout:
+    def samples(self) -> Samples:
+        """Return the recorded samples with their rewards; of prompts only the tokens count."""
         names = (
             *("loss_mask", "rollout_logprobs", "finished", "prompt_index", "sample_index", "weight_version"),
             *("routing", "token_versions", "failed"),
         )
-        return Rollout.from_rows(
+        rollout = Rollout.from_rows(
             self.column("tokens").long(),
             prompt_lengths=self.column("prompt_lengths"),
             lengths=self.column("lengths"),
             **{name: self.column(name) for name in names if name in self.record.tensors},
         )
-
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
-        description = self.record.description
-        parts = None
+        description, parts = self.record.description, None
         if description.reward_parts:
             values = self.column("reward_parts")
             parts = RewardParts(description.reward_parts, description.reward_weights, values)
         scored = description.config["reward"]["source"] != "none"
-        return Rewards(self.column("rewards"), parts, scored=scored)
+        return Samples(self._prompts(), rollout, Rewards(self.column("rewards"), parts, scored=scored))
 
-    def metrics(self) -> Metrics:
-        return {}
+    def _prompts(self) -> list[Prompt]:
+        index, ends, tokens = (self.record.tensors[name] for name in ("prompt_index", "prompt_lengths", "tokens"))
+        own = {int(number): tuple(ids[:end].tolist()) for number, ids, end in zip(index, tokens, ends, strict=True)}
+        return [Prompt(number, own[number], text="", answer=None) for number in range(self.record.description.prompts)]
 
     def column(self, name: str) -> Tensor:
         """Return a recorded tensor of this replica's rows."""
@@ -193,69 +183,8 @@ class _OwnRows:
         return table
 
 
-@dataclass(frozen=True)
-class _OldLogprobs:
-    """Source of old log-probs: the recorded ones of the trainer, else those of the sampler."""
-
-    model: _Computed | None
-    inspect: Inspect | None = None
-
-    def evaluate(self, rollout: Rollout) -> tuple[TokenOutputs, Metrics]:
-        if self.model is None:
-            return TokenOutputs(logprobs=rollout.rollout_logprobs), {}
-        return self.model.evaluate(rollout), {}
-
-
-@dataclass(frozen=True)
-class _ReplayRecorder:
-    """Recorder of the replayed step, with what the models computed in place of what they returned."""
-
-    columns: StepColumns
-    computed: Mapping[str, Tensor]  # outputs of models by the names of their tensors
-    rows: _OwnRows
-    writer: RecordWriter
-
-    def is_due(self, step: int) -> bool:
-        return True
-
-    def __call__(self, step: RecordedStep) -> None:
-        columns = self.columns(step)
-        outputs = {name: self.computed[name] for name in MODEL_OUTPUTS if name in columns and name in self.computed}
-        columns |= {name: values.detach().to("cpu") for name, values in outputs.items()}
-        self.writer(self.rows.record.description, columns, [])
-
-
-@dataclass(frozen=True)
-class _Prompts:
-    """Prompts of the recorded step, of which only the tokens count."""
-
-    record: Record
-
-    def batch(self, step: int) -> list[Prompt]:
-        index, ends, tokens = (self.record.tensors[name] for name in ("prompt_index", "prompt_lengths", "tokens"))
-        own = {int(number): tuple(ids[:end].tolist()) for number, ids, end in zip(index, tokens, ends, strict=True)}
-        return [Prompt(number, own[number], text="", answer=None) for number in range(self.record.description.prompts)]
-
-    def drawn_after(self, done: int) -> int:
-        return 0
-
-
 class _Idle:
-    """Parts of a run that a replay does without: updates, published weights, timers."""
-
-    weight_version = 0
-
-    def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
-        return TokenOutputs()
-
-    def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
-        return {}
-
-    def publish(self) -> Metrics:
-        return {}
-
-    def resume_at(self, version: int) -> None:
-        return
+    """Timer and sink that a replay does without."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -266,3 +195,12 @@ class _Idle:
 
     def metrics(self) -> Metrics:
         return {}
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        return
+
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, object]], *, validation: bool = False) -> None:
+        return
+
+    def close(self, *, failed: bool = False) -> None:
+        return

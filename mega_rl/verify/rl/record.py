@@ -5,7 +5,7 @@ All of it runs on every rank, since gathering rows, gradients and weights is col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,17 +21,16 @@ from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.fsdp.engine import FSDPEngine
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.protocols import Inspect, Learner, Ranks, RolloutSource, Scorer
-from mega_rl.trainer import PPOTrainer
-from mega_rl.trainer.dynamic_sampling import DynamicSampling
-from mega_rl.trainer.experience import gather_column
-from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
+from mega_rl.trainer import Trainer
+from mega_rl.trainer.collect import Batch, Collector
+from mega_rl.trainer.policy_gradient import PolicyGradient
+from mega_rl.trainer.rows import Samples, gather_column
 from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward_of
 from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, Update, by_sample, drawn, write_rows, write_update
-from mega_rl.workers.metered import MeteredLearner
-from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss
+from mega_rl.workers.models import LearningWorker, PolicyLoss
 
 SHIFT = 0.3  # nats
 
@@ -43,25 +42,25 @@ def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
         trainer.fit()
 
 
-def instrument(trainer: PPOTrainer, folder: Path) -> None:
+def instrument(trainer: Trainer, folder: Path) -> None:
     """Wrap the trainer's parts by recorders."""
-    recorder = Recorder(folder, trainer.ranks, is_writer=_is_first())
-    if isinstance(trainer.rollout, DynamicSampling):  # it samples and scores generations, and hands out what it kept
-        sampling = trainer.rollout
-        sampling.source = ShiftedRollouts(sampling.source, recorder)
-        sampling.scorer = RecordedScorer(sampling.scorer, recorder.write_generation)
-    else:
-        trainer.rollout = ShiftedRollouts(trainer.rollout, recorder)
-    trainer.reward = RecordedScorer(trainer.reward, recorder.write_rows)
-    actor = _worker_of(trainer.actor)
+    batches, algorithm = trainer.batches, trainer.algorithm
+    assert isinstance(batches, Collector)
+    assert isinstance(algorithm, PolicyGradient)
+    recorder = Recorder(folder, batches.ranks, is_writer=_is_first())
+    batches.source = ShiftedRollouts(batches.source, recorder)
+    batches.rewards = RecordedScorer(batches.rewards, recorder, drops=batches.plan.waves > 0)
+    actor = _worker_of(algorithm.actor)
     names = ["advantages"] if actor.lessons is None else []  # a divergence from a teacher reads none
     loss = actor.loss
     if not (isinstance(loss, PolicyLoss) and loss.on_policy):  # then an update has them from its own forward
         names.append("old_logprobs")
-    if not isinstance(trainer.reference, AbsentWorker):
+    if algorithm.reference is not None:
         names.append("ref_logprobs")
-    trainer.actor = RecordedLearner(trainer.actor, recorder, "actor", tuple(names))
-    trainer.critic = RecordedLearner(trainer.critic, recorder, "critic", ("values", "returns"))
+    algorithm.actor = RecordedLearner(algorithm.actor, recorder, "actor", tuple(names))
+    if algorithm.critic is not None:
+        algorithm.critic = RecordedLearner(algorithm.critic, recorder, "critic", ("values", "returns"))
+    trainer.batches = RecordedBatches(batches, recorder)
 
 
 @dataclass
@@ -75,20 +74,21 @@ class Recorder:
     _steps: int = field(default=0, init=False)
     _generations: int = field(default=0, init=False)  # of the step's dynamic sampling
 
-    def write_rows(self, rollout: Rollout, rewards: Rewards) -> None:
-        """Write the samples of the next step with their rewards, or the greedy ones before them; collective."""
-        fields = self._gathered(rollout, rewards)
-        is_greedy = rollout is self.greedy
+    def write_step(self, samples: Samples) -> None:
+        """Write the samples of the next step with their rewards; collective."""
+        fields = self._gathered(samples.rollout, samples.rewards)
         if self.is_writer:
-            write_rows(self.folder, self._steps, fields, kind=GREEDY if is_greedy else "")
-        if is_greedy:
-            return
+            write_rows(self.folder, self._steps, fields, kind="")
         self._steps, self._generations = self._steps + 1, 0
 
+    def write_greedy(self, rollout: Rollout, rewards: Rewards) -> None:
+        """Write the greedy responses of the next step; collective."""
+        fields = self._gathered(rollout, rewards)
+        if self.is_writer:
+            write_rows(self.folder, self._steps, fields, kind=GREEDY)
+
     def write_generation(self, rollout: Rollout, rewards: Rewards) -> None:
-        """Write all samples of a generation, of which dynamic sampling keeps some for the next step; collective."""
-        if rollout is self.greedy:  # of the step's prompts, which are known by then
-            return
+        """Write all samples of a generation, which dynamic sampling keeps in part for the next step; collective."""
         fields = self._gathered(rollout, rewards)
         if self.is_writer:
             write_rows(self.folder, self._steps, fields, kind=drawn(self._generations))
@@ -137,18 +137,35 @@ class ShiftedRollouts:
 
 @dataclass(frozen=True)
 class RecordedScorer:
-    """Reward role that records the samples that it scores."""
+    """Reward role that records greedy responses, and the generations of dynamic sampling, which drops some of them."""
 
     scorer: Scorer
-    write: Callable[[Rollout, Rewards], None]  # collective
+    recorder: Recorder
+    drops: bool
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         rewards = self.scorer.score(rollout, prompts)
-        self.write(rollout, rewards)
+        if rollout is self.recorder.greedy:
+            self.recorder.write_greedy(rollout, rewards)
+        elif self.drops:
+            self.recorder.write_generation(rollout, rewards)
         return rewards
 
     def metrics(self) -> Metrics:
         return self.scorer.metrics()
+
+
+@dataclass(frozen=True)
+class RecordedBatches:
+    """Batch source that records the samples that train."""
+
+    batches: Collector
+    recorder: Recorder
+
+    def take(self, step: int) -> Batch:
+        batch = self.batches.take(step)
+        self.recorder.write_step(batch.samples)
+        return batch
 
 
 @dataclass
@@ -202,11 +219,8 @@ def gather_gradients(engine: ModelEngine) -> None:
 
 
 def _worker_of(learner: Learner) -> LearningWorker:
-    inner = learner
-    while isinstance(inner, MeteredLearner | WithoutZeroAdvantages):
-        inner = inner.model
-    assert isinstance(inner, LearningWorker), f"no engine is known behind {type(inner).__name__}"
-    return inner
+    assert isinstance(learner, LearningWorker), f"no engine is known behind {type(learner).__name__}"
+    return learner
 
 
 def _engine_of(learner: Learner) -> ModelEngine:

@@ -1,0 +1,358 @@
+"""Metrics of a step: rewards and responses, inputs of an update, updates, and the table of an evaluation.
+
+Every replica gets the numbers of all ranks' samples, in the order of prompt and sample, and computes the same from
+them: so quantiles are exact, and no number depends on the layout, not even in its last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.distribution import QUANTILES, SUMMARY, combine, histogram, summary
+from mega_rl.algorithms.kl import k3
+from mega_rl.algorithms.losses.value import explained_variance
+from mega_rl.protocols import Ranks
+from mega_rl.trainer.rows import answered, gather_column
+from mega_rl.types import TRAINED_TOKENS, Experience, Metrics, RewardParts, Rewards, Rollout
+
+EQUAL_GROUPS = "reward/equal_groups_fraction"
+GROUPS = (EQUAL_GROUPS, "reward/best_groups_fraction", "reward/worst_groups_fraction")
+LENGTH_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+NGRAM = 8  # tokens; shorter ones come back in any long text
+_FACTOR = 6364136223846793005  # odd and large: the hash of n tokens is a polynomial in it modulo 2^64
+# Metrics of an update itself. All others are means over the tokens of its mini-batch.
+PER_UPDATE = {"grad_norm", "grad_clipped_fraction", "grad_reduce_bf16_error", "lr", "num_microbatches"}
+PER_UPDATE |= {"zero_advantage_fraction"}
+_COLUMNS = 4  # before the parts: prompt, sample, reward, response tokens
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """Numbers of all ranks' samples that have an answer, ordered by prompt and sample; each [N] float64."""
+
+    prompt: Tensor  # position in the step's batch
+    reward: Tensor
+    prompt_tokens: Tensor
+    response_tokens: Tensor  # of the policy, not what a tool put between its turns
+    tokens: Tensor  # of all, those of a tool too
+    finished: Tensor  # 1 where a stop token ended it
+    repeated: Tensor  # see `repeated_fractions`
+
+    def where(self, chosen: Tensor) -> SampleTable:
+        """Return the samples of `chosen`, [N] bool."""
+        return SampleTable(**{name: column[chosen] for name, column in vars(self).items()})
+
+
+def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix: str = "") -> Metrics:
+    """Return rewards, response lengths and how responses ended, over all ranks.
+
+    Of a run that has no reward there are lengths and endings alone. A number of some kind of samples is there where the
+    step has such samples. Failed samples are in no number but their own, `rollout/failed_samples`, which is there where
+    samples may fail. Numbers of rewards are of the samples that have one; `reward/masked_fraction` is the share of
+    answers that the reward leaves out, and of a batch without any reward it stands alone.
+    """
+    failures: Metrics = {}
+    if rollout.failed is not None:
+        failures[f"{prefix}rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
+    samples = _gathered(rollout, rewards, ranks)
+    metrics: Metrics = {}
+    if rewards.scored:
+        scored = samples.where(~samples.reward.isnan())
+        metrics["reward/masked_fraction"] = 1.0 - len(scored.reward) / max(len(samples.reward), 1)
+        metrics |= (_reward_metrics(scored) | _right_and_wrong(scored)) if len(scored.reward) else {}
+    metrics |= _length_metrics(samples)
+    return {f"{prefix}{name}": value for name, value in metrics.items()} | failures
+
+
+def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks, *, prefix: str = "reward/") -> Metrics:
+    """Return the mean of each part of the rewards by prefix and name, over all ranks' samples that have it."""
+    if parts is None:
+        return {}
+    known = ~parts.values.isnan() & answered(rollout)[:, None]
+    counts, totals = ranks.sum(torch.stack([known.double(), parts.values.nan_to_num().double() * known]).sum(dim=1))
+    means = (totals / counts.clamp(min=1.0)).tolist()
+    counted = zip(parts.names, means, counts.tolist(), strict=True)
+    return {f"{prefix}{name}": mean for name, mean, count in counted if count}
+
+
+def _gathered(rollout: Rollout, rewards: Rewards, ranks: Ranks) -> SampleTable:
+    """Return the table of all ranks' samples; collective."""
+    rows = answered(rollout).nonzero().flatten()
+    response = rollout.loss_mask.sum(dim=1).double()
+    columns = (
+        rollout.prompt_index, rollout.sample_index, rewards.totals, rollout.prompt_lengths, response,
+        rollout.lengths, rollout.finished, repeated_fractions(rollout.tokens, rollout.loss_mask),
+    )  # fmt: skip
+    own = torch.stack([column.cpu().double() for column in columns], dim=1)[rows.cpu()]
+    table = gather_column(own, ranks)
+    samples_of_a_prompt = 1.0 + (table[:, 1].max() if len(table) else 0.0)
+    table = table[(table[:, 0] * samples_of_a_prompt + table[:, 1]).argsort(stable=True)]
+    prompt, _, reward, *others = table.unbind(dim=1)
+    return SampleTable(prompt, reward, *others)
+
+
+def _reward_metrics(samples: SampleTable) -> Metrics:
+    """Return the numbers of rewards, and of those of prompts with several samples, where there are such.
+
+    `reward/equal_groups_fraction` is the share of prompts with several samples of which all got the same reward: GRPO
+    learns nothing from them. Where rewards differ at all, `reward/best_groups_fraction` is the share of those that all
+    got the step's highest reward, `reward/worst_groups_fraction` of those that all got its lowest.
+    """
+    rewards, count = samples.reward, len(samples.reward)
+    mean = float(rewards.sum()) / count
+    metrics = {"reward/mean": mean, "reward/std": float((rewards - mean).square().sum() / count) ** 0.5}
+    lowest, highest = float(rewards.min()), float(rewards.max())
+    metrics |= {"reward/max": highest, "reward/min": lowest}
+    for name, chosen in (("finished", samples.finished > 0), ("truncated", samples.finished == 0)):
+        if chosen.any():
+            metrics[f"reward/{name}_mean"] = float(rewards[chosen].mean())
+    _, group, sizes = torch.unique(samples.prompt, return_inverse=True, return_counts=True)
+    several = sizes > 1
+    number = float(several.sum())
+    if not number:
+        return metrics
+    top, bottom = _extremes(rewards, group, len(sizes))
+    centred = rewards - (torch.zeros_like(sizes, dtype=torch.float64).index_add(0, group, rewards) / sizes)[group]
+    deviation = (torch.zeros_like(top).index_add(0, group, centred.square()) / sizes).sqrt()
+    deviation = torch.where(top == bottom, 0.0, deviation)  # rounding of a mean is no deviation
+    equal = several & (top == bottom)
+    spread = lowest < highest
+    kinds = (equal, equal & (top == highest) & spread, equal & (top == lowest) & spread)
+    metrics |= {name: float(kind.sum()) / number for name, kind in zip(GROUPS, kinds, strict=True)}
+    return metrics | {"reward/group_std_mean": float(deviation[several].sum()) / number}
+
+
+def _extremes(rewards: Tensor, group: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the highest and the lowest reward of each of `count` groups; group: [N] int64, of each reward."""
+    empty = torch.zeros(count, dtype=torch.float64)
+    top, bottom = (empty.scatter_reduce(0, group, rewards, how, include_self=False) for how in ("amax", "amin"))
+    return top, bottom
+
+
+def right_and_wrong(prompt: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which samples are right and which are wrong, [N] bool each, by rewards alone.
+
+    Rewards of two values in the step: the higher one is right, the lower one wrong. Of more values: above the mean of
+    the prompt's samples is right, below it wrong; where a prompt has one sample each, above or below the step's mean.
+    Neither: what is equal to that mean, and every sample of a step whose rewards are all equal.
+    prompt: [N], rewards: [N] float64.
+    """
+    values = rewards.unique()
+    if len(values) <= 2:
+        differ = len(values) == 2
+        return (rewards == values[-1:]) & differ, (rewards == values[:1]) & differ
+    _, group, sizes = torch.unique(prompt, return_inverse=True, return_counts=True)
+    if int(sizes.max()) == 1:
+        return rewards > rewards.mean(), rewards < rewards.mean()
+    means = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, group, rewards) / sizes
+    top, bottom = _extremes(rewards, group, len(sizes))
+    mixed = (top > bottom)[group]
+    return (rewards > means[group]) & mixed, (rewards < means[group]) & mixed
+
+
+def _right_and_wrong(samples: SampleTable) -> Metrics:
+    """Return lengths of right and of wrong responses, where there are such."""
+    right, wrong = right_and_wrong(samples.prompt, samples.reward)
+    return _lengths("right_response_tokens", samples.response_tokens[right]) | _lengths(
+        "wrong_response_tokens", samples.response_tokens[wrong]
+    )
+
+
+def _lengths(name: str, tokens: Tensor) -> Metrics:
+    """Return mean and quantiles, interpolated between neighbours, of numbers of tokens [n] float64; none of none."""
+    if not len(tokens):
+        return {}
+    points = torch.quantile(tokens, torch.tensor(list(LENGTH_QUANTILES.values()), dtype=torch.float64)).tolist()
+    quantiles = {f"rollout/{name}_{label}": point for label, point in zip(LENGTH_QUANTILES, points, strict=True)}
+    return {f"rollout/{name}_mean": float(tokens.sum()) / len(tokens)} | quantiles
+
+
+def _length_metrics(samples: SampleTable) -> Metrics:
+    """Return lengths of prompts and responses, endings, and repetition."""
+    response, count = samples.response_tokens, len(samples.prompt)
+    metrics = {
+        "rollout/sequences": float(count),
+        "rollout/response_tokens": float(response.sum()),
+        "rollout/response_tokens_mean": 0.0,
+        "rollout/finished_fraction": float(samples.finished.sum()) / max(count, 1),
+        "rollout/tokens": float(samples.tokens.sum()),
+    }
+    if not count:
+        return metrics
+    metrics |= _lengths("response_tokens", response)
+    metrics |= _lengths("truncated_response_tokens", response[samples.finished == 0])
+    metrics |= {
+        "rollout/response_tokens_min": float(response.min()),
+        "rollout/response_tokens_max": float(response.max()),
+        "rollout/prompt_tokens_mean": float(samples.prompt_tokens.sum()) / count,
+        "rollout/prompt_tokens_max": float(samples.prompt_tokens.max()),
+        "rollout/truncated_fraction": float((samples.finished == 0).sum()) / count,
+    }
+    known = samples.repeated[~samples.repeated.isnan()]
+    return metrics | ({"rollout/repeated_fraction": float(known.mean())} if len(known) else {})
+
+
+def repeated_fractions(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return [B] float64: share of a row's n-grams of `NGRAM` response tokens that stood earlier in it.
+
+    tokens: [B, S] int64; mask: [B, S] bool, response tokens: an n-gram with any other token does not count. NaN in rows
+    without an n-gram. N-grams are compared by hashes of 64 bits.
+    """
+    width = tokens.size(1) - NGRAM + 1
+    if width < 1 or not len(tokens):
+        return torch.full((len(tokens),), torch.nan, dtype=torch.float64)
+    hashes = torch.zeros(len(tokens), width, dtype=torch.int64)
+    whole = torch.ones(len(tokens), width, dtype=torch.bool)
+    for place in range(NGRAM):
+        hashes = hashes * _FACTOR + tokens[:, place : place + width].cpu() + 1
+        whole &= mask[:, place : place + width].cpu()
+    # What does not count becomes one value, which is as if it were one more n-gram that comes back.
+    outside = torch.iinfo(torch.int64).max
+    hashes = hashes.clamp(max=outside - 1).masked_fill(~whole, outside).sort(dim=1).values
+    again = (hashes[:, 1:] == hashes[:, :-1]) & (hashes[:, 1:] != outside)
+    count = whole.sum(dim=1).double()
+    return again.sum(dim=1).double() / torch.where(count > 0, count, torch.nan)
+
+
+def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: bool, has_critic: bool) -> Metrics:
+    """Return token means, spread and quantiles of the update's inputs, over all ranks.
+
+    The KL to the reference is there where the run has one; where the update gives its own old log-probs, its kl/ref and
+    kl/ref_k1 replace those made here. Values, returns and the explained variance of the returns are there where the run
+    has a critic. Halves of responses: see `halves`; a half is there where a response has two tokens.
+    """
+    mask = experience.loss_mask
+    columns = {"advantage/mean": experience.advantages, "advantage/abs_mean": experience.advantages.abs()}
+    by_half = {"actor/entropy": -experience.old_logprobs}
+    spread = {"advantage": experience.advantages[mask]}
+    if has_reference:
+        by_half["kl/ref"] = columns["kl/ref"] = k3(experience.old_logprobs, experience.ref_logprobs)
+        columns["kl/ref_k1"] = experience.old_logprobs - experience.ref_logprobs
+    if has_critic:
+        columns |= {"returns/mean": experience.returns, "values/mean": experience.values}
+        spread["values"] = experience.values[mask]
+    sums = torch.stack([mask.sum().double(), *((column.double() * mask).sum() for column in columns.values())])
+    of_halves = [
+        torch.stack([half.sum().double(), *((column.double() * half).sum() for column in by_half.values())])
+        for half in halves(mask)
+    ]
+    sums, *of_halves, summaries, histograms = _over_ranks([sums, *of_halves], list(spread.values()), ranks)
+    count, *totals = sums.tolist()
+    means = {name: total / max(count, 1.0) for name, total in zip(columns, totals, strict=True)}
+    for which, half in zip(("first", "second"), of_halves, strict=True):
+        tokens, *totals = half.tolist()
+        if tokens:
+            means |= {f"{name}_{which}_half": total / tokens for name, total in zip(by_half, totals, strict=True)}
+    for number, area in enumerate(spread):
+        numbers = combine(summaries[:, number], histograms[number], quantiles=QUANTILES)
+        means |= {f"{area}/{name}": value for name, value in numbers.items()}
+    if has_critic:
+        explained = explained_variance(experience.values, experience.returns, mask, sum_over_ranks=ranks.sum)
+        means["values/explained_variance"] = float(explained)
+    return means
+
+
+def halves(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [B, S] bool twice: the first half of each row's response tokens, with the middle one, and the second."""
+    position = mask.cumsum(dim=1)
+    first = mask & (2 * position <= mask.sum(dim=1, keepdim=True) + 1)
+    return first, mask & ~first
+
+
+def _over_ranks(sums: list[Tensor], columns: list[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Return the sums over all ranks, then [ranks, columns, SUMMARY] and [columns, BINS] of the columns; collective."""
+    summaries = torch.zeros(ranks.size, len(columns), SUMMARY, dtype=torch.float64)
+    summaries[ranks.rank] = torch.stack([summary(column) for column in columns])
+    histograms = torch.stack([histogram(column) for column in columns])
+    parts = [*sums, summaries, histograms]
+    whole = ranks.sum(torch.cat([part.flatten() for part in parts]))
+    taken = whole.split([part.numel() for part in parts])
+    return [numbers.view(part.shape) for numbers, part in zip(taken, parts, strict=True)]
+
+
+def mean_metrics(updates: Sequence[Metrics]) -> Metrics:
+    """Return the mean over a step's updates of one role, each weighted by its tokens that train.
+
+    Metrics of `PER_UPDATE` weigh every update alike. Names that end in `_max` and `_min` have the extreme, in `_steps`
+    and `_tokens` the sum. A metric that no update has is not there.
+    """
+    merged: dict[str, list[tuple[float, float]]] = {}
+    for update in updates:
+        tokens = next((value for name, value in update.items() if name.endswith(TRAINED_TOKENS)), 1.0)
+        for name, value in update.items():
+            merged.setdefault(name, []).append((value, 1.0 if name.partition("/")[2] in PER_UPDATE else tokens))
+    return {name: _merged(name, *zip(*pairs, strict=True)) for name, pairs in merged.items()}
+
+
+def _merged(name: str, values: Sequence[float], weights: Sequence[float]) -> float:
+    for ending, merge in (("_max", max), ("_min", min), ("_steps", sum), ("_tokens", sum)):
+        if name.endswith(ending):
+            return float(merge(values))
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+@dataclass
+class AnswerTable:
+    """Samples of one set that have an answer: reward, length and parts of each, and what it votes for."""
+
+    ranks: Ranks  # the data-parallel replicas
+    scored: bool = True  # the run has a reward
+    _tables: list[Tensor] = field(default_factory=list, init=False)  # each [n, 4 + K] float64
+    _parts: list[tuple[str, ...]] = field(default_factory=list, init=False)  # names of the K parts of each table
+    _votes: list[tuple[int, int, bool, str | None]] = field(default_factory=list, init=False)
+
+    def add(self, rows: Rollout, rewards: Rewards, *, first: int) -> None:
+        """Add the samples of all replicas' rows; collective. first: position in the set of prompt 0 of the rows."""
+        has_answer = answered(rows)
+        tokens = rows.loss_mask.sum(dim=1)
+        columns = [rows.prompt_index + first, rows.sample_index, rewards.totals, tokens]
+        parts = rewards.parts
+        known: Sequence[Tensor] = () if parts is None else parts.values.unbind(dim=1)
+        own = torch.stack([column.cpu().double() for column in (*columns, *known)], dim=1)[has_answer.cpu()]
+        self._tables.append(gather_column(own, self.ranks))
+        self._parts.append(() if parts is None else parts.names)
+        self.scored = self.scored and rewards.scored
+
+    def add_votes(self, votes: Sequence[tuple[int, int, bool, str | None]]) -> None:
+        """Add (prompt, sample, right, vote) of this replica's judged samples; collective."""
+        gathered = self.ranks.gather_json([list(vote) for vote in votes])
+        self._votes += [(prompt, sample, right, vote) for part in gathered for prompt, sample, right, vote in part]
+
+    def votes(self) -> list[tuple[int, bool, str | None]]:
+        """Return (prompt, right, vote) of each judged sample, by prompt and sample."""
+        return [(prompt, right, vote) for prompt, _, right, vote in sorted(self._votes, key=lambda vote: vote[:2])]
+
+    def metrics(self) -> Metrics:
+        """Return the means of rewards, of their parts and of lengths, as "val/reward_mean"; each where it exists."""
+        names = sorted({name for parts in self._parts for name in parts})
+        tables = [_with_parts(table, own, names) for table, own in zip(self._tables, self._parts, strict=True)]
+        table = torch.cat(tables) if tables else torch.zeros(0, _COLUMNS)
+        samples = 1.0 + (table[:, 1].max() if len(table) else 0.0)
+        table = table[(table[:, 0] * samples + table[:, 1]).argsort(stable=True)]
+        _, _, reward, tokens, *parts = table.unbind(dim=1)
+        has_reward = ~reward.isnan()
+        metrics = _mean("val/reward_mean", reward[has_reward]) if self.scored else {}
+        if self.scored and not has_reward.all():
+            metrics["val/reward_masked_fraction"] = 1.0 - float(has_reward.sum()) / len(table)
+        metrics |= _mean("val/response_tokens_mean", tokens)
+        for name, values in zip(names, parts, strict=True):
+            metrics |= _mean(f"val/reward_{name}", values[~values.isnan()])
+        return metrics
+
+
+def _with_parts(table: Tensor, own: Sequence[str], names: Sequence[str]) -> Tensor:
+    """Return [n, 4 + K] with the columns of `names`; NaN of a part that the table lacks."""
+    more = table.new_full((len(table), len(names)), torch.nan)
+    for place, name in enumerate(names):
+        if name in own:
+            more[:, place] = table[:, _COLUMNS + own.index(name)]
+    return torch.cat([table[:, :_COLUMNS], more], dim=1)
+
+
+def _mean(name: str, values: Tensor) -> Metrics:
+    """Return the mean of [n] float64 by its name; nothing of nothing."""
+    return {name: float(values.sum()) / len(values)} if len(values) else {}
