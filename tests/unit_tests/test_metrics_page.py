@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from mega_rl.workers.colocation import Stage
 
 from mega_rl.algorithms.distribution import QUANTILES as TOKEN_QUANTILES
 from mega_rl.algorithms.mismatch import LogprobMismatch
@@ -16,10 +17,9 @@ from mega_rl.metrics.steps import TOKEN_PHASES
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.trainer import RunSettings
-from mega_rl.trainer.step_metrics.responses import QUANTILES as RESPONSE_QUANTILES
+from mega_rl.trainer.step_metrics import QUANTILES as RESPONSE_QUANTILES
 from mega_rl.types import TRAINED_TOKENS
 from mega_rl.workers import colocation
-from mega_rl.workers.colocation import Stage
 from mega_rl.workers.models import SKIPPED
 from mega_rl.workers.reward import AbsentScorer
 from tests.helpers.fakes import FakeReward, held_out

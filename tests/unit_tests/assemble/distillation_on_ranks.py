@@ -60,8 +60,9 @@ def distil_without_rewards(rank: int, folder: str) -> dict[str, dict[str, torch.
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_trainer, session
     from mega_rl.workers.metered import MeteredLearner
+
+    from mega_rl.assemble import build_trainer, session
 
     runs: dict[str, dict[str, torch.Tensor]] = {}
     for layout, loss in WITHOUT_REWARDS.items():

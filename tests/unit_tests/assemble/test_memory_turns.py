@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from mega_rl.workers.colocation import TAGS, ColocatedCheckpoints, ColocatedRollouts, SharedDevices
+from mega_rl.workers.turns import ResidentModels, ScorerOnDevice
 
 from mega_rl.assemble.plan import RunPlan, engine_settings
 from mega_rl.assemble.servers import check_hosts, device_share, servers_per_host, start_servers
@@ -22,8 +24,6 @@ from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.server.process import ServerStartError
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.types import Rollout
-from mega_rl.workers.colocation import TAGS, ColocatedCheckpoints, ColocatedRollouts, SharedDevices
-from mega_rl.workers.turns import ResidentModels, ScorerOnDevice
 from tests.helpers.device_budget import (
     GIB,
     BudgetAccelerator,

@@ -17,7 +17,7 @@ from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.schema.algorithms import LOSSES
 from mega_rl.protocols import LossOutput
-from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import TokenOutputs, row_numbers
 from mega_rl.workers.models import PolicyLoss
 from tests.helpers.engines import exported_gradients, make_config, own_rows, replaced, running_engine

@@ -10,7 +10,7 @@ import torch
 from mega_rl.algorithms.corrections.registry import CORRECTIONS
 from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
 from mega_rl.algorithms.sequences import Sequences
-from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks

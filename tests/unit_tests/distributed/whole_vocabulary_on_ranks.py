@@ -14,7 +14,7 @@ from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
 from mega_rl.algorithms.losses.distillation import TeacherDivergence
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
-from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import TokenOutputs, row_numbers
 from mega_rl.workers.models import Lessons, PolicyLoss
 from tests.helpers.engines import exported_gradients, make_config, own_rows, replaced

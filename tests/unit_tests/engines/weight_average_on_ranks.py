@@ -34,10 +34,11 @@ def run_all(rank: int, folder: str, ways: dict[str, Way]) -> dict[str, Any]:
 
 def one_way(folder: Path, way: Way, accelerator: Any) -> dict[str, Any]:
     """Weights of both models at every update, in float64, and the distances that updates return."""
+    from mega_rl.workers.turns import ResidentModels
+
     from mega_rl.assemble import build_actor, session
     from mega_rl.engines.weight_average import WeightAverage
     from mega_rl.parallel.comm import GroupRanks
-    from mega_rl.workers.turns import ResidentModels
     from tests.unit_tests.distributed.engine_cases import losses
 
     config = make_config(folder / way.family, layout=way.layout, engine=way.engine, dtype=way.dtype)

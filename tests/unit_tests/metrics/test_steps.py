@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from mega_rl.workers.metered import MeteredLearner, MeteredRollouts
 
 from mega_rl.metrics.steps import StepMeter, StepTraces, WorkMeter
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import TokenOutputs
-from mega_rl.workers.metered import MeteredLearner, MeteredRollouts
 from mega_rl.workers.models import AbsentWorker
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from mega_rl.trainer.dynamic_sampling import DynamicSampling
 
 from mega_rl.config.schema import Config, MixtureConfig
 from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks
-from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan
+from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
 from tests.helpers.engines import exported, replaced
 from tests.unit_tests.distributed.test_layout_invariance import run_config

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from mega_rl.trainer.dynamic_sampling import DynamicSampling, _joined
+from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
@@ -17,10 +19,10 @@ from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.errors import UserErrors
 from mega_rl.protocols import Scorer
 from mega_rl.trainer import RunSettings
-from mega_rl.trainer.dynamic_sampling import DynamicSampling, SamplingPlan, _joined, has_spread
+from mega_rl.trainer.collect import SamplingPlan
+from mega_rl.trainer.filters import has_spread
 from mega_rl.trainer.loop import PPOTrainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
-from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeTimer, held_out

@@ -15,7 +15,7 @@ from mega_rl.algorithms.advantages.gae import GAE
 from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.trainer.dumps import sample_rows
-from mega_rl.trainer.experience import MinibatchPlan, build_experience
+from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics
 from mega_rl.types import Experience, Prompt, Rewards, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from mega_rl.trainer.hints import FLAT_STEPS, AbsentRewards, FlatRewards, GradientSpikes
+from mega_rl.trainer.events import FLAT_STEPS, AbsentRewards, FlatRewards, GradientSpikes
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 
 

@@ -5,90 +5,31 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mega_rl.algorithms.advantages.distillation import Distillation
-from mega_rl.algorithms.advantages.gae import GAE
-from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.advantages.registry import ESTIMATORS
-from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
+from mega_rl.algorithms.kl import AdaptiveKL
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.config.schema.algorithms import ADVANTAGES
-from mega_rl.trainer import PPOTrainer, RunSettings
-from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
-from mega_rl.trainer.old_logprobs import RecomputedLogprobs, RolloutLogprobs
+from mega_rl.trainer.collect import SamplingPlan
+from mega_rl.trainer.mismatch import RolloutMismatchError
+from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
 from mega_rl.trainer.recording import _weights
-from mega_rl.trainer.validation import Evaluation
-from mega_rl.types import Rewards, Rollout
-from mega_rl.workers.models import AbsentWorker, ReferenceUpdates
+from mega_rl.types import Rewards, TokenOutputs
+from mega_rl.workers.models import ReferenceUpdates
 from mega_rl.workers.reward import AbsentScorer
-from tests.helpers.fakes import (
-    FakeCritic,
-    FakePolicy,
-    FakePrompts,
-    FakeRanks,
-    FakeReward,
-    FakeSink,
-    FakeStore,
-    FakeTimer,
-    held_out,
-)
-
-
-def read_ids(rollout: Rollout, row: int) -> tuple[str, str]:
-    """Return the ids of a response without its last one, twice."""
-    first, end = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
-    text = " ".join(map(str, rollout.tokens[row, first : end - 1].tolist()))
-    return text, text
-
-
-def make_trainer(*, grpo: bool = False, **changes: Any) -> PPOTrainer:
-    """A trainer of fakes; keyword arguments replace its parts."""
-    events: list[str] = []
-    policy = FakePolicy(events)
-    kl = FixedKL(0.0)
-    parts: dict[str, Any] = {
-        "settings": RunSettings(steps=3),
-        "prompts": FakePrompts(),
-        "validation": Evaluation(),
-        "rollout": policy,
-        "reward": FakeReward(events),
-        "actor": policy,
-        "critic": AbsentWorker() if grpo else FakeCritic(events),
-        "reference": AbsentWorker(),
-        "estimator": GRPO() if grpo else GAE(),
-        "reward_kl": None,
-        "minibatches": MinibatchPlan(minibatch_size=2, epochs=1, aggregation=token_mean, max_response_tokens=4, seed=0),
-        "kl": kl,
-        "update_reference": ReferenceUpdates(),
-        "staleness": lambda rollout: {},
-        "old_logprobs": RecomputedLogprobs(
-            policy, MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks())
-        ),
-        "sync": policy,
-        "ranks": FakeRanks(),
-        "timer": FakeTimer(),
-        "metrics": FakeSink(),
-        "checkpoints": FakeStore(events),
-        "export": lambda done: events.append(f"export {done}"),
-        "read": read_ids,
-        "render": lambda ids: "+".join(map(str, ids)),
-        "stop_requested": lambda: False,
-    }
-    trainer = PPOTrainer(**(parts | changes))
-    trainer.events = events  # type: ignore[attr-defined]
-    return trainer
+from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out
+from tests.helpers.loops import FakeRun, RunSettings
 
 
 def test_a_step_is_generate_score_evaluate_learn_publish() -> None:
-    trainer = make_trainer(settings=RunSettings(steps=1))
+    trainer = FakeRun(settings=RunSettings(steps=1))
     assert trainer.fit() == 1
-    assert trainer.events == [  # type: ignore[attr-defined]
+    assert trainer.events == [
         "publish", "generate", "reward", "old_logprobs", "values",
         "update_critic", "update_critic", "update_actor", "update_actor", "publish",
     ]  # fmt: skip
@@ -96,7 +37,7 @@ def test_a_step_is_generate_score_evaluate_learn_publish() -> None:
 
 @pytest.mark.parametrize("grpo", [False, True])
 def test_the_policy_learns_what_is_rewarded(grpo: bool) -> None:
-    trainer = make_trainer(grpo=grpo, settings=RunSettings(steps=80))
+    trainer = FakeRun(grpo=grpo, settings=RunSettings(steps=80))
     trainer.fit()
     records = trainer.metrics.records
     assert records[1]["reward/mean"] < 0.3
@@ -110,11 +51,11 @@ def test_the_policy_learns_what_is_rewarded(grpo: bool) -> None:
 def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
     """Two samples of each prompt; a reward is the share of right tokens, of which pass_at_k asks for one in four."""
     settings = {"pass_at_k": {"k": 1, "right_above": 0.2}}.get(name, {})
-    trainer = make_trainer(
+    trainer = FakeRun(
         grpo=True,
         settings=RunSettings(steps=80),
         estimator=ESTIMATORS[name](**settings),
-        greedy_baseline=ADVANTAGES[name].needs_greedy,
+        plan=SamplingPlan(greedy=ADVANTAGES[name].needs_greedy),
         reward=FakeReward([], parts=ADVANTAGES[name].needs_parts),
     )
     trainer.fit()
@@ -125,7 +66,7 @@ def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
 
 def test_parts_of_rewards_are_metrics_and_dumped() -> None:
     """Of a step and of a validation: means over all samples, whatever their weights."""
-    trainer = make_trainer(
+    trainer = FakeRun(
         grpo=True,
         reward=FakeReward([], parts=True),
         settings=RunSettings(steps=1, val_interval=1, rollout_interval=1, rollout_samples=8),
@@ -143,7 +84,7 @@ def test_parts_of_rewards_are_metrics_and_dumped() -> None:
 
 def test_a_student_comes_to_its_teacher_without_a_reward() -> None:
     """The teacher prefers token 3 and the reward token 5; the KL between the two policies themselves, exactly."""
-    trainer = make_trainer(grpo=True, reference=FakeFrozen(), estimator=Distillation(), settings=RunSettings(steps=60))
+    trainer = FakeRun(grpo=True, reference=FakeFrozen(), estimator=Distillation(), settings=RunSettings(steps=60))
     teacher = torch.zeros(8)
     teacher[3] = 1.0
     far = float(torch.nn.functional.kl_div(teacher.log_softmax(0), torch.full((8,), 0.125), reduction="sum"))
@@ -158,7 +99,7 @@ def test_a_student_without_a_reward_learns_as_with_one_of_zeros() -> None:
     """Weights to the bit; of rewards there is no number, no column and no call, in validations neither."""
     runs = {}
     for name, reward in {"zeros": ZeroReward(), "none": AbsentScorer()}.items():
-        trainer = make_trainer(
+        trainer = FakeRun(
             grpo=True,
             reference=FakeFrozen(),
             estimator=Distillation(),
@@ -184,8 +125,8 @@ def test_a_student_without_a_reward_learns_as_with_one_of_zeros() -> None:
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_the_reference_is_updated_after_the_policy(interval: int) -> None:
-    trainer = make_trainer(settings=RunSettings(steps=4, save_interval=1))
-    events = trainer.events  # type: ignore[attr-defined]
+    trainer = FakeRun(settings=RunSettings(steps=4, save_interval=1))
+    events = trainer.events
 
     def mix() -> float:
         events.append("mix")
@@ -203,18 +144,18 @@ def test_the_reference_is_updated_after_the_policy(interval: int) -> None:
 
 
 def test_a_greedy_baseline_is_sampled_and_scored_before_the_step() -> None:
-    trainer = make_trainer(
-        grpo=True, settings=RunSettings(steps=1), estimator=ESTIMATORS["remax"](), greedy_baseline=True
+    trainer = FakeRun(
+        grpo=True, settings=RunSettings(steps=1), estimator=ESTIMATORS["remax"](), plan=SamplingPlan(greedy=True)
     )
     trainer.fit()
-    assert trainer.events[:5] == ["publish", "validate", "reward", "generate", "reward"]  # type: ignore[attr-defined]
+    assert trainer.events[:5] == ["publish", "validate", "reward", "generate", "reward"]
     assert trainer.metrics.records[1]["reward/greedy_mean"] == 0.0  # the first word of equal ones, not the right one
     assert "baseline" in trainer.timer.phases
 
 
 def test_validation_saving_and_dumps_keep_their_intervals() -> None:
     settings = RunSettings(steps=5, val_interval=2, save_interval=3, rollout_interval=4, rollout_samples=3)
-    trainer = make_trainer(settings=settings, validation=held_out(FakePrompts().batch(0)))
+    trainer = FakeRun(settings=settings, validation=held_out(FakePrompts().batch(0)))
     trainer.fit()
     records = trainer.metrics.records
     assert [step for step, record in records.items() if "val/reward_mean" in record] == [0, 2, 4, 5]
@@ -236,16 +177,16 @@ def test_validation_saving_and_dumps_keep_their_intervals() -> None:
 
 def test_steps_are_saved_in_memory_when_the_next_begins() -> None:
     """After their record is written, and not after the last, which the end of the run removes."""
-    trainer = make_trainer(settings=RunSettings(steps=7, memory_interval=2), start=2)
+    trainer = FakeRun(settings=RunSettings(steps=7, memory_interval=2), start=2)
     trainer.fit()
-    events = [event for event in trainer.events if event in ("generate", "publish") or "memory" in event]  # type: ignore[attr-defined]
+    events = [event for event in trainer.events if event in ("generate", "publish") or "memory" in event]
     steps = ["generate", "publish"]
     assert events == ["publish", *steps, *steps, "save 4 in memory", *steps, *steps, "save 6 in memory", *steps]
 
 
 def test_a_stop_request_ends_after_the_step_and_saves() -> None:
     answers = iter([False, True])
-    trainer = make_trainer(settings=RunSettings(steps=9), stop_requested=lambda: next(answers))
+    trainer = FakeRun(settings=RunSettings(steps=9), stop_requested=lambda: next(answers))
     assert trainer.fit() == 2
     assert list(trainer.checkpoints.saved) == [2]
     assert trainer.checkpoints.saved[2]["weight_version"] == 3
@@ -253,7 +194,7 @@ def test_a_stop_request_ends_after_the_step_and_saves() -> None:
 
 
 def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:
-    trainer = make_trainer(
+    trainer = FakeRun(
         settings=RunSettings(steps=5, val_interval=5), start=3, validation=held_out(FakePrompts().batch(0))
     )
     assert trainer.fit() == 5
@@ -262,7 +203,7 @@ def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:
 
 def test_save_final() -> None:
     """Whatever a save reports is in the record of its step, and the run waits for it."""
-    trainer = make_trainer(settings=RunSettings(steps=2, save_final=True))
+    trainer = FakeRun(settings=RunSettings(steps=2, save_final=True))
     trainer.fit()
     assert list(trainer.checkpoints.saved) == [2]
     assert trainer.metrics.records[2]["checkpoint/step"] == 2
@@ -272,25 +213,25 @@ def test_save_final() -> None:
 
 
 def test_hugging_face_checkpoints_keep_their_interval() -> None:
-    trainer = make_trainer(settings=RunSettings(steps=5, hf_interval=2, hf_final=True))
+    trainer = FakeRun(settings=RunSettings(steps=5, hf_interval=2, hf_final=True))
     trainer.fit()
-    assert [event for event in trainer.events if event.startswith("export")] == ["export 2", "export 4", "export 5"]  # type: ignore[attr-defined]
+    assert [event for event in trainer.events if event.startswith("export")] == ["export 2", "export 4", "export 5"]
 
 
 @pytest.mark.parametrize("start", [5, 7])
 def test_a_finished_run_is_exported_when_it_is_started_again(start: int) -> None:
     """Whatever `checkpoint.hf_final` was before; and nothing is trained or saved."""
-    trainer = make_trainer(settings=RunSettings(steps=5, hf_final=True, save_final=True), start=start)
+    trainer = FakeRun(settings=RunSettings(steps=5, hf_final=True, save_final=True), start=start)
     assert trainer.fit() == start
-    assert trainer.events == ["publish", f"export {start}"]  # type: ignore[attr-defined]
+    assert trainer.events == ["publish", f"export {start}"]
     assert not trainer.checkpoints.saved
 
 
 @pytest.mark.parametrize("grpo", [False, True])
 @pytest.mark.parametrize("has_reference", [False, True])
 def test_roles_that_a_run_lacks_have_no_metrics(grpo: bool, has_reference: bool) -> None:
-    trainer = make_trainer(
-        grpo=grpo, reference=FakeFrozen() if has_reference else AbsentWorker(), settings=RunSettings(steps=1)
+    trainer = FakeRun(
+        grpo=grpo, reference=FakeFrozen() if has_reference else None, settings=RunSettings(steps=1)
     )
     trainer.fit()
     logged = trainer.metrics.records[1].keys()
@@ -302,7 +243,7 @@ def test_roles_that_a_run_lacks_have_no_metrics(grpo: bool, has_reference: bool)
 def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:
     kl = AdaptiveKL(0.1, target=1e-6, horizon=16)
     reference = FakeFrozen()
-    trainer = make_trainer(kl=kl, reference=reference, settings=RunSettings(steps=1))
+    trainer = FakeRun(kl=kl, reference=reference, settings=RunSettings(steps=1))
     trainer.fit()
     assert trainer.metrics.records[1]["kl/ref"] > 1e-3
     assert kl.value == pytest.approx(0.1 * 1.1)  # four prompts of two samples: half the horizon, half the largest step
@@ -312,7 +253,7 @@ def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:
 def test_steps_of_the_critic_alone_leave_the_kl_coefficient() -> None:
     """A policy that stands still has a KL of 0 to its start, whatever the coefficient."""
     kl = AdaptiveKL(0.1, target=0.05, horizon=16)
-    trainer = make_trainer(kl=kl, settings=RunSettings(steps=5), reference=FakeFrozen())
+    trainer = FakeRun(kl=kl, settings=RunSettings(steps=5), reference=FakeFrozen())
     policy = trainer.actor
     trainer.actor = LateActor(policy, first_step=3)
     trainer.fit()
@@ -324,7 +265,7 @@ def test_steps_of_the_critic_alone_leave_the_kl_coefficient() -> None:
 @pytest.mark.parametrize(("skipped", "factor"), [((1.0, 1.0), 1.0), ((1.0, 0.0), 0.9)])
 def test_a_step_that_skips_every_update_leaves_the_kl_coefficient(skipped: tuple[float, ...], factor: float) -> None:
     kl = AdaptiveKL(0.1, target=0.05, horizon=16)
-    trainer = make_trainer(kl=kl, settings=RunSettings(steps=1), reference=FakeFrozen())
+    trainer = FakeRun(kl=kl, settings=RunSettings(steps=1), reference=FakeFrozen())
     counts, update = iter(skipped), trainer.actor.update
     trainer.actor.update = lambda *args, **kwargs: (  # type: ignore[method-assign]
         update(*args, **kwargs) | {"kl/ref": 0.0, "actor/skipped_steps": next(counts)}
@@ -336,7 +277,7 @@ def test_a_step_that_skips_every_update_leaves_the_kl_coefficient(skipped: tuple
 def test_the_kl_of_an_update_goes_before_that_of_stand_ins() -> None:
     """With one update a step the loop has the rollout engine's log-probs, and the update the policy's."""
     kl = AdaptiveKL(0.1, target=0.05, horizon=16)
-    trainer = single_update(make_trainer(kl=kl, grpo=True, reference=FakeFrozen()))
+    trainer = single_update(FakeRun(kl=kl, grpo=True, reference=FakeFrozen()))
     trainer.sync.publish()
     update = trainer.actor.update
     trainer.actor.update = lambda *args, **kwargs: update(*args, **kwargs) | {"kl/ref": 0.0}  # type: ignore[method-assign]
@@ -382,34 +323,32 @@ class FakeFrozen:
 
 
 def test_a_rollout_engine_with_other_weights_stops_the_run() -> None:
-    trainer = make_trainer()
+    trainer = FakeRun()
     trainer.sync.publish()
     trainer.rollout.published = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 3.0])
     with pytest.raises(RolloutMismatchError, match=r"mismatch.max_limit=0.5; the worst is token id 7 at position \d"):
         trainer.step(0)
-    assert "update_actor" not in trainer.events  # type: ignore[attr-defined]
+    assert "update_actor" not in trainer.events
 
 
-def single_update(trainer: PPOTrainer) -> PPOTrainer:
+def single_update(trainer: FakeRun) -> FakeRun:
     """The trainer with one update a step, whose forward gives the old log-probs."""
     trainer.minibatches = dataclasses.replace(trainer.minibatches, minibatch_size=4)
-    trainer.old_logprobs = RolloutLogprobs(
-        MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks())
-    )
+    trainer.rules = PolicyGradientRules(recompute_old_logprobs=False)
     return trainer
 
 
 def test_a_single_update_spares_the_forward_and_still_compares() -> None:
-    trainer = single_update(make_trainer(grpo=True))
+    trainer = single_update(FakeRun(grpo=True))
     trainer.sync.publish()
     metrics = trainer.step(0)
-    events = trainer.events  # type: ignore[attr-defined]
+    events = trainer.events
     assert events[events.index("reward") :] == ["reward", "update_actor", "old_logprobs", "publish"]
     assert metrics["rollout/logprob_diff_max"] < 1e-6
 
 
 def test_a_single_update_is_stopped_before_it_changes_a_weight() -> None:
-    trainer = single_update(make_trainer(grpo=True))
+    trainer = single_update(FakeRun(grpo=True))
     trainer.sync.publish()
     trainer.rollout.published = torch.tensor([0.0, 0, 0, 0, 0, 0, 0, 3.0])
     with pytest.raises(RolloutMismatchError, match="token id 7"):
@@ -419,14 +358,12 @@ def test_a_single_update_is_stopped_before_it_changes_a_weight() -> None:
 
 def test_the_samplers_logprobs_are_compared_by_the_first_update_alone() -> None:
     """Of several updates on the sampler's log-probs: the later ones are of weights that have moved by right."""
-    reference, trainer = make_trainer(grpo=True), make_trainer(grpo=True)
-    trainer.old_logprobs = RolloutLogprobs(
-        MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks())
-    )
+    reference, trainer = FakeRun(grpo=True), FakeRun(grpo=True)
+    trainer.rules = PolicyGradientRules(recompute_old_logprobs=False)
     for one in (reference, trainer):
         one.sync.publish()
         one.step(0)
-    events = trainer.events  # type: ignore[attr-defined]
+    events = trainer.events
     updates = ["update_actor", "old_logprobs", "update_actor"]
     assert events[events.index("reward") :] == ["reward", *updates, "publish"]
     # The sampler has the trainer's weights and arithmetic here, so the updates are the same.
@@ -435,21 +372,21 @@ def test_the_samplers_logprobs_are_compared_by_the_first_update_alone() -> None:
 
 
 def test_minibatches_cover_the_batch_once_per_epoch() -> None:
-    trainer = make_trainer()
+    trainer = FakeRun()
     rollout = trainer.rollout.generate(FakePrompts().batch(0), step=0)
-    from mega_rl.trainer.experience import build_experience
+    from mega_rl.trainer.policy_gradient import build_experience
 
     experience = build_experience(
         rollout,
         trainer.reward.score(rollout, []),
         old=trainer.actor.evaluate(rollout),
-        ref=AbsentWorker().evaluate(rollout),
+        ref=TokenOutputs(),
         critic=trainer.critic.evaluate(rollout),
         estimator=trainer.estimator,
         sum_over_ranks=FakeRanks().sum,
     )
-    plan = MinibatchPlan(minibatch_size=2, epochs=3, aggregation=token_mean, max_response_tokens=4, seed=1)
-    cut = list(plan.cut(experience, num_prompts=4, step=0, ranks=FakeRanks()))
+    plan = MinibatchPlan(2, 3, token_mean, max_response_tokens=4, seed=1, ranks=FakeRanks())
+    cut = list(plan.cut(experience, num_prompts=4, step=0))
     assert len(cut) == 6
     for epoch in range(3):
         pair = cut[2 * epoch : 2 * epoch + 2]
@@ -457,7 +394,7 @@ def test_minibatches_cover_the_batch_once_per_epoch() -> None:
         assert all(float(m.loss_weights.sum()) == pytest.approx(1.0) for m in pair)
     orders = {tuple(m.prompt_index.tolist()) for m in cut}
     assert len(orders) > 2  # epochs differ
-    columns = _weights(SimpleNamespace(rollout=rollout, minibatches=cut), FakeRanks())  # type: ignore[arg-type]
+    columns = _weights(rollout, cut, FakeRanks())
     recorded = columns["epoch_minibatches"]
     assert torch.equal(columns["minibatch"], recorded[:, 0])
     for number, minibatch in enumerate(cut):
@@ -469,8 +406,8 @@ def test_fit_needs_neither_megatron_nor_a_second() -> None:
     """Runs this file's loop in a fresh interpreter: what it imported and how long `fit` took."""
     code = (
         "import sys, time\n"
-        "from tests.unit_tests.trainer.test_loop import make_trainer\n"
-        "trainer = make_trainer()\n"
+        "from tests.helpers.loops import FakeRun\n"
+        "trainer = FakeRun()\n"
         "start = time.perf_counter(); trainer.fit(); seconds = time.perf_counter() - start\n"
         "loaded = [m for m in ('megatron', 'sglang', 'transformers') if m in sys.modules]\n"
         "print(seconds < 1.0, loaded)\n"

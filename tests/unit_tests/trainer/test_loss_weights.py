@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
-from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience
 from tests.helpers.simulated_ranks import on_simulated_ranks
 

@@ -11,10 +11,14 @@ from torch import Tensor
 
 from mega_rl.algorithms.importance import importance_metrics, importance_summary
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
-from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics
-from mega_rl.trainer.step_metrics.repetition import NGRAM, repeated_fractions
-from mega_rl.trainer.step_metrics.responses import right_and_wrong
-from mega_rl.trainer.step_metrics.tokens import halves
+from mega_rl.trainer.step_metrics import (
+    NGRAM,
+    experience_metrics,
+    halves,
+    repeated_fractions,
+    right_and_wrong,
+    rollout_metrics,
+)
 from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.simulated_ranks import on_simulated_ranks

@@ -11,8 +11,8 @@ from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, OverlongConfig, RewardConfig, RolloutConfig
 from mega_rl.trainer import RunSettings
-from mega_rl.trainer.experience import MinibatchPlan, build_experience
-from mega_rl.trainer.overlong import Overlong, soft_punishment
+from mega_rl.trainer.filters import Overlong, soft_punishment
+from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.types import Experience, RewardParts, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakePolicy, FakeRanks
 from tests.helpers.rollouts import make_rollout

@@ -11,7 +11,7 @@ import torch
 from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.trainer.experience import MinibatchPlan, build_experience
+from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.types import Rewards, Rollout, TokenOutputs
 from tests.helpers.models import random_experience
 

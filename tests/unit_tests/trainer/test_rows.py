@@ -9,7 +9,7 @@ import torch
 
 from mega_rl.errors import RunError
 from mega_rl.trainer import RunSettings
-from mega_rl.trainer.experience import check_rows
+from mega_rl.trainer.rows import check_rows
 from mega_rl.types import Prompt, Rollout
 from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, held_out
 from tests.unit_tests.trainer.dynamic_sampling_on_ranks import SAMPLES, sampling

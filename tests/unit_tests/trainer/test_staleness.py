@@ -7,8 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
-from mega_rl.trainer.staleness import StalenessGuard, StaleSampleError
+from mega_rl.trainer.mismatch import (
+    MismatchGuard,
+    MismatchLimits,
+    RolloutMismatchError,
+    StalenessGuard,
+    StaleSampleError,
+)
 from mega_rl.types import Metrics, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout

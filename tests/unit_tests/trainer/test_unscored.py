@@ -7,16 +7,16 @@ import math
 
 import pytest
 import torch
+from mega_rl.trainer.greedy import WithGreedyRewards
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.registry import ESTIMATORS
 from mega_rl.algorithms.kl import k1
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.trainer.dumps import sample_rows
-from mega_rl.trainer.experience import MinibatchPlan, build_experience
-from mega_rl.trainer.greedy import WithGreedyRewards
+from mega_rl.trainer.filters import leave_unscored_out
+from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.trainer.step_metrics import experience_metrics, part_metrics, rollout_metrics
-from mega_rl.trainer.unscored import leave_unscored_out
 from mega_rl.types import Experience, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout

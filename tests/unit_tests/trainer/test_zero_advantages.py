@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from mega_rl.trainer.zero_advantages import LEFT_OUT, WithoutZeroAdvantages
 
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.config.schema.algorithms import LOSSES
-from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.trainer.zero_advantages import LEFT_OUT, WithoutZeroAdvantages
+from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 
 from mega_rl.algorithms.corrections.registry import CORRECTIONS
 from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.config.schema.algorithms import LOSSES
-from mega_rl.trainer.experience import MinibatchPlan
-from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
+from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience, Metrics, TokenOutputs, row_numbers
 from mega_rl.workers.models import PolicyLoss
 from tests.helpers.engines import exported_gradients, make_config, own_rows, replaced, running_engine

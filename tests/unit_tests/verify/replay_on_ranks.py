@@ -27,10 +27,11 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
+    from mega_rl.trainer.dynamic_sampling import DynamicSampling
+
     from mega_rl.assemble import running
     from mega_rl.config.keys import with_settings
     from mega_rl.config.schema import Config
-    from mega_rl.trainer.dynamic_sampling import DynamicSampling
     from mega_rl.verify.rl.inputs import reward_of
     from mega_rl.verify.rl.record import Recorder, ShiftedRollouts
 

@@ -59,10 +59,11 @@ class Watcher:
 
 def run_stages(rank: int, checkpoint: str) -> dict[str, Any]:
     """Three steps that share the devices and three that do not; what the engine held at every event."""
-    from mega_rl.accelerator import prepare
-    from mega_rl.parallel.comm import GroupRanks
     from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
     from mega_rl.workers.turns import ResidentModels
+
+    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.comm import GroupRanks
 
     actual: dict[str, Any] = {}
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:

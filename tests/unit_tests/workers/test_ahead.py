@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer import PPOTrainer, RunSettings
-from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
-from mega_rl.trainer.old_logprobs import RecomputedLogprobs
-from mega_rl.trainer.staleness import StalenessGuard
+from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, StalenessGuard
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts

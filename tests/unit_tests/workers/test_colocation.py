@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
+from mega_rl.workers.turns import ResidentModels
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Draws, Metrics, Rollout
-from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
-from mega_rl.workers.turns import ResidentModels
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePrompts
 from tests.helpers.models import write_tiny_checkpoint

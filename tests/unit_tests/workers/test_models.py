@@ -20,7 +20,7 @@ from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
-from mega_rl.trainer.experience import MinibatchPlan
+from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience, Lesson, Metrics, TokenOutputs
 from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
 from tests.helpers.fakes import FakeRanks

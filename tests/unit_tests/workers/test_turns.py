@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from mega_rl.trainer.old_logprobs import RecomputedLogprobs
+from mega_rl.workers.turns import NOTHING, PARAMETERS, EngineInTurn, ResidentModels, RolloutsInTurn
 
 from mega_rl.algorithms.advantages.gae import GAE
 from mega_rl.algorithms.kl import FixedKL, RewardKL, k1
 from mega_rl.config.attention import Role
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
-from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.workers.models import LearningWorker, ReferenceWorker
-from mega_rl.workers.turns import NOTHING, PARAMETERS, EngineInTurn, ResidentModels, RolloutsInTurn
 from tests.helpers.device_budget import BudgetAccelerator, BudgetEngine, DeviceMemory, OvercommitError
 from tests.helpers.fakes import FakeCritic, FakePolicy, FakeRanks
 from tests.unit_tests.trainer.test_loop import make_trainer

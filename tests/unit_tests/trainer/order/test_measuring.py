@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from mega_rl.trainer.order.measuring import MeasuredSuccess
 
 from mega_rl.data.sampling.success import SuccessRates
 from mega_rl.errors import UserError
-from mega_rl.trainer.order.measuring import MeasuredSuccess
 from mega_rl.types import Draws, Metrics, Prompt, RewardParts, Rewards, Rollout
 from tests.helpers.fakes import FakeRanks
 

@@ -1,0 +1,130 @@
+"""The whole loop on fakes; attributes of a `FakeRun` are its parts, which a test may replace before `fit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.advantages.grpo import GRPO
+from mega_rl.algorithms.kl import FixedKL
+from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.trainer.collect import Collector, SamplingPlan
+from mega_rl.trainer.events import DumpRollouts, SaveAndExport, SaveIntervals, Validate, Warn
+from mega_rl.trainer.filters import Overlong
+from mega_rl.trainer.loop import Stages, StepLog, Trainer
+from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
+from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, PolicyGradientRules
+from mega_rl.trainer.validation import Evaluation
+from mega_rl.types import Metrics, Rollout
+from mega_rl.workers.models import ReferenceUpdates
+from tests.helpers.fakes import FakeCritic, FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeSink, FakeStore, FakeTimer
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Length and intervals of a fake run."""
+
+    steps: int
+    val_interval: int = 0
+    save_interval: int = 0
+    memory_interval: int = 0
+    save_final: bool = False
+    hf_interval: int = 0
+    hf_final: bool = False
+    rollout_interval: int = 0
+    rollout_samples: int = 0
+
+
+def read_ids(rollout: Rollout, row: int) -> tuple[str, str]:
+    """Return the ids of a response without its last one, twice."""
+    first, end = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
+    text = " ".join(map(str, rollout.tokens[row, first : end - 1].tolist()))
+    return text, text
+
+
+class FakeRun:
+    """Parts of a run by name."""
+
+    def __init__(self, *, grpo: bool = False, **changes: Any) -> None:
+        self.events: list[str] = []
+        policy = FakePolicy(self.events)
+        parts: dict[str, Any] = {
+            "settings": RunSettings(steps=3),
+            "prompts": FakePrompts(),
+            "plan": SamplingPlan(),
+            "validation": Evaluation(),
+            "rollout": policy,
+            "reward": FakeReward(self.events),
+            "actor": policy,
+            "critic": None if grpo else FakeCritic(self.events),
+            "reference": None,
+            "estimator": GRPO() if grpo else GAE(),
+            "minibatches": MinibatchPlan(2, 1, token_mean, max_response_tokens=4, seed=0, ranks=FakeRanks()),
+            "guard": MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks()),
+            "rules": PolicyGradientRules(),
+            "kl": FixedKL(0.0),
+            "update_reference": ReferenceUpdates(),
+            "staleness": lambda rollout: {},
+            "overlong": Overlong(),
+            "sync": policy,
+            "ranks": FakeRanks(),
+            "timer": FakeTimer(),
+            "metrics": FakeSink(),
+            "checkpoints": FakeStore(self.events),
+            "stop_requested": lambda: False,
+            "start": 0,
+        }
+        unknown = changes.keys() - parts.keys()
+        assert not unknown, f"a fake run has no {unknown}"
+        self.parts = parts
+        vars(self).update(parts | changes)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def build(self) -> Trainer:
+        """Return the loop of the parts as they are now."""
+        settings: RunSettings = self.settings
+        stage, log = Stages(self.timer), StepLog(self.metrics, self.timer)
+        batches = Collector(
+            self.prompts, self.rollout, self.reward, self.plan, self.ranks, stage, log,
+            staleness=self.staleness, overlong=self.overlong,
+        )  # fmt: skip
+        algorithm = PolicyGradient(
+            self.actor, self.critic, self.reference, self.estimator, self.minibatches, self.guard,
+            reward_kl=None, kl=self.kl, update_reference=self.update_reference, rules=self.rules, stage=stage, log=log,
+        )  # fmt: skip
+        dumps = DumpRollouts(
+            self.metrics, read_ids, lambda ids: "+".join(map(str, ids)), stage,
+            steps=settings.steps, interval=settings.rollout_interval, count=settings.rollout_samples,
+        )  # fmt: skip
+        validate = Validate(
+            self.validation, self.rollout, self.reward, self.ranks, dumps, stage, log,
+            steps=settings.steps, interval=settings.val_interval,
+        )  # fmt: skip
+        save = SaveAndExport(
+            self.checkpoints,
+            export=lambda done: self.events.append(f"export {done}"),
+            state=lambda done: {"kl": self.kl.state(), "weight_version": self.sync.weight_version, "prompts_drawn": 0},
+            stop_requested=self.stop_requested,
+            intervals=SaveIntervals(
+                settings.steps, self.start, settings.save_interval, settings.memory_interval, settings.hf_interval,
+                save_final=settings.save_final, export_final=settings.hf_final,
+            ),
+            stage=stage,
+            log=log,
+        )  # fmt: skip
+        return Trainer(
+            batches, algorithm, self.sync, [dumps, Warn(log), validate, save], stage, log, settings.steps, self.start
+        )
+
+    def fit(self) -> int:
+        """Run the loop; return the steps done."""
+        return self.build().fit()
+
+    def step(self, number: int) -> Metrics:
+        """Make one step; return its metrics."""
+        trainer = self.build()
+        trainer.step(number)
+        return trainer.log.metrics
