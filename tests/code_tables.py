@@ -15,7 +15,7 @@ from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS
 from mega_rl.converters.families import FAMILIES, Family
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
+PAGES = (ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("**/*.md")))
 BLOCK = re.compile(r"(<!-- code: (\w+) -->)(.*?)(<!-- end of code -->)", flags=re.DOTALL)
 
 

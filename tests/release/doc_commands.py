@@ -72,7 +72,6 @@ APART: dict[str, str] = {
     "make test-versions": "by itself: an environment of its own",
     "make test-versions WITH='transformers==5.17.0'": "by itself: an environment of its own",
     'make test-versions WITH="$(python tests/oldest.py)"': "by itself: an environment of its own",
-    "pip install .": "by make wheel-check, into a clean environment",
     "pip install mega_rl": "by make wheel-check, from the wheel",
 }
 HOW: dict[str, How] = {
@@ -109,9 +108,6 @@ HOW: dict[str, How] = {
         "mega-rl convert export out/imported out/hf --hf models/dense --overwrite"
     ),
     "mega-rl convert verify HF_DIR HF_OUT --logits 64": How("mega-rl convert verify models/dense out/hf --logits 64"),
-    "mega-rl verify layouts --model HF_DIR --twin --layouts tp2+sp,pp2,ep2": How(
-        "mega-rl verify layouts --model models/mixture --twin --layouts tp2+sp,pp2,ep2"
-    ),
     "mega-rl verify layouts --model HF_DIR --twin --layouts tp2+ep2+sp --nproc 8 --json": How(
         "mega-rl verify layouts --model models/mixture --twin --layouts tp2+ep2+sp --nproc 8 --json"
     ),

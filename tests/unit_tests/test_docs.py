@@ -249,6 +249,21 @@ def test_python_in_the_readme_runs() -> None:
     assert (function("37+45=", "280", "280"), function("37+45=", "270", "280")) == (1.0, 0.0)
 
 
+def test_the_chinese_readme_says_the_same() -> None:
+    """Equal code blocks, links, generated parts, and tables with the same rows, columns and code words."""
+    english, chinese = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
+    assert len(english.splitlines()) <= 150
+    assert FENCE.findall(chinese) == FENCE.findall(english)
+    links = [sorted(set(LINK.findall(FENCE.sub("", text)))) for text in (english, chinese)]
+    assert [link for link in links[0] if "README" not in link] == [link for link in links[1] if "README" not in link]
+    marked = re.compile(r"<!-- (?:code|benchmark): .*?-->.*?<!-- end of .*?-->", re.S)
+    assert marked.findall(chinese) == marked.findall(english)
+    rows, theirs = ([line for line in text.splitlines() if line.startswith("|")] for text in (english, chinese))
+    assert [line.count("|") for line in theirs] == [line.count("|") for line in rows]
+    for own, other in zip(theirs, rows, strict=True):
+        assert sorted(INLINE_CODE.findall(own)) == sorted(INLINE_CODE.findall(other)), own
+
+
 def test_the_check_of_commands_knows_those_of_the_pages() -> None:
     """`make doc-commands` runs what the pages have; its tables name nothing else."""
     documented = [
