@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,10 @@ from mega_rl.algorithms.advantages.gae import GAE
 from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.kl import FixedKL
 from mega_rl.algorithms.losses.aggregation import token_mean
-from mega_rl.trainer.collect import Collector, SamplingPlan
+from mega_rl.trainer.collect import Batch, Collector, SamplingPlan
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, SaveIntervals, Validate, Warn
 from mega_rl.trainer.filters import Overlong
-from mega_rl.trainer.loop import Stages, StepLog, Trainer
+from mega_rl.trainer.loop import Resident, Stages, StepLog, Trainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, PolicyGradientRules
 from mega_rl.trainer.validation import Evaluation
@@ -43,6 +44,18 @@ def read_ids(rollout: Rollout, row: int) -> tuple[str, str]:
     return text, text
 
 
+def watch_batches(trainer: Trainer, note: Callable[[Batch], None]) -> None:
+    """Call `note` with the batch of each step."""
+    take = trainer.batches.take
+
+    def noted(step: int) -> Batch:
+        batch: Batch = take(step)
+        note(batch)
+        return batch
+
+    trainer.batches.take = noted  # type: ignore[method-assign]
+
+
 class FakeRun:
     """Parts of a run by name."""
 
@@ -61,19 +74,23 @@ class FakeRun:
             "reference": None,
             "estimator": GRPO() if grpo else GAE(),
             "minibatches": MinibatchPlan(2, 1, token_mean, max_response_tokens=4, seed=0, ranks=FakeRanks()),
+            "reward_kl": None,
             "guard": MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks()),
             "rules": PolicyGradientRules(),
             "kl": FixedKL(0.0),
             "update_reference": ReferenceUpdates(),
             "staleness": lambda rollout: {},
             "overlong": Overlong(),
+            "success": None,
             "sync": policy,
             "ranks": FakeRanks(),
             "timer": FakeTimer(),
+            "devices": Resident(),
             "metrics": FakeSink(),
             "checkpoints": FakeStore(self.events),
             "stop_requested": lambda: False,
             "start": 0,
+            "more_events": [],
         }
         unknown = changes.keys() - parts.keys()
         assert not unknown, f"a fake run has no {unknown}"
@@ -86,14 +103,14 @@ class FakeRun:
     def build(self) -> Trainer:
         """Return the loop of the parts as they are now."""
         settings: RunSettings = self.settings
-        stage, log = Stages(self.timer), StepLog(self.metrics, self.timer)
+        stage, log = Stages(self.timer, self.devices), StepLog(self.metrics, self.timer)
         batches = Collector(
             self.prompts, self.rollout, self.reward, self.plan, self.ranks, stage, log,
-            staleness=self.staleness, overlong=self.overlong,
+            staleness=self.staleness, overlong=self.overlong, success=self.success,
         )  # fmt: skip
         algorithm = PolicyGradient(
             self.actor, self.critic, self.reference, self.estimator, self.minibatches, self.guard,
-            reward_kl=None, kl=self.kl, update_reference=self.update_reference, rules=self.rules, stage=stage, log=log,
+            reward_kl=self.reward_kl, kl=self.kl, update_reference=self.update_reference, rules=self.rules, stage=stage, log=log,
         )  # fmt: skip
         dumps = DumpRollouts(
             self.metrics, read_ids, lambda ids: "+".join(map(str, ids)), stage,
@@ -115,9 +132,8 @@ class FakeRun:
             stage=stage,
             log=log,
         )  # fmt: skip
-        return Trainer(
-            batches, algorithm, self.sync, [dumps, Warn(log), validate, save], stage, log, settings.steps, self.start
-        )
+        events = [dumps, Warn(log), validate, save, *self.more_events]
+        return Trainer(batches, algorithm, self.sync, events, stage, log, settings.steps, self.start)
 
     def fit(self) -> int:
         """Run the loop; return the steps done."""

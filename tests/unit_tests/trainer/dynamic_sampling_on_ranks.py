@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from mega_rl.trainer.dynamic_sampling import DynamicSampling
 
 from mega_rl.config.schema import Config, MixtureConfig
 from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks
-from mega_rl.trainer.collect import SamplingPlan
+from mega_rl.trainer.collect import Collector, SamplingPlan
+from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
 from tests.helpers.engines import exported, replaced
+from tests.helpers.fakes import FakeSink, FakeTimer
+from tests.helpers.loops import watch_batches
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 SAMPLES = 3
 WEIGHTS = {"few": 2.0, "many": 1.0}  # of the files of a run: the few end an epoch while the many go on
-PLAN = SamplingPlan(prompts_per_step=4, prompts=5, max_generations=3)
+PLAN = SamplingPlan(SAMPLES, waves=3, prompts_per_step=4, prompts=5)
 PROMPTS = [Prompt(index=i, token_ids=(7, i), text=f"p{i}", answer="") for i in range(11)]
 MACHINE = ("time/", "perf/", "memory/", "checkpoint/")  # metrics that tell of it rather than of training
 STEPS, SAVED = 4, 2
@@ -78,34 +80,25 @@ class NumberSource:
         return {}
 
 
-def sampling(ranks: Ranks, plan: SamplingPlan = PLAN, *, failing: bool = False, drawn: int = 0) -> DynamicSampling:
+def collector(ranks: Ranks, plan: SamplingPlan = PLAN, *, failing: bool = False) -> Collector:
     """Return dynamic sampling over numbers."""
-    source = NumberSource(ranks, failing=failing)
-    sampler = PromptSampler(PROMPTS, batch_size=plan.prompts_per_step, shuffle=True, seed=3)
-    return DynamicSampling(
-        draw=sampler.take,
-        source=source,
-        scorer=source,
-        ranks=ranks,
-        phase=lambda name: nullcontext(),
-        plan=plan,
-        drawn=drawn,
-    )
+    source, timer = NumberSource(ranks, failing=failing), FakeTimer()
+    order = PromptSampler(PROMPTS, batch_size=plan.prompts_per_step, shuffle=True, seed=3)
+    return Collector(order, source, source, plan, ranks, Stages(timer), StepLog(FakeSink(), timer))
 
 
 def sampled_steps(ranks: Ranks) -> list[dict[str, Any]]:
     """Prompts, this rank's rows and rewards, and metrics of some steps."""
-    dynamic = sampling(ranks)
-    steps = []
+    dynamic, steps = collector(ranks), []
     for step in range(4):
-        prompts = dynamic.batch(step)
-        rollout = dynamic.generate(prompts, step=step)
+        dynamic.log.begin()
+        prompts, rollout, rewards = dynamic.take(step).samples
         steps.append(
             {
                 "prompts": [prompt.index for prompt in prompts],
                 "rollout": {name: field for name, field in rollout.items() if field is not None},
-                "rewards": dynamic.score(rollout, prompts).columns(),
-                "metrics": dynamic.metrics(),
+                "rewards": rewards.columns(),
+                "metrics": dynamic.log.metrics,
             }
         )
     return steps
@@ -137,24 +130,6 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
     return replaced(config, "trainer", run_dir=str(folder / name), **sizes)
 
 
-class RecordingRollout:
-    """Keeps the tokens of all replicas."""
-
-    def __init__(self, source: Any, ranks: Ranks) -> None:
-        self.source = source
-        self.ranks = ranks
-        self.tokens: list[torch.Tensor] = []
-
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
-        rollout: Rollout = self.source.generate(prompts, step=step, greedy=greedy)
-        self.tokens.append(self.ranks.gather_rows(rollout).tokens)
-        return rollout
-
-    def metrics(self) -> Metrics:
-        metrics: Metrics = self.source.metrics()
-        return metrics
-
-
 def on_ranks(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:
     """Steps of numbers, and by name tokens, weights and metrics of runs of the whole trainer."""
     from mega_rl.accelerator import prepare
@@ -180,14 +155,12 @@ def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, An
     config = config_of(folder, name, run)
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-        recording = RecordingRollout(trainer.rollout, trainer.ranks)
-        trainer.rollout = recording
+        tokens: list[torch.Tensor] = []
+        ranks: Ranks = trainer.batches.ranks  # type: ignore[attr-defined]
+        watch_batches(trainer, lambda batch: tokens.append(ranks.gather_rows(batch.rollout).tokens))
         trainer.fit()
-        return {
-            "start": trainer.start,
-            "tokens": recording.tokens,
-            "weights": exported(trainer.actor.model.engine),  # type: ignore[attr-defined]
-        }
+        weights = exported(trainer.algorithm.actor.engine)  # type: ignore[attr-defined]
+        return {"start": trainer.start, "tokens": tokens, "weights": weights}
 
 
 def records(folder: Path, run: str) -> dict[int, dict[str, float]]:

@@ -10,26 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from mega_rl.trainer.dynamic_sampling import DynamicSampling, _joined
-from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.errors import UserErrors
 from mega_rl.protocols import Scorer
-from mega_rl.trainer import RunSettings
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.filters import has_spread
-from mega_rl.trainer.loop import PPOTrainer
-from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
+from mega_rl.trainer.rows import Samples
 from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeTimer, held_out
+from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out
+from tests.helpers.loops import FakeRun, RunSettings
+from tests.helpers.rollouts import make_rollout
 from tests.helpers.selection import FULL
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 from tests.unit_tests.trainer import dynamic_sampling_on_ranks as cases
-from tests.unit_tests.trainer.test_loop import make_trainer
 
 ON = "rollout.dynamic_sampling.max_generations=4"
 GRPO = ("algorithm.advantage=grpo", "rollout.n=4")
@@ -40,7 +37,7 @@ def sampled_by_loops(drawn: int, plan: SamplingPlan) -> tuple[list[dict[str, Any
     order = PromptSampler(cases.PROMPTS, batch_size=1, shuffle=True, seed=3)
     groups: list[dict[str, Any]] = []
     generations = 0
-    while sum(group["spread"] for group in groups) < plan.prompts_per_step and generations < plan.max_generations:
+    while sum(group["spread"] for group in groups) < plan.prompts_per_step and generations < plan.waves:
         for position in range(plan.prompts):
             (prompt,) = order.batch(drawn + position)
             responses = [cases.response(drawn, position, sample) for sample in range(cases.SAMPLES)]
@@ -57,51 +54,46 @@ def sampled_by_loops(drawn: int, plan: SamplingPlan) -> tuple[list[dict[str, Any
     return [groups[number] for number in chosen], generations, drawn
 
 
+def plan_of(prompts_per_step: int, prompts: int, waves: int) -> SamplingPlan:
+    return SamplingPlan(cases.SAMPLES, waves, prompts_per_step, prompts)
+
+
 @pytest.mark.parametrize(
-    "plan",
-    [cases.PLAN, SamplingPlan(6, 2, 3), SamplingPlan(8, 5, 2), SamplingPlan(2, 9, 1), SamplingPlan(4, 4, 5)],
-    ids=str,
+    "plan", [cases.PLAN, plan_of(6, 2, 3), plan_of(8, 5, 2), plan_of(2, 9, 1), plan_of(4, 4, 5)], ids=str
 )
 def test_a_step_keeps_the_groups_that_a_loop_keeps(plan: SamplingPlan) -> None:
     """Prompts, tokens, rewards and numbers of five steps in a row; some fill up with groups of equal rewards."""
-    dynamic = cases.sampling(FakeRanks(), plan)
+    dynamic = cases.collector(FakeRanks(), plan)
     drawn = 0
     for step in range(5):
         expected, generations, drawn = sampled_by_loops(drawn, plan)
-        prompts = dynamic.batch(step)
-        rollout = dynamic.generate(prompts, step=step)
-        rewards = dynamic.score(rollout, prompts).totals
+        dynamic.log.begin()
+        prompts, rollout, rewards = dynamic.take(step).samples
         assert [prompt.index for prompt in prompts] == [group["prompt"].index for group in expected]
-        assert rewards.tolist() == [reward for group in expected for reward in group["rewards"]]
+        assert rewards.totals.tolist() == [reward for group in expected for reward in group["rewards"]]
         responses = [tokens for group in expected for tokens in group["responses"]]
         actual = [ids[2:length] for ids, length in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
         assert actual == responses
         assert rollout.prompt_index.tolist() == [n for n in range(len(expected)) for _ in range(cases.SAMPLES)]
         assert rollout.sample_index.tolist() == list(range(cases.SAMPLES)) * len(expected)
         assert rollout.tokens.size(1) == int(rollout.lengths.max())
-        metrics = dynamic.metrics()
+        metrics = dynamic.log.metrics
         assert metrics["rollout/generations"] == generations
         assert metrics["rollout/filled_groups"] == sum(not group["spread"] for group in expected)
         assert metrics["rollout/dropped_groups"] == expected[0]["sampled"] - len(expected)
-        assert dynamic.drawn_after(step + 1) == drawn
-        assert dynamic.metrics() == {}
+        assert metrics["data/prompts"] == dynamic.drawn_after(step + 1) == drawn
 
 
 def test_a_difference_in_a_part_is_one_where_the_estimator_reads_parts() -> None:
     """Totals of every third prompt are equal, its lengths are not; nothing is different in a part of no weight."""
-    plan = SamplingPlan(4, 4, 5)
     for by_parts in (False, True):
-        dynamic = cases.sampling(FakeRanks(), dataclasses.replace(plan, by_parts=by_parts))
-        filled = drawn = 0
+        dynamic = cases.collector(FakeRanks(), dataclasses.replace(plan_of(4, 4, 5), by_parts=by_parts))
         for step in range(6):
-            prompts = dynamic.batch(step)
-            rewards = dynamic.score(dynamic.generate(prompts, step=step), prompts)
+            rewards = dynamic.take(step).samples.rewards
             assert rewards.parts is not None
             assert torch.equal(rewards.parts.values[:, 0] + rewards.parts.values[:, 1], rewards.totals)
-            filled += int(dynamic.metrics()["rollout/filled_groups"])
-        drawn = dynamic.drawn
-        assert filled == 0
-        assert (drawn == 6 * 4) == by_parts
+            assert dynamic.log.metrics["rollout/filled_groups"] == 0
+        assert (dynamic.drawn == 6 * 4) == by_parts
 
 
 @dataclasses.dataclass
@@ -120,69 +112,57 @@ class LeavesFirstOut:
 
 
 def test_samples_that_are_left_out_make_no_spread() -> None:
-    """A group differs where its other samples do; what is left out arrives as such with its group."""
-    dynamic = cases.sampling(FakeRanks(), SamplingPlan(5, 3, 4))
-    dynamic.scorer = LeavesFirstOut(dynamic.scorer)
-    prompts = dynamic.batch(0)
-    rollout = dynamic.generate(prompts, step=0)
-    totals = dynamic.score(rollout, prompts).totals.view(5, cases.SAMPLES)
+    """A group differs where its other samples do; a sample that is left out comes with its group."""
+    dynamic = cases.collector(FakeRanks(), plan_of(5, 3, 4))
+    dynamic.rewards = LeavesFirstOut(dynamic.rewards)
+    totals = dynamic.take(0).samples.rewards.totals.view(5, cases.SAMPLES)
     assert totals.isnan().sum(dim=0).tolist() == [5, *[0] * (cases.SAMPLES - 1)]
     others = totals[:, 1:]
     equal = int((others.max(dim=1).values == others.min(dim=1).values).sum())
-    metrics = dynamic.metrics()
-    assert metrics["rollout/filled_groups"] == equal
-    assert math.isfinite(metrics["reward/sampled_mean"])
+    assert dynamic.log.metrics["rollout/filled_groups"] == equal
+    assert math.isfinite(dynamic.log.metrics["reward/sampled_mean"])
 
 
 def test_failed_samples_make_no_spread() -> None:
-    """Their reward of 0 is no reward. A generation with failures and one without make one step."""
-    dynamic = cases.sampling(FakeRanks(), SamplingPlan(5, 3, 4), failing=True)
-    prompts = dynamic.batch(0)
-    rollout = dynamic.generate(prompts, step=0)
-    rewards = dynamic.score(rollout, prompts).totals
+    """Their reward of 0 does not count. A generation with failures and one without make one step."""
+    dynamic = cases.collector(FakeRanks(), plan_of(5, 3, 4), failing=True)
+    prompts, rollout, rewards = dynamic.take(0).samples
     assert rollout.failed is not None
     assert rollout.failed.any()
     assert not rollout.failed.all()
-    filled = 0
-    for number in range(len(prompts)):
-        group = (rollout.prompt_index == number) & ~rollout.failed
-        filled += int(rewards[group].unique().numel() == 1)
-    assert dynamic.metrics()["rollout/filled_groups"] == filled
+    groups = [(rollout.prompt_index == number) & ~rollout.failed for number in range(len(prompts))]
+    filled = sum(rewards.totals[group].unique().numel() == 1 for group in groups)
+    assert dynamic.log.metrics["rollout/filled_groups"] == filled
 
 
-def dynamic_trainer(policy: FakePolicy, *, drawn: int = 0, reward: Any = None, **changes: Any) -> PPOTrainer:
-    """Return a trainer of fakes with dynamic sampling."""
-    sampler = PromptSampler(FakePrompts().batch(0), batch_size=4, shuffle=True, seed=0)
-    timer = FakeTimer()
-    dynamic = DynamicSampling(
-        draw=sampler.take,
-        source=policy,
-        scorer=reward or FakeReward(policy.events),
-        ranks=FakeRanks(),
-        phase=timer.phase,
-        plan=SamplingPlan(4, 4, 6),
-        drawn=drawn,
-    )
-    guard = MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks())
-    changes["old_logprobs"] = RecomputedLogprobs(policy, guard)
-    sources = {"prompts": dynamic, "rollout": dynamic, "reward": dynamic, "timer": timer}
-    return make_trainer(grpo=True, actor=policy, sync=policy, **sources, **changes)
+def dynamic_run(**parts: Any) -> FakeRun:
+    """Return a run of fakes with dynamic sampling."""
+    order = PromptSampler(FakePrompts().batch(0), batch_size=4, shuffle=True, seed=0)
+    return FakeRun(grpo=True, prompts=order, plan=SamplingPlan(2, waves=6, prompts_per_step=4, prompts=4), **parts)
 
 
 def test_the_loop_trains_on_groups_with_a_spread() -> None:
     """Validation prompts are generated and scored as they are."""
-    policy = FakePolicy([])
-    settings = RunSettings(steps=6, val_interval=3)
-    trainer = dynamic_trainer(policy, settings=settings, validation=held_out(FakePrompts().batch(0)))
-    trainer.fit()
-    records = trainer.metrics.records
+    run = dynamic_run(settings=RunSettings(steps=6, val_interval=3), validation=held_out(FakePrompts().batch(0)))
+    run.fit()
+    records = run.metrics.records
     for step in range(1, 7):
         assert records[step]["reward/equal_groups_fraction"] == 0.0
         assert records[step]["rollout/sequences"] == 8.0
         assert records[step]["rollout/generations"] >= 1.0
     assert any(records[step]["rollout/generations"] > 1 for step in range(1, 7))
     assert records[6]["val/response_tokens_mean"] == 4.0
-    assert policy.events.count("validate") == 3  # before, in the middle and at the end
+    assert run.events.count("validate") == 3  # before, in the middle and at the end
+
+
+def test_greedy_responses_are_of_the_prompts_that_train() -> None:
+    run = dynamic_run()
+    run.plan = dataclasses.replace(run.plan, greedy=True)
+    trainer = run.build()
+    batch = trainer.batches.take(0)
+    assert batch.greedy is not None
+    assert batch.greedy.tolist() == [0.0] * 4  # the first of equally likely words, not the rewarded one
+    assert run.events[-2:] == ["validate", "reward"]
 
 
 class NoReward(FakeReward):
@@ -193,14 +173,13 @@ class NoReward(FakeReward):
 
 
 def test_a_step_without_a_spread_ends_and_says_so() -> None:
-    policy = FakePolicy([])
-    trainer = dynamic_trainer(policy, reward=NoReward([]), settings=RunSettings(steps=1))
-    trainer.fit()
-    record = trainer.metrics.records[1]
+    run = dynamic_run(reward=NoReward([]), settings=RunSettings(steps=1))
+    run.fit()
+    record = run.metrics.records[1]
     assert record["rollout/generations"] == 6.0
     assert record["rollout/filled_groups"] == 4.0
     assert record["rollout/dropped_groups"] == 20.0
-    assert not policy.logits.any()
+    assert not run.actor.logits.any()
 
 
 @pytest.fixture(scope="module")
@@ -297,23 +276,15 @@ def test_settings_that_go_together() -> None:
     assert check(load(None, (*GRPO, ON, "rollout.dynamic_sampling.prompts=96")), world_size=1) == []
 
 
-def test_parts_of_a_data_source_that_comes_later() -> None:
-    """Rows from before have NaN in them; a part that a prompt does not have is no spread of it."""
-    first = (
-        sampled_rows(2),
-        Rewards(torch.tensor([1.0, 2.0]), RewardParts(("b",), (1.0,), torch.tensor([[1.0], [2.0]]))),
-    )
+def test_joined_rows_keep_the_parts_of_both() -> None:
+    """Rows that lack a part have NaN in it, which makes no spread."""
+    before = RewardParts(("b",), (1.0,), torch.tensor([[1.0], [2.0]]))
     later = RewardParts(("a", "b"), (3.0, 1.0), torch.tensor([[0.5, torch.nan], [0.5, torch.nan]]))
-    _, rewards = _joined(first, (sampled_rows(2), Rewards(torch.tensor([1.5, 1.5]), later)))
+    first = Samples([], make_rollout([1, 1]), Rewards(torch.tensor([1.0, 2.0]), before))
+    rewards = first.join(Samples([], make_rollout([1, 1]), Rewards(torch.tensor([1.5, 1.5]), later))).rewards
     assert rewards.parts is not None
     assert (rewards.parts.names, rewards.parts.weights) == (("a", "b"), (3.0, 1.0))
     assert rewards.parts.values.nan_to_num(-9.0).tolist() == [[-9.0, 1.0], [-9.0, 2.0], [0.5, -9.0], [0.5, -9.0]]
     prompts = torch.tensor([0, 0, 1, 1])
     assert has_spread(prompts, rewards.parts.values[:, 0], count=2).tolist() == [False, False]
     assert has_spread(prompts, rewards.parts.values[:, 1], count=2).tolist() == [True, False]
-
-
-def sampled_rows(count: int) -> Rollout:
-    """Return rows of one token each behind a prompt of one."""
-    ones = torch.ones(count, dtype=torch.int64)
-    return Rollout.from_rows(torch.ones(count, 2, dtype=torch.int64), prompt_lengths=ones, lengths=2 * ones)

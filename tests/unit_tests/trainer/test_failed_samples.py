@@ -20,9 +20,9 @@ from mega_rl.trainer.step_metrics import experience_metrics, rollout_metrics
 from mega_rl.types import Experience, Prompt, Rewards, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks
+from tests.helpers.loops import read_ids
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.rollouts import make_rollout
-from tests.unit_tests.trainer.test_loop import read_ids
 
 OVER_GROUPS: list[AdvantageEstimator] = [GRPO(), GRPO(std="none")]
 WITH_CRITIC = GAE(gamma=0.99, gae_lambda=0.9)
@@ -90,11 +90,11 @@ def test_the_others_learn_as_if_it_were_not_there(estimator: AdvantageEstimator,
 @pytest.mark.parametrize("aggregation", AGGREGATIONS.values())
 def test_it_has_no_share_in_a_mini_batch(aggregation: Aggregation) -> None:
     rollout, rewards = with_failures([(3, False), (2, True), (4, False), (1, False), (5, True), (2, False)])
-    plan = MinibatchPlan(minibatch_size=2, epochs=1, aggregation=aggregation, max_response_tokens=5, seed=0)
+    plan = MinibatchPlan(2, epochs=1, aggregation=aggregation, max_response_tokens=5, seed=0, ranks=FakeRanks())
 
     def weights(rollout: Rollout, rewards: torch.Tensor) -> torch.Tensor:
         experience = experience_of(rollout, rewards, OVER_GROUPS[0])
-        (batch,) = plan.cut(experience, num_prompts=2, step=0, ranks=FakeRanks())
+        (batch,) = plan.cut(experience, num_prompts=2, step=0)
         return batch.loss_weights[batch.loss_mask.any(dim=1)]
 
     assert torch.equal(weights(rollout, rewards), weights(*answered(rollout, rewards)))

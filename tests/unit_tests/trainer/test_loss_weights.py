@@ -22,15 +22,15 @@ LENGTHS, PROMPTS = torch.tensor([5, 1, 3, 7, 2, 4]), torch.tensor([0, 0, 2, 2, 3
 def test_ranks_share_every_denominator(name: str) -> None:
     """The two samples of each prompt are on different ranks; prompt 1 is in another mini-batch."""
     mask = torch.arange(8) < LENGTHS[:, None]
-    plan = MinibatchPlan(4, epochs=1, aggregation=AGGREGATIONS[name], max_response_tokens=8, seed=0)
-
     def weights(rows: list[int], total: Any) -> Tensor:
+        ranks: Any = SimpleNamespace(sum=total)
+        plan = MinibatchPlan(4, epochs=1, aggregation=AGGREGATIONS[name], max_response_tokens=8, seed=0, ranks=ranks)
         zeros = torch.zeros(len(rows), dtype=torch.int64)
         part = Experience.from_rows(
             mask[rows].long(), loss_mask=mask[rows], prompt_lengths=zeros, lengths=LENGTHS[rows],
             prompt_index=PROMPTS[rows],
         )  # fmt: skip
-        return plan._weigh(part, 4, SimpleNamespace(sum=total)).loss_weights
+        return plan._weigh(part, 4).loss_weights
 
     (alone,) = on_simulated_ranks([partial(weights, list(range(6)))])
     even, odd = on_simulated_ranks([partial(weights, [0, 2, 4]), partial(weights, [1, 3, 5])])

@@ -10,15 +10,13 @@ from mega_rl.algorithms.advantages.grpo import GRPO
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, OverlongConfig, RewardConfig, RolloutConfig
-from mega_rl.trainer import RunSettings
-from mega_rl.trainer.filters import Overlong, soft_punishment
-from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
+from mega_rl.trainer.filters import PER_TOKEN, Overlong, leave_truncated_out, soft_punishment
+from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules, build_experience
 from mega_rl.types import Experience, RewardParts, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakePolicy, FakeRanks
+from tests.helpers.loops import FakeRun, RunSettings
 from tests.helpers.rollouts import make_rollout
-from tests.unit_tests.trainer.test_loop import make_trainer
 
-TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 LENGTHS = [3, 8, 5, 8, 7, 6, 2, 8]
 TRUNCATED = torch.tensor([False, True, False, False, False, False, False, True])  # one of full length ended by itself
 
@@ -89,9 +87,6 @@ def test_without_settings_nothing_changes() -> None:
     shaped, metrics = Overlong().shape(rollout, rewards, FakeRanks())
     assert torch.equal(shaped.totals, rewards.totals)
     assert metrics == {}
-    expected = experience_of(rollout, rewards)
-    actual = Overlong().leave_out(experience_of(rollout, rewards), rollout)
-    assert all(torch.equal(value, expected.get(name)) for name, value in actual.items() if value is not None)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS.values())
@@ -101,15 +96,15 @@ def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation)
     overlong = Overlong(8, filter=True)
     assert overlong.shape(rollout, rewards, FakeRanks())[1] == {"rollout/filtered_fraction": 0.25}
     whole = experience_of(rollout, rewards)
-    filtered = overlong.leave_out(experience_of(rollout, rewards), rollout)
+    filtered = leave_truncated_out(experience_of(rollout, rewards), rollout)
     kept = (~TRUNCATED).nonzero().flatten()
-    for name in (*TOKEN_FIELDS, "loss_mask", "rows"):
+    for name in (*PER_TOKEN, "loss_mask", "rows"):
         assert not getattr(filtered, name)[TRUNCATED].any()
         assert torch.equal(getattr(filtered, name)[kept] != 0, getattr(whole, name)[kept] != 0)
     assert torch.equal(filtered.advantages[kept], whole.advantages[kept])
-    plan = MinibatchPlan(minibatch_size=2, epochs=1, aggregation=aggregation, max_response_tokens=8, seed=0)
-    (actual,) = plan.cut(filtered, num_prompts=2, step=0, ranks=FakeRanks())
-    (expected,) = plan.cut(whole[kept], num_prompts=2, step=0, ranks=FakeRanks())  # type: ignore[index]
+    plan = MinibatchPlan(2, epochs=1, aggregation=aggregation, max_response_tokens=8, seed=0, ranks=FakeRanks())
+    (actual,) = plan.cut(filtered, num_prompts=2, step=0)
+    (expected,) = plan.cut(whole[kept], num_prompts=2, step=0)  # type: ignore[index]
     trains = actual.loss_mask.any(dim=1)
     for name in ("loss_weights", "token_weights"):
         assert torch.equal(getattr(actual, name)[trains], getattr(expected, name))
@@ -133,15 +128,16 @@ def test_a_step_punishes_and_filters() -> None:
         trained_on.append(inputs.rewards)
         return GRPO()(inputs)
 
-    trainer = make_trainer(
+    trainer = FakeRun(
         grpo=True,
         rollout=policy,
         actor=policy,
         sync=policy,
         estimator=estimator,
         settings=RunSettings(steps=1, rollout_interval=1, rollout_samples=8),
+        overlong=Overlong(4, filter=True, buffer_tokens=2, penalty=0.5),
+        rules=PolicyGradientRules(filter_truncated=True),
     )
-    trainer.overlong = Overlong(4, filter=True, buffer_tokens=2, penalty=0.5)
     minibatches: list[Experience] = []
     update = policy.update
     policy.update = lambda batch, **kwargs: minibatches.append(batch) or update(batch, **kwargs)  # type: ignore

@@ -43,9 +43,9 @@ def test_routing_stays_with_its_row(source: str) -> None:
     by_trainer = source == "trainer"
     old = TokenOutputs(routing=marked() if by_trainer else None)
     experience = experience_from(old, None if by_trainer else marked())
-    plan = MinibatchPlan(minibatch_size=2, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0)
+    plan = MinibatchPlan(2, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0, ranks=SingleRank())
     rows = 0
-    for minibatch in plan.cut(experience, num_prompts=4, step=0, ranks=SingleRank()):
+    for minibatch in plan.cut(experience, num_prompts=4, step=0):
         numbers = 2 * minibatch.prompt_index + minibatch.sample_index
         assert minibatch.routing.dtype == torch.int16
         assert torch.equal(minibatch.routing, marked()[numbers])

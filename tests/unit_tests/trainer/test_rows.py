@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from mega_rl.errors import RunError
-from mega_rl.trainer import RunSettings
 from mega_rl.trainer.rows import check_rows
 from mega_rl.types import Prompt, Rollout
 from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, held_out
-from tests.unit_tests.trainer.dynamic_sampling_on_ranks import SAMPLES, sampling
-from tests.unit_tests.trainer.test_loop import make_trainer
+from tests.helpers.loops import FakeRun, RunSettings
+from tests.unit_tests.trainer.dynamic_sampling_on_ranks import SAMPLES, collector
 
 PROMPTS = FakePrompts().batch(0)
 Change = Callable[[Rollout], Rollout]
@@ -74,22 +73,19 @@ def test_wrong_rows_end_steps_and_evaluations(kind: str) -> None:
     policy = Exchanging([])
     policy.kind = kind
     settings = RunSettings(steps=1, val_interval=1)
-    trainer = make_trainer(grpo=True, rollout=policy, settings=settings, validation=held_out(PROMPTS))
+    trainer = FakeRun(grpo=True, rollout=policy, settings=settings, validation=held_out(PROMPTS))
     with pytest.raises(RunError, match="row 0 is called sample 0 of prompt 0"):
         trainer.fit()
     assert "update_actor" not in trainer.events  # type: ignore[attr-defined]
 
 
-def test_rows_of_dynamic_sampling_are_checked_before_they_are_scored() -> None:
-    dynamic = sampling(FakeRanks())
+def test_rows_of_dynamic_sampling_are_checked() -> None:
+    """Those of a generation before they are scored, and those that the step trains on."""
+    dynamic = collector(FakeRanks())
+    for step in range(3):
+        samples = dynamic.take(step).samples
+        check_rows(samples.rollout, samples.prompts, FakeRanks(), samples=SAMPLES)
     generate = dynamic.source.generate
     dynamic.source.generate = lambda prompts, **how: exchange_answers(generate(prompts, **how))[:12]  # type: ignore
     with pytest.raises(RunError, match="sample 0 of prompt 4 has 0 rows"):
-        dynamic.batch(0)
-
-
-def test_rows_that_dynamic_sampling_delivers_are_checked() -> None:
-    dynamic = sampling(FakeRanks())
-    for step in range(3):
-        prompts = dynamic.batch(step)
-        check_rows(dynamic.generate(prompts, step=step), prompts, FakeRanks(), samples=SAMPLES)
+        dynamic.take(3)

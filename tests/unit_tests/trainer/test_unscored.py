@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from mega_rl.trainer.greedy import WithGreedyRewards
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.registry import ESTIMATORS
@@ -20,7 +19,7 @@ from mega_rl.trainer.step_metrics import experience_metrics, part_metrics, rollo
 from mega_rl.types import Experience, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout
-from tests.unit_tests.trainer.test_loop import read_ids
+from tests.helpers.loops import read_ids
 
 # Two groups of four, of which the second loses one sample and the first two, and a third that loses all.
 LENGTHS = [3, 5, 1, 4, 2, 6, 3, 2, 4, 4, 1, 5]
@@ -61,7 +60,8 @@ def experience_of(rollout: Rollout, rewards: Rewards, name: str) -> Experience:
         old=TokenOutputs(logprobs=kept.rollout_logprobs),
         ref=TokenOutputs(logprobs=1.3 * kept.rollout_logprobs),
         critic=TokenOutputs(values=0.3 * kept.rollout_logprobs),
-        estimator=WithGreedyRewards(estimator, torch.tensor([0.5, 0.25, 1.0])),
+        estimator=estimator,
+        greedy=torch.tensor([0.5, 0.25, 1.0]),
         sum_over_ranks=FakeRanks().sum,
         reward_kl=PenaltyOfOne() if name in ("gae", "reinforce_plus_plus", "remax") else None,  # type: ignore[arg-type]
     )
@@ -90,8 +90,8 @@ def test_gradients_are_those_without_the_sample(name: str, aggregation: str) -> 
     """Of sum(weight * advantage * logprob) and of the critic's error, for each token of the other samples."""
     gradients = []
     for rows in (batch(), without()):
-        plan = MinibatchPlan(4, epochs=1, aggregation=AGGREGATIONS[aggregation], max_response_tokens=8, seed=0)
-        (minibatch,) = plan.cut(experience_of(*rows, name), num_prompts=4, step=0, ranks=FakeRanks())
+        plan = MinibatchPlan(4, 1, AGGREGATIONS[aggregation], max_response_tokens=8, seed=0, ranks=FakeRanks())
+        (minibatch,) = plan.cut(experience_of(*rows, name), num_prompts=4, step=0)
         kept = minibatch.loss_mask.any(dim=1)
         policy = minibatch.loss_weights * minibatch.advantages
         critic = minibatch.token_weights * (minibatch.values - minibatch.returns)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.trainer import RunSettings
 from mega_rl.trainer.validation import (
     Evaluation,
     EvaluationPlan,
@@ -21,8 +20,8 @@ from mega_rl.trainer.validation import (
     right_when,
 )
 from mega_rl.types import Draws, Prompt, PromptSet, RewardParts, Rewards, Rollout
-from tests.helpers.fakes import FakePolicy, FakePrompts, FakeReward
-from tests.unit_tests.trainer.test_loop import make_trainer
+from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward
+from tests.helpers.loops import FakeRun, RunSettings, read_ids
 
 PLAN = EvaluationPlan(Draws(4, 1.0), counted=(1, 4), right_above=0.2)
 
@@ -30,7 +29,7 @@ PLAN = EvaluationPlan(Draws(4, 1.0), counted=(1, 4), right_above=0.2)
 def test_each_set_has_its_numbers_in_the_run() -> None:
     prompts = FakePrompts().batch(0)
     evaluation = Evaluation([PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
-    trainer = make_trainer(settings=RunSettings(steps=1, val_interval=1), validation=evaluation)
+    trainer = FakeRun(settings=RunSettings(steps=1, val_interval=1), validation=evaluation)
     trainer.fit()
     record = trainer.metrics.records[1]
     for area in ("val/", "val/few/"):
@@ -44,7 +43,7 @@ def test_dumped_samples_name_their_set() -> None:
     prompts = FakePrompts().batch(0)
     evaluation = Evaluation([PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
     settings = RunSettings(steps=1, val_interval=1, rollout_interval=1, rollout_samples=2)
-    trainer = make_trainer(settings=settings, validation=evaluation)
+    trainer = FakeRun(settings=settings, validation=evaluation)
     trainer.fit()
     assert [row["set"] for row in trainer.metrics.val_dumps[1]] == [""] * 4 + ["few"] * 4
     assert all("set" not in row for row in trainer.metrics.dumps[1])
@@ -53,17 +52,17 @@ def test_dumped_samples_name_their_set() -> None:
 def test_each_set_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = FakePrompts().batch(0)
     evaluation = Evaluation([PromptSet("one", prompts), PromptSet("two", prompts)], PLAN)
-    trainer = make_trainer(settings=RunSettings(steps=1, val_interval=1), validation=evaluation)
+    trainer = FakeRun(settings=RunSettings(steps=1, val_interval=1), validation=evaluation)
     streams = []
     generate = trainer.rollout.generate
 
-    def noting(prompts: Sequence[Prompt], *, draws: Draws, **more: Any) -> Rollout:
-        streams.append(draws.stream)
+    def noting(prompts: Sequence[Prompt], *, draws: Draws | None = None, **more: Any) -> Rollout:
+        if draws is not None:
+            streams.append(draws.stream)
         return generate(prompts, draws=draws, **more)
 
     monkeypatch.setattr(trainer.rollout, "generate", noting)
-    trainer._validate(0)
-    trainer._validate(1)
+    trainer.fit()
     assert streams[:2] == streams[2:]
     assert streams[0] != streams[1]
 
@@ -71,10 +70,10 @@ def test_each_set_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch)
 def test_votes_are_for_what_rewards_read() -> None:
     """Text that a tool wrote wins no vote."""
     evaluation = Evaluation([PromptSet("", FakePrompts().batch(0)[:1])], PLAN)
-    trainer = make_trainer(read=lambda rollout, row: (f"own {row}", f"own {row} of a tool"))
     seen: list[Sequence[str | None]] = []
     evaluation.run(
-        0, rollout=trainer.rollout, reward=trainer.reward, ranks=trainer.ranks, read=trainer.read,
+        0, rollout=FakePolicy([]), reward=FakeReward([]), ranks=FakeRanks(),
+        read=lambda rollout, row: (f"own {row}", f"own {row} of a tool"),
         each=lambda samples: seen.append(samples.votes),
     )  # fmt: skip
     assert seen == [["own 0", "own 1", "own 2", "own 3"]]
@@ -92,9 +91,10 @@ class MaskingReward(FakeReward):
 def test_samples_without_a_reward_are_in_no_estimate() -> None:
     """Of four samples two are left: pass@4 is of no prompt, and both are right."""
     evaluation = Evaluation([PromptSet("", FakePrompts().batch(0))], PLAN)
-    trainer = make_trainer(settings=RunSettings(steps=1, val_interval=1), validation=evaluation)
-    trainer.reward = MaskingReward([])
-    record = trainer._validate(0)
+    (outcome,) = evaluation.run(
+        0, rollout=FakePolicy([]), reward=MaskingReward([]), ranks=FakeRanks(), read=read_ids
+    )
+    record = outcome.metrics
     assert (record["val/avg_at_4"], record["val/pass_at_1"]) == (1.0, 1.0)
     assert record["val/reward_masked_fraction"] == 0.5
     assert "val/pass_at_4" not in record
@@ -156,7 +156,6 @@ def test_parts_of_a_set_change_no_number(chunk: int) -> None:
     prompts = [Prompt(index=10 + i, token_ids=(i % 5, 1), text=str(i), answer=None) for i in range(7)]
     results = {}
     for most in (1000, chunk):
-        trainer = make_trainer()
         policy, reward = SeededPolicy([]), PartsReward([])
         plan = EvaluationPlan(Draws(4, 1.0), counted=(1, 3), right_above=0.4, right_part="near", chunk=most)
         seen: list[tuple[int, int, str]] = []
@@ -166,7 +165,7 @@ def test_parts_of_a_set_change_no_number(chunk: int) -> None:
             seen += [(samples.first + prompt, number, samples.prompts[prompt].text) for prompt, number in places]
 
         (outcome,) = Evaluation([PromptSet("one", prompts)], plan).run(
-            3, rollout=policy, reward=reward, ranks=trainer.ranks, read=trainer.read, each=note
+            3, rollout=policy, reward=reward, ranks=FakeRanks(), read=read_ids, each=note
         )
         assert seen == [(prompt, number, str(prompt)) for prompt in range(7) for number in range(4)]
         results[most] = outcome.metrics

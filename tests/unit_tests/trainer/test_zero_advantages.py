@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from mega_rl.trainer.zero_advantages import LEFT_OUT, WithoutZeroAdvantages
 
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.config.schema.algorithms import LOSSES
-from mega_rl.trainer.policy_gradient import MinibatchPlan
+from mega_rl.trainer.filters import rows_with_advantages
+from mega_rl.trainer.policy_gradient import LEFT_OUT, MinibatchPlan, PolicyGradientRules
 from mega_rl.types import Experience
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks
+from tests.helpers.loops import FakeRun
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.distributed.test_engine_parity import worst_difference
 from tests.unit_tests.trainer.zero_advantages_on_ranks import (
@@ -64,16 +65,13 @@ def test_rows_are_left_out_and_spread_anew(results: dict[str, Any], case: str) -
     assert (whole["rows"], left["rows"]) == (8, LEFT)
     assert [result["own_rows"] for _, result in of_ranks] == [LEFT // len(of_ranks)] * len(of_ranks)
     assert left["metrics"]["num_microbatches"] < whole["metrics"]["num_microbatches"]
-    assert left["metrics"][LEFT_OUT] == 0.5
-    assert LEFT_OUT not in whole["metrics"]
 
 
 def only(batch: Experience) -> tuple[Experience, float]:
-    """Return the rows that are left of a mini-batch of one rank, and the share that is not."""
-    (minibatch,) = MinibatchPlan(4, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0).cut(
-        batch, num_prompts=4, step=0, ranks=FakeRanks()
-    )
-    return WithoutZeroAdvantages(None, FakeRanks()).rows_with_advantages(minibatch)  # type: ignore[arg-type]
+    """Return the rows that are left of a mini-batch of one rank, and the share of the others."""
+    plan = MinibatchPlan(4, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0, ranks=FakeRanks())
+    (minibatch,) = plan.cut(batch, num_prompts=4, step=0)
+    return rows_with_advantages(minibatch, FakeRanks())
 
 
 def test_means_are_over_the_tokens_that_are_left() -> None:
@@ -114,12 +112,22 @@ def test_without_any_advantage_the_shortest_row_that_trains_is_left() -> None:
     assert not only(batch)[0].loss_mask.any()
 
 
-def test_steps_that_train_nothing_have_no_metrics() -> None:
-    class Absent:
-        def update(self, minibatch: Experience, **given: Any) -> dict[str, float]:
-            return {}
+@pytest.mark.parametrize("first_step", [0, 9])
+def test_the_actor_gets_only_rows_with_advantages(first_step: int) -> None:
+    """The share is a metric of updates, so a step that does not train has none."""
+    run = FakeRun(grpo=True, rules=PolicyGradientRules(skip_zero_advantages=True))
+    run.sync.publish()
+    update, rows = run.actor.update, list[int]()
 
-    assert WithoutZeroAdvantages(Absent(), FakeRanks()).update(experience((0,)), step=0) == {}  # type: ignore[arg-type]
+    def watched(minibatch: Experience, *, step: int, inspect: Any = None) -> dict[str, float]:
+        rows.append(len(minibatch.lengths))
+        assert (minibatch.advantages != 0).any(dim=1).all()
+        return {} if step < first_step else dict(update(minibatch, step=step, inspect=inspect))
+
+    run.actor.update = watched
+    metrics = run.step(2)
+    assert sum(rows) < 8
+    assert metrics.get(LEFT_OUT) == (None if first_step else 1 - sum(rows) / 8)
 
 
 def test_losses_that_may_teach_without_an_advantage_say_so() -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 
 from mega_rl.algorithms.corrections.registry import CORRECTIONS
 from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.algorithms.losses.registry import OBJECTIVES
 from mega_rl.config.schema.algorithms import LOSSES
+from mega_rl.trainer.filters import rows_with_advantages
 from mega_rl.trainer.policy_gradient import MinibatchPlan
-from mega_rl.types import Experience, Metrics, TokenOutputs, row_numbers
+from mega_rl.types import Experience, row_numbers
 from mega_rl.workers.models import PolicyLoss
 from tests.helpers.engines import exported_gradients, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
@@ -27,22 +26,6 @@ SCALED = [name for name in OBJECTIVES if LOSSES[name].scales_with_advantage]
 SETTINGS = {"geometric_rejection": {"low": 0.7, "high": 1.4}, "sequence_rejection": {"low": 0.01, "high": 100.0}}
 LEFT = 4  # rows that have advantages, of 8
 ALL_ZERO = "no advantage"
-
-
-@dataclass
-class Updates:
-    """An actor that keeps the mini-batch that it got, and makes an update of length zero."""
-
-    engine: Any
-    loss: PolicyLoss
-    rows: list[Experience] = field(default_factory=list)
-
-    def evaluate(self, batch: Any) -> TokenOutputs:
-        raise NotImplementedError
-
-    def update(self, minibatch: Experience, *, step: int, inspect: Any = None) -> Metrics:
-        self.rows.append(minibatch)
-        return dict(self.engine.train_minibatch(minibatch, self.loss, lr=0.0))
 
 
 def experience(zero: tuple[int, ...]) -> Experience:
@@ -71,17 +54,17 @@ def run_case(checkpoint: str, name: str) -> dict[str, list[dict[str, Any]]]:
     )
     results: dict[str, list[dict[str, Any]]] = {}
     with running_engine(config) as engine:
-        plan = MinibatchPlan(4, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0)
+        ranks = engine.data_parallel
+        plan = MinibatchPlan(4, epochs=1, aggregation=token_mean, max_response_tokens=24, seed=0, ranks=ranks)
         for loss_name, loss in losses().items():
             own = own_rows(experience((0, 1, 2, 3) if loss_name == ALL_ZERO else (0, 1)), engine)
             own.rows = row_numbers(own.loss_mask)
-            (minibatch,) = plan.cut(own, num_prompts=4, step=0, ranks=engine.data_parallel)
+            (minibatch,) = plan.cut(own, num_prompts=4, step=0)
             results[loss_name] = []
-            actor = Updates(engine, loss)
-            for learner in (actor, WithoutZeroAdvantages(actor, engine.data_parallel)):
-                result: dict[str, Any] = {"metrics": learner.update(minibatch, step=0)}
-                result["rows"] = int(engine.data_parallel.sum(torch.tensor(len(actor.rows[-1]))))
-                result["own_rows"] = len(actor.rows[-1])
+            for rows in (minibatch, rows_with_advantages(minibatch, ranks)[0]):
+                result: dict[str, Any] = {"metrics": engine.train_minibatch(rows, loss, lr=0.0)}
+                result["rows"] = int(ranks.sum(torch.tensor(len(rows.lengths))))
+                result["own_rows"] = len(rows.lengths)
                 if backend == "megatron":
                     result["gradients"] = exported_gradients(engine)
                 results[loss_name].append(result)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mega_rl.config.schema import Config, MixtureConfig
 from tests.helpers.engines import exported, replaced
+from tests.helpers.loops import watch_batches
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 STEPS, SAVED = 4, 2
@@ -47,19 +48,6 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
     return replaced(config, "trainer", run_dir=str(folder / name), **sizes)
 
 
-class Draws:
-    """Keeps the prompts of every batch."""
-
-    def __init__(self, source: Any) -> None:
-        self.source, self.batches = source, []
-        self.drawn_after = source.drawn_after
-
-    def batch(self, step: int) -> Any:
-        prompts = self.source.batch(step)
-        self.batches.append([f"{prompt.source} {prompt.text}" for prompt in prompts])
-        return prompts
-
-
 def on_ranks(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:
     """By name of run: where it started, the prompts of each step, metrics of the data, the actor's weights."""
     from mega_rl.accelerator import prepare
@@ -78,9 +66,13 @@ def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, An
     try:
         with session(config, accelerator) as groups, ExitStack() as resources:
             trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-            trainer.prompts = draws = Draws(trainer.prompts)
+            batches: list[list[str]] = []
+            watch_batches(
+                trainer,
+                lambda batch: batches.append([f"{prompt.source} {prompt.text}" for prompt in batch.samples.prompts]),
+            )
             trainer.fit()
-            weights = exported(trainer.actor.model.engine)  # type: ignore[attr-defined]
-            return {"start": trainer.start, "batches": draws.batches, "weights": weights}
+            weights = exported(trainer.algorithm.actor.engine)  # type: ignore[attr-defined]
+            return {"start": trainer.start, "batches": batches, "weights": weights}
     finally:
         RunState.restorable = restorable  # type: ignore[method-assign]
