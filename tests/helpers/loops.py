@@ -19,7 +19,16 @@ from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, Polic
 from mega_rl.trainer.validation import Evaluation
 from mega_rl.types import Metrics, Rollout
 from mega_rl.workers.models import ReferenceUpdates
-from tests.helpers.fakes import FakeCritic, FakePolicy, FakePrompts, FakeRanks, FakeReward, FakeSink, FakeStore, FakeTimer
+from tests.helpers.fakes import (
+    FakeCritic,
+    FakePolicy,
+    FakePrompts,
+    FakeRanks,
+    FakeReward,
+    FakeSink,
+    FakeStore,
+    FakeTimer,
+)
 
 
 @dataclass(frozen=True)

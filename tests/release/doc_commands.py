@@ -87,8 +87,6 @@ HOW: dict[str, How] = {
         f"torchrun --nproc-per-node 2 -m mega_rl.cli train {EIGHT} engine.megatron.tp=2 optim.lr=2e-6 {SMALL}"
         " trainer.run_dir=runs/b"
     ),
-        f"python -m mega_rl.cli train --config {ONE} {SMALL} trainer.run_dir=runs/c"
-    ),
     "mega-rl train --config gsm8k_qwen3_8b_8gpu_fsdp --nproc-per-node 8": How(
         f"mega-rl train --config gsm8k_qwen3_8b_8gpu_fsdp --nproc-per-node 2 {SMALL}"
     ),

@@ -40,7 +40,10 @@ def test_greedy_rewards_are_known_by_prompt() -> None:
     policy = PartlyFailing([])
     run = FakeRun(grpo=True, rollout=policy, actor=policy, sync=policy, reward=NumberedReward([]))
     run.plan = SamplingPlan(greedy=True)
-    for policy.failing, expected, mean in (((1,), [0.5, torch.nan, 2.5, 3.5], 6.5 / 3), ((0, 1, 2, 3), [torch.nan] * 4, 0)):
+    for policy.failing, expected, mean in (
+        ((1,), [0.5, torch.nan, 2.5, 3.5], 6.5 / 3),
+        ((0, 1, 2, 3), [torch.nan] * 4, 0),
+    ):
         trainer = run.build()
         batch = trainer.batches.take(0)
         torch.testing.assert_close(batch.greedy, torch.tensor(expected), equal_nan=True)

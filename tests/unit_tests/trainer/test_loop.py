@@ -230,9 +230,7 @@ def test_a_finished_run_is_exported_when_it_is_started_again(start: int) -> None
 @pytest.mark.parametrize("grpo", [False, True])
 @pytest.mark.parametrize("has_reference", [False, True])
 def test_roles_that_a_run_lacks_have_no_metrics(grpo: bool, has_reference: bool) -> None:
-    trainer = FakeRun(
-        grpo=grpo, reference=FakeFrozen() if has_reference else None, settings=RunSettings(steps=1)
-    )
+    trainer = FakeRun(grpo=grpo, reference=FakeFrozen() if has_reference else None, settings=RunSettings(steps=1))
     trainer.fit()
     logged = trainer.metrics.records[1].keys()
     assert {"kl/ref", "kl/ref_k1"} & logged == ({"kl/ref", "kl/ref_k1"} if has_reference else set())

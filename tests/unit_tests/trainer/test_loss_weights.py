@@ -22,6 +22,7 @@ LENGTHS, PROMPTS = torch.tensor([5, 1, 3, 7, 2, 4]), torch.tensor([0, 0, 2, 2, 3
 def test_ranks_share_every_denominator(name: str) -> None:
     """The two samples of each prompt are on different ranks; prompt 1 is in another mini-batch."""
     mask = torch.arange(8) < LENGTHS[:, None]
+
     def weights(rows: list[int], total: Any) -> Tensor:
         ranks: Any = SimpleNamespace(sum=total)
         plan = MinibatchPlan(4, epochs=1, aggregation=AGGREGATIONS[name], max_response_tokens=8, seed=0, ranks=ranks)

@@ -18,8 +18,8 @@ from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.trainer.step_metrics import experience_metrics, part_metrics, rollout_metrics
 from mega_rl.types import Experience, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
-from tests.helpers.rollouts import make_rollout
 from tests.helpers.loops import read_ids
+from tests.helpers.rollouts import make_rollout
 
 # Two groups of four, of which the second loses one sample and the first two, and a third that loses all.
 LENGTHS = [3, 5, 1, 4, 2, 6, 3, 2, 4, 4, 1, 5]

@@ -91,9 +91,7 @@ class MaskingReward(FakeReward):
 def test_samples_without_a_reward_are_in_no_estimate() -> None:
     """Of four samples two are left: pass@4 is of no prompt, and both are right."""
     evaluation = Evaluation([PromptSet("", FakePrompts().batch(0))], PLAN)
-    (outcome,) = evaluation.run(
-        0, rollout=FakePolicy([]), reward=MaskingReward([]), ranks=FakeRanks(), read=read_ids
-    )
+    (outcome,) = evaluation.run(0, rollout=FakePolicy([]), reward=MaskingReward([]), ranks=FakeRanks(), read=read_ids)
     record = outcome.metrics
     assert (record["val/avg_at_4"], record["val/pass_at_1"]) == (1.0, 1.0)
     assert record["val/reward_masked_fraction"] == 0.5

@@ -45,7 +45,10 @@ def test_samples_without_a_score_do_not_count() -> None:
 
 
 def test_a_part_of_the_reward_may_decide() -> None:
-    assert measured([9.0] * 4, prompts=PROMPTS[:2], parts=[0.0, 1.0, NAN, 1.0], part="correct") == [[1, 1, 0], [2, 1, 0]]
+    assert measured([9.0] * 4, prompts=PROMPTS[:2], parts=[0.0, 1.0, NAN, 1.0], part="correct") == [
+        [1, 1, 0],
+        [2, 1, 0],
+    ]
     with pytest.raises(UserError, match=r"success\.right_part=correct has no effect: the reward is a number"):
         measured([9.0] * 4, prompts=PROMPTS[:2], part="correct")
 
