@@ -231,12 +231,12 @@ class Residency:
     def _share(self, layout: Layout) -> int:
         """Release and resume until shared devices are as `layout` says; returns the offloaded bytes; collective."""
         now, models = self.layout, self.models
-        if layout is now or (layout is SENDING and now is PROVING):
+        if layout in (SAVING, SCORING):  # weights that the servers have lost come with the next publish
+            layout = layout._replace(servers=tuple(tag for tag in layout.servers if tag in now.servers))
+        if layout == now or (layout is SENDING and now is PROVING):
             return 0
         if layout is GENERATING and "weights" not in now.servers:
             raise RuntimeError(f"generation while {now.name}: the servers have no weights before a publish()")
-        if layout in (SAVING, SCORING):  # weights that the servers have lost come with the next publish
-            layout = layout._replace(servers=tuple(tag for tag in layout.servers if tag in now.servers))
         if now is TRAINING and models.one_at_a_time:
             self._bytes["memory/training_bytes"] = float(models.take_largest())
         assert self.servers is not None

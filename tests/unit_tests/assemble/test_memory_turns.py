@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from mega_rl.workers.colocation import TAGS, ColocatedCheckpoints, ColocatedRollouts, SharedDevices
-from mega_rl.workers.turns import ResidentModels, ScorerOnDevice
 
 from mega_rl.assemble.plan import RunPlan, engine_settings
 from mega_rl.assemble.servers import check_hosts, device_share, servers_per_host, start_servers
@@ -23,7 +21,9 @@ from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.server.process import ServerStartError
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
-from mega_rl.types import Rollout
+from mega_rl.trainer.loop import Stages
+from mega_rl.types import Metrics
+from mega_rl.workers.residency import EVERYTHING, TAGS, TURNS, Residency, ResidentModels
 from tests.helpers.device_budget import (
     GIB,
     BudgetAccelerator,
@@ -32,9 +32,8 @@ from tests.helpers.device_budget import (
     DeviceMemory,
     OvercommitError,
 )
-from tests.helpers.fakes import FakePrompts, FakeRanks
+from tests.helpers.fakes import FakeRanks, FakeTimer
 from tests.helpers.inputs import qwen3_config
-from tests.helpers.rollouts import make_rollout
 from tests.unit_tests.rollout.sglang.test_sync import Run
 
 # One of two devices of Qwen3-8B under GRPO at TP2: parameters 7.6 GiB, FP32 gradients, moments and main parameters of
@@ -95,33 +94,33 @@ class Colocation:
             _servers=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
             _transport=self.run.trainer, _resources=resources,
         )  # fmt: skip
-        shared = SharedDevices(models=self.models, servers=memory, everyone=FakeRanks())
-        self.run.sync.add_listener(shared)
-        self.rollouts = ColocatedRollouts(cast(Any, self), self.run.sync, shared)
+        self.residency = Residency(self.models, cast(Any, FakeRanks()), memory)
+        self.run.sync.add_listener(self.residency)
+        self.stage = Stages(FakeTimer(), self.residency)
 
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
+    def generate(self, *, stage: str = "generate") -> None:
         """As `SglangRolloutEngine.collect`: servers that were lost come back and are sent the weights."""
-        self.run.trainer.step(self.run.sync.weight_version)
-        lost = [index for index, process in enumerate(self.processes) if index not in self.run.sync.ready]
-        lost += [index for index, process in enumerate(self.processes) if index in self.lost]
-        if lost:
-            self.connection.bring_back(sorted(set(lost)))
-            self.lost = []
-        assert self.run.sync.ready == set(range(len(self.processes)))
-        assert all(process.server.holds >= set(TAGS) for process in self.processes if process.server)
-        assert not self.actor.here
-        return make_rollout([1])
+        with self.stage(stage):
+            self.run.trainer.step(self.run.sync.weight_version)
+            lost = [index for index, process in enumerate(self.processes) if index not in self.run.sync.ready]
+            lost += [index for index, process in enumerate(self.processes) if index in self.lost]
+            if lost:
+                self.connection.bring_back(sorted(set(lost)))
+                self.lost = []
+            assert self.run.sync.ready == set(range(len(self.processes)))
+            assert all(process.server.holds >= set(TAGS) for process in self.processes if process.server)
+            assert not self.actor.here
 
-    def step(self, step: int) -> None:
-        self.run.trainer.step(self.run.sync.weight_version + 1)
-        self.rollouts.publish()
-        self.rollouts.generate(FakePrompts().batch(0), step=step)
+    def publish(self, version: int) -> Metrics:
+        self.run.trainer.step(version)
+        return self.stage.publish(self.run.sync)
 
-    def in_turn(self, role: str) -> Any:
-        return self.models.in_turn(cast(Any, role))
-
-    def on_device(self) -> Any:
-        return self.rollouts.devices.on_device()
+    def step(self) -> None:
+        """Publish, generate and take the devices back for training."""
+        self.publish(self.run.sync.weight_version + 1)
+        self.generate()
+        with self.stage("update_actor"):
+            pass
 
     def kill(self, index: int) -> None:
         server = self.processes[index].server
@@ -152,8 +151,8 @@ def test_colocated_servers_have_started_and_left_before_the_models_come(resource
     assert used(run.devices) == [SERVER["idle"]] * RANKS
     run.build_roles()
     run.connect(resources)
-    for step in range(3):
-        run.step(step)
+    for _ in range(3):
+        run.step()
     assert all(process.starts == 1 for process in run.processes)
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
@@ -188,7 +187,7 @@ def test_buckets_of_a_send_have_left_before_the_servers_caches_come(resources: E
         server.take = lambda tag, take=server.take: (  # type: ignore[method-assign, misc]
             cached.append((tag, run.devices[0].held.get("cached", 0))), take(tag)
         )  # fmt: skip
-    run.step(0)
+    run.step()
     assert [held for tag, held in cached if tag == "kv_cache"] == [0] * len(run.processes)
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
@@ -217,16 +216,16 @@ def test_the_sums_of_every_turn(run: Colocation) -> None:
     cache = server.sizes["kv_cache"][0]
     assert cache > 20 * GIB  # what the trainer leaves is used
     seen: dict[str, set[int]] = {}
-    turns, original = run.rollouts.devices, SharedDevices.go_to
+    residency, share = run.residency, Residency._share
 
-    def go_to(stage: Any) -> int:
-        moved = original(turns, stage)
-        seen.setdefault(stage.name, set()).update(used(run.devices))
+    def shared(layout: Any) -> int:
+        moved = share(residency, layout)
+        seen.setdefault(residency.layout.name, set()).update(used(run.devices))
         return moved
 
-    object.__setattr__(turns, "go_to", go_to)
-    for step in range(2):
-        run.step(step)
+    residency._share = shared  # type: ignore[method-assign]
+    for _ in range(2):
+        run.step()
     assert seen == {
         "sending": {policy + SERVER["weights"] + idle},
         "proving": {policy + SERVER["weights"] + cache + idle},
@@ -237,38 +236,40 @@ def test_the_sums_of_every_turn(run: Colocation) -> None:
 
 @pytest.mark.parametrize("when", ["while it generates", "before weights are sent", "while it holds on to its memory"])
 def test_a_lost_server_comes_back_into_the_memory_that_is_there(run: Colocation, when: str) -> None:
-    run.step(0)
+    run.publish(1)
+    run.generate()
     before = used(run.devices)
+    with run.stage("update_actor"):
+        trained = used(run.devices)
     if when == "while it generates":
-        run.run.trainer.step(2)
-        run.rollouts.publish()
+        run.publish(2)
         run.kill(1)
         run.lost = [1]
-        run.rollouts.generate(FakePrompts().batch(0), step=1)
+        run.generate()
     elif when == "before weights are sent":
         run.kill(1)
-        run.step(1)
+        run.publish(2)
+        run.generate()
     else:
         server = run.processes[1].server
         assert server is not None
         server.faults = {"/release_memory_occupation": ("error", server.number("/release_memory_occupation") + 1)}
-        run.run.trainer.step(2)
-        run.rollouts.publish()
-        run.rollouts.generate(FakePrompts().batch(0), step=1)
-        assert used(run.devices) == [before[0], before[1] - SERVER["idle"]]  # stopped, so that the trainer fits
-        run.step(2)
+        run.step()
+        assert used(run.devices) == [trained[0], trained[1] - SERVER["idle"]]  # stopped, so that the trainer fits
+        run.publish(3)
+        run.generate()
     assert run.processes[1].starts == 2
     assert used(run.devices) == before
-    run.step(3)
+    run.step()
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
 
 def test_the_run_ends_when_no_server_is_left(run: Colocation) -> None:
-    run.step(0)
+    run.step()
     for index in range(RANKS):
         run.kill(index)
     with pytest.raises(RunError, match="no SGLang server is left: servers did not resume the memory of weights"):
-        run.step(1)
+        run.step()
     assert run.actor.here == set(ACTOR)
 
 
@@ -293,44 +294,40 @@ def test_models_that_do_not_fit_beside_each_other_take_turns(resources: ExitStac
     run.build_roles(one_at_a_time=True, **roles)
     assert used(run.devices) == [SERVER["idle"]] * RANKS
     run.connect(resources)
-    trained = ("actor", "critic")
-
-    def collect(*_: Any, **__: Any) -> None:
-        for name in trained:
-            run.in_turn(name).state()
-
-    store = SimpleNamespace(save=collect, save_in_memory=collect)
-    checkpoints = ColocatedCheckpoints(cast(Any, store), run.rollouts.devices)
     seen: list[Any] = []
     for engine in run.models.engines.values():
         cast(Any, engine).seen = seen
-    for step in range(2):
-        run.step(step)
+    stages = {"reward": 1, "old_logprobs": 1, "ref_logprobs": 1, "values": 1, "update_critic": 2, "update_actor": 2}
+    for version in (1, 2):
+        run.publish(version)
+        run.generate()
         seen.clear()
-        for name in ("reward", "actor", "reference", "critic"):
-            run.in_turn(name).forward(cast(Any, None))
-        for name in ("critic", "critic", "actor", "actor"):
-            run.in_turn(name).train_minibatch(cast(Any, None), cast(Any, None), lr=1.0)
-        parameters, idle = {"parameters"}, {"server 0 idle": SERVER["idle"]}
-        expected = [("reward evaluates", REFERENCE, parameters), ("actor evaluates", ACTOR, parameters)]
-        expected += [("reference evaluates", REFERENCE, parameters), ("critic evaluates", CRITIC, parameters)]
-        expected += [("critic trains", CRITIC, set(CRITIC))] * 2 + [("actor trains", ACTOR, set(ACTOR))] * 2
-        assert seen == [
-            (event, {f"{event.split()[0]} {part}": sizes[part] for part in sizes if part in parts} | idle)
-            for event, sizes, parts in expected
-        ]
-    run.run.trainer.step(3)
-    metrics = run.rollouts.publish()
+        expected = []
+        for stage, passes in stages.items():
+            role, parts = TURNS[stage]
+            engine, sizes = cast(Any, run.models.engines[role]), {**roles, "actor": ACTOR, "reference": REFERENCE}[role]
+            trains = parts == EVERYTHING
+            held = {f"{role} {part}": sizes[part] for part in sizes if part in parts}
+            held |= {"server 0 idle": SERVER["idle"]} | ({"server 0 weights": SERVER["weights"]} if stage == "reward" else {})
+            with run.stage(stage):
+                for _ in range(passes):
+                    engine.train_minibatch(None, None, lr=1.0) if trains else engine.forward(None)
+                    expected.append((f"{role} {'trains' if trains else 'evaluates'}", held))
+        assert seen == expected
+    metrics = run.publish(3)
     assert metrics["memory/training_bytes"] == sum(ACTOR.values())  # the largest turn's
-    seen.clear()
+    assert metrics["memory/scoring_bytes"] == sum(REFERENCE.values())
     with_weights = used(run.devices)
-    for save in (checkpoints.save, checkpoints.save_in_memory):
-        seen.clear()
-        save(2, {})
-        for (event, held), name in zip(seen, trained, strict=True):
-            assert event == f"{name} lists its state"
-            assert set(held) == {f"{name} parameters", f"{name} optimizer", "server 0 weights", "server 0 idle"}
-        assert used(run.devices) == with_weights  # the servers have their weights and cache again, the trainer nothing
+    seen.clear()
+    with run.stage("checkpoint"):
+        run.stage.hold("save")
+        for name in ("actor", "critic"):
+            run.models.stored(cast(Any, name)).state()
+    for (event, held), name in zip(seen, ("actor", "critic"), strict=True):
+        assert event == f"{name} lists its state"
+        assert set(held) == {f"{name} parameters", f"{name} optimizer", "server 0 weights", "server 0 idle"}
+    run.generate(stage="validate")
+    assert used(run.devices) == with_weights  # the servers have weights and cache again, the trainer nothing
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
 
@@ -339,17 +336,15 @@ def test_a_reward_model_finds_room_after_a_validation(resources: ExitStack) -> N
     run = Colocation(resources)
     run.build_roles(one_at_a_time=True, reward=REFERENCE)
     run.connect(resources)
-    model = run.in_turn("reward")
-    scorer = ScorerOnDevice(cast(Any, SimpleNamespace(score=lambda *_: model.forward(cast(Any, None)))), run.on_device)
-    run.run.trainer.step(1)
-    run.rollouts.publish()
+    run.publish(1)
     before = used(run.devices)
-    run.rollouts.generate(FakePrompts().batch(0), step=0, greedy=True)
-    scorer.score(make_rollout([1]), [])
+    run.generate(stage="validate")
+    with run.stage("reward"):
+        cast(Any, run.models.engines["reward"]).forward(None)
     ((_, held),) = cast(Any, run.models.engines["reward"]).seen
     assert set(held) == {"reward parameters", "server 0 weights", "server 0 idle"}
+    run.generate()
     assert used(run.devices) == before
-    run.rollouts.generate(FakePrompts().batch(0), step=0)
 
 
 def test_a_server_too_many_is_overcommitted() -> None:

@@ -1,4 +1,4 @@
-"""Stages of a real engine with servers that look at it: what a rank does for test_colocation.py."""
+"""Stages of a real engine with servers that look at it: what a rank does for test_residency.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from mega_rl.types import Metrics, Rollout
+from mega_rl.types import Metrics
 from tests.helpers.engines import exported, make_config, own_rows, running_engine
-from tests.helpers.fakes import FakePrompts
 from tests.helpers.models import random_experience
-from tests.helpers.rollouts import make_rollout
 from tests.unit_tests.distributed.engine_cases import losses
 from tests.unit_tests.engines.test_offload import sizes
 
@@ -49,21 +47,12 @@ class Watcher:
         self.weight_version += 1
         return {"rollout/weight_version": float(self.weight_version)}
 
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
-        self.note("validate" if greedy else "generate")
-        return make_rollout([1])
-
-    def save(self, step: int, state: Any, *, metrics: Any = None) -> None:
-        self.note("save")
-
 
 def run_stages(rank: int, checkpoint: str) -> dict[str, Any]:
     """Three steps that share the devices and three that do not; what the engine held at every event."""
-    from mega_rl.workers.colocation import ColocatedCheckpoints, ColocatedRollouts, SharedDevices
-    from mega_rl.workers.turns import ResidentModels
-
     from mega_rl.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
+    from mega_rl.workers.residency import Residency, ResidentModels
 
     actual: dict[str, Any] = {}
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
@@ -73,21 +62,25 @@ def run_stages(rank: int, checkpoint: str) -> dict[str, Any]:
     with running_engine(make_config(Path(checkpoint), layout="dp2")) as engine:
         watcher = Watcher(engine)
         models = ResidentModels(prepare("auto"), engines={"actor": engine})
-        devices = SharedDevices(models=models, servers=watcher, everyone=GroupRanks(engine.groups.world))
-        rollouts, store = ColocatedRollouts(watcher, watcher, devices), ColocatedCheckpoints(watcher, devices)
+        devices = Residency(models, GroupRanks(engine.groups.world), watcher)
         watcher.make_room = partial(devices.after_send, [0])
-        prompts, actual["moved"], actual["metrics"] = FakePrompts().batch(0), [], []
-        actual["metrics"].append(rollouts.publish())
+        actual["moved"], actual["metrics"] = [], [devices.publish(watcher)]
+
+        def stage(name: str, note: str) -> None:
+            devices.enter(name)
+            watcher.note(note)
+
         for step in range(3):
-            rollouts.generate(prompts, step=step)
-            watcher.note("train")
+            stage("generate", "generate")
+            stage("update_actor", "train")
             actual["moved"].append(engine.train_minibatch(rows, losses("lm"), lr=1e-2)["grad_norm"])
             actual["whole"] = sizes(engine)
-            actual["metrics"].append(rollouts.publish())
-            rollouts.generate(prompts, step=step, greedy=True)
+            actual["metrics"].append(devices.publish(watcher))
+            stage("validate", "validate")
             if step == 1:
-                store.save(step, {})
-        rollouts.generate(prompts, step=3)
+                stage("save", "save")
+        stage("generate", "generate")
+        stage("old_logprobs", "train")
         actual["moved weights"] = exported(engine)
         actual["sent"] = watcher.sent
         actual["seen"] = watcher.seen

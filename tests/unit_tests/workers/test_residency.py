@@ -1,0 +1,457 @@
+"""Device state by stage: the table of workers/residency.py, the order of moves, errors, and whole runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from mega_rl.algorithms.kl import FixedKL, RewardKL, k1
+from mega_rl.config.attention import Role
+from mega_rl.errors import RunError
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.trainer.loop import Stages
+from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
+from mega_rl.workers.models import LearningWorker, ReferenceWorker
+from mega_rl.workers.residency import EVERYTHING, NOTHING, PARAMETERS, PARTS, TAGS, Residency, ResidentModels
+from tests.helpers.device_budget import BudgetAccelerator, BudgetEngine, DeviceMemory, OvercommitError
+from tests.helpers.distributed import run_ranks
+from tests.helpers.fakes import FakeCritic, FakePolicy, FakeRanks, FakeTimer
+from tests.helpers.loops import FakeRun, RunSettings
+from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.workers.residency_on_ranks import run_stages
+
+ROLES: tuple[Role, ...] = ("actor", "critic", "reference", "reward")
+ALL = dict.fromkeys(ROLES, EVERYTHING)
+# stage after "generate" -> tags that shared servers have, parts of models all at once, parts of models in turn
+TABLE: dict[str, tuple[Sequence[str], Mapping[Role, frozenset[str]], Mapping[Role, frozenset[str]]]] = {
+    "generate": (TAGS, {}, {}),
+    "baseline": (TAGS, {}, {}),
+    "validate": (TAGS, {}, {}),
+    "reward": (("weights",), {"reward": PARAMETERS}, {"reward": PARAMETERS}),
+    "old_logprobs": ((), ALL, {"actor": PARAMETERS}),
+    "ref_logprobs": ((), ALL, {"reference": PARAMETERS}),
+    "values": ((), ALL, {"critic": PARAMETERS}),
+    "update_critic": ((), ALL, {"critic": EVERYTHING}),
+    "update_actor": ((), ALL, {"actor": EVERYTHING}),
+    "save": (("weights",), ALL, {}),
+    "export": (("weights",), ALL, {"actor": PARAMETERS}),
+    "advantages": (TAGS, {}, {}),
+    "log": (TAGS, {}, {}),
+    "checkpoint": (TAGS, {}, {}),
+}
+
+
+class Model:
+    """An engine whose parts have 10 bytes each."""
+
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name, self.here = device, name, set(PARTS)
+
+    def offload(self, **parts: bool) -> int:
+        chosen = {part for part, is_chosen in parts.items() if is_chosen}
+        assert chosen <= self.here
+        self.device.note(f"{self.name} off", chosen)
+        self.here -= chosen
+        return 10 * len(chosen)
+
+    def onload(self, **parts: bool) -> None:
+        chosen = {part for part, is_chosen in parts.items() if is_chosen}
+        self.device.note(f"{self.name} on", chosen)
+        self.here |= chosen
+
+    def is_offloaded(self, part: str) -> bool:
+        return part not in self.here
+
+
+class Device:
+    """Models, servers and weight sync on one device. The event `fails` raises."""
+
+    def __init__(self, *, roles: Sequence[Role] = ("actor",), in_turn: bool = False, shared: bool = True) -> None:
+        self.events: list[str] = []
+        self.fails = ""
+        self.tags: set[str] = set()  # servers have released everything before the models are built
+        self.models = ResidentModels(cast(Any, self), one_at_a_time=in_turn)
+        for role in roles:
+            self.models.add(role, cast(Any, Model(self, role)))
+        self.residency = Residency(self.models, SingleRank(), self if shared else None)
+        self.stage = Stages(FakeTimer(), self.residency)
+        self.sync: Any = SimpleNamespace(publish=self.send)
+        self.prove: Callable[[], None] = lambda: None
+        self.events.clear()
+
+    def note(self, event: str, parts: Sequence[str] | set[str] = ()) -> None:
+        ordered = [part for part in (*PARTS, *TAGS) if part in parts]
+        self.events.append(" ".join([event, *ordered]))
+        if self.events[-1] == self.fails:
+            raise RunError(f"{self.fails} failed")
+
+    @property
+    def here(self) -> dict[Role, frozenset[str]]:
+        engines: dict[Role, Any] = {role: engine for role, engine in self.models.engines.items() if engine.here}  # type: ignore[attr-defined]
+        return {role: frozenset(engine.here) for role, engine in engines.items()}
+
+    def release(self, tags: Sequence[str]) -> None:
+        assert self.tags >= set(tags)  # SGLang's scheduler would die of it
+        self.note("release", tags)
+        self.tags -= set(tags)
+
+    def resume(self, tags: Sequence[str]) -> None:
+        assert not self.tags & set(tags)
+        self.note("resume", tags)
+        self.tags |= set(tags)
+
+    def send(self) -> Metrics:
+        self.note("publish")
+        self.prove()
+        return {"rollout/weight_version": 1.0}
+
+    def publish(self) -> Metrics:
+        return self.stage.publish(self.sync)
+
+    def run(self, stage: str) -> None:
+        with self.stage(stage):
+            self.note(stage)
+
+    def synchronize(self) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def memory_allocated(self) -> int:
+        return 10 * sum(map(len, self.here.values()))
+
+
+@pytest.mark.parametrize("stage", TABLE)
+@pytest.mark.parametrize("in_turn", [False, True], ids=["at once", "in turn"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own devices", "shared devices"])
+def test_a_stage_has_the_state_of_the_table(shared: bool, in_turn: bool, stage: str) -> None:
+    device = Device(roles=ROLES, in_turn=in_turn, shared=shared)
+    tags, at_once, one = TABLE[stage]
+    device.publish()
+    device.residency.enter("generate")
+    before = len(device.events)
+    device.residency.enter(stage)
+    assert device.here == (one if in_turn else at_once if shared else ALL)
+    assert device.tags == (set(tags) if shared else set())
+    moved = device.events[before:]
+    if not (shared or in_turn) or one == {} and tags == TAGS:
+        assert moved == []
+    device.residency.enter(stage)
+    assert device.events[before:] == moved, "a stage that lasts moves nothing"
+
+
+def test_roles_that_a_run_lacks_move_nothing() -> None:
+    device = Device(in_turn=True)
+    device.publish()
+    before = list(device.events)
+    device.residency.enter("reward")
+    assert device.events == before
+    assert device.tags == set(TAGS)
+
+
+@pytest.mark.parametrize("policy", [NOTHING, PARAMETERS])
+def test_a_policy_in_turn_stays_for_servers_elsewhere(policy: frozenset[str]) -> None:
+    device = Device(roles=ROLES, in_turn=True, shared=False)
+    device.residency.while_generating = policy
+    device.publish()
+    assert device.here == {"actor": PARAMETERS}
+    device.residency.enter("generate")
+    assert device.here == ({"actor": policy} if policy else {})
+
+
+SEND = ["actor off gradients optimizer", "resume weights", "publish", "actor off parameters", "resume kv_cache"]
+TAKE_BACK = ["release weights kv_cache", "actor on parameters gradients optimizer"]
+
+
+def test_the_side_that_releases_goes_first() -> None:
+    """Servers have released everything at their start, so the first publish is like every other."""
+    device = Device()
+    device.publish()
+    assert device.events == SEND
+    for _ in range(2):
+        device.events.clear()
+        for stage in ("generate", "old_logprobs", "update_actor"):
+            device.run(stage)
+        device.publish()
+        assert device.events == ["generate", *TAKE_BACK[:1], *TAKE_BACK[1:], "old_logprobs", "update_actor", *SEND]
+
+
+def test_checkpoints_leave_the_servers_their_weights() -> None:
+    """A save after a validation; after training the weights are lost already."""
+    device = Device()
+    device.publish()
+    device.events.clear()
+    for stage in ("validate", "save", "validate", "generate", "old_logprobs", "save"):
+        device.run(stage)
+    away, back = "actor off parameters gradients optimizer", "actor on parameters gradients optimizer"
+    assert device.events == [
+        "validate", "release kv_cache", back, "save", away, "resume kv_cache", "validate", "generate", *TAKE_BACK,
+        "old_logprobs", "save",
+    ]  # fmt: skip
+
+
+def test_a_reward_model_makes_room_after_generation() -> None:
+    """The cache leaves for its parameters, and comes back for a validation."""
+    device = Device(roles=("actor", "reward"))
+    device.publish()
+    device.events.clear()
+    for stage in ("validate", "reward", "validate"):
+        device.run(stage)
+    assert device.events == [
+        "validate", "release kv_cache", "reward on parameters", "reward", "reward off parameters", "resume kv_cache",
+        "validate",
+    ]  # fmt: skip
+
+
+def test_a_second_publish_sends_again() -> None:
+    device = Device()
+    device.publish()
+    device.events.clear()
+    device.publish()
+    assert device.events == [
+        "release kv_cache", "actor on parameters", "publish", "actor off parameters", "resume kv_cache",
+    ]  # fmt: skip
+
+
+def test_a_proof_has_parameters_and_cache() -> None:
+    """The sync asks for it in the middle of a publish; at another time nothing moves."""
+    device = Device()
+
+    def prove() -> None:
+        device.residency.after_send([0])
+        assert (device.here, device.tags) == ({"actor": PARAMETERS}, set(TAGS))
+
+    device.prove = prove
+    assert device.publish()["memory/proving_bytes"] == 10.0
+    assert device.events[-3:] == ["publish", "resume kv_cache", "actor off parameters"]
+    before = list(device.events)
+    device.residency.after_send([0])
+    assert device.events == before
+
+
+def test_other_models_have_left_before_weights_come() -> None:
+    device = Device(roles=("actor", "critic"))
+    device.publish()
+    assert device.events[:3] == [
+        "actor off gradients optimizer", "critic off parameters gradients optimizer", "resume weights",
+    ]  # fmt: skip
+
+
+def test_nothing_is_generated_without_weights() -> None:
+    device = Device()
+    with pytest.raises(RuntimeError, match="while start: the servers have no weights"):
+        device.residency.enter("generate")
+    device.publish()
+    device.residency.enter("old_logprobs")
+    with pytest.raises(RuntimeError, match="while training: the servers have no weights"):
+        device.residency.enter("generate")
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("fails", ["generate", "old_logprobs", *TAKE_BACK[:1], *SEND])
+def test_an_error_brings_the_trainer_back(fails: str, in_turn: bool) -> None:
+    """In a stage, while state moves, and in a publish. Models that take turns stay on the host."""
+    device = Device()
+    device.publish()
+    device.models.one_at_a_time = in_turn
+    device.fails = fails
+    device.run("save")
+    try:
+        device.run("generate")
+        device.run("old_logprobs")
+        device.residency.models.hold({"actor": EVERYTHING})  # as an update does
+        device.publish()
+    except RunError as error:
+        assert str(error) == f"{fails} failed"
+    else:
+        pytest.fail("no error")
+    assert in_turn or device.here == {"actor": EVERYTHING}
+
+
+def test_memory_of_each_layout_is_a_metric() -> None:
+    """Parts of ten bytes: all while training, the reward model's parameters while scoring."""
+    device = Device(roles=("actor", "reward"))
+    device.publish()
+    for stage in ("generate", "reward", "old_logprobs"):
+        device.run(stage)
+    assert device.publish() == {
+        "rollout/weight_version": 1.0,
+        "memory/scoring_bytes": 10.0,
+        "memory/training_bytes": 60.0,
+        "memory/sending_bytes": 10.0,
+        "memory/generating_bytes": 0.0,
+        "memory/offloaded_bytes": 60.0,
+        "memory/given_back_bytes": 60.0,
+    }
+    assert Device(shared=False).publish() == {"rollout/weight_version": 1.0}
+
+
+# -- a run of four models on a device that holds one -------------------------------------------------------------------
+
+TRAINED = {"parameters": 2, "gradients": 4, "optimizer": 12}
+FROZEN = {"parameters": 3}
+SIZES: dict[Role, dict[str, int]] = {"actor": TRAINED, "critic": TRAINED, "reference": FROZEN, "reward": FROZEN}
+ONE_MODEL = sum(TRAINED.values())
+LOSS = cast(Any, SimpleNamespace(needs_entropy=False))
+
+
+class WorkingEngine(BudgetEngine):
+    """A model with a budget that computes what a fake role does."""
+
+    role: Any = None
+
+    def forward(self, batch: Rollout | Experience) -> TokenOutputs:
+        super().forward(batch)
+        return self.role.evaluate(batch) if self.role else TokenOutputs(logprobs=torch.zeros(batch.tokens.shape))
+
+    def train_minibatch(
+        self, minibatch: Experience, loss: Any, *, lr: float, inspect: Any = None, lesson: Any = None
+    ) -> Metrics:
+        super().train_minibatch(minibatch, loss, lr=lr, inspect=inspect)
+        return dict(self.role.update(minibatch, step=0, inspect=inspect))
+
+
+class Run:
+    """Three steps of PPO with every role, on one device of `memory` units."""
+
+    def __init__(self, memory: int, *, one_at_a_time: bool, while_generating: frozenset[str] = NOTHING) -> None:
+        self.device = DeviceMemory(memory)
+        self.seen: list[tuple[str, dict[str, int]]] = []
+        self.policy = FakePolicy([])
+        self.models = ResidentModels(cast(Any, BudgetAccelerator([self.device])), one_at_a_time=one_at_a_time)
+        for role, sizes in SIZES.items():
+            engine = WorkingEngine(role, [self.device], **sizes)
+            engine.seen = self.seen
+            engine.role = {"actor": self.policy, "critic": FakeCritic([])}.get(role)
+            self.models.add(role, cast(Any, engine))
+        engines = cast(Any, self.models.engines)
+        self.loop = FakeRun(
+            settings=RunSettings(steps=3, save_interval=2), rollout=self, sync=self, reward=self, checkpoints=self,
+            actor=LearningWorker("actor", engines["actor"], LOSS, learning_rate=lambda _: 1.0),
+            critic=LearningWorker("critic", engines["critic"], LOSS, learning_rate=lambda _: 1.0),
+            reference=ReferenceWorker(engines["reference"].forward), kl=FixedKL(0.1), reward_kl=RewardKL(FixedKL(0.1), k1),
+            devices=Residency(self.models, FakeRanks(), while_generating=while_generating),
+        )  # fmt: skip
+
+    def note(self, event: str) -> None:
+        self.seen.append((event, {owner: size for owner, size in self.device.held.items() if size}))
+
+    # Rollouts, weight sync, rewards and checkpoints of the run
+
+    @property
+    def weight_version(self) -> int:
+        return self.policy.weight_version
+
+    def generate(
+        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
+    ) -> Rollout:
+        self.note("generates")
+        return self.policy.generate(prompts, step=step, greedy=greedy, draws=draws)
+
+    def metrics(self) -> Metrics:
+        return {}
+
+    def publish(self) -> Metrics:
+        self.note("publishes")
+        return self.policy.publish()
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
+        cast(Any, self.models.engines["reward"]).forward(rollout)
+        return Rewards((rollout.tokens[:, 2:] == 5).float().mean(dim=1))
+
+    def save(self, step: int, state: Any, *, metrics: Any = None) -> None:
+        for role in ROLES[:2]:
+            self.models.stored(role).state()
+
+    def poll(self) -> Metrics:
+        return {}
+
+    def finish(self) -> None: ...
+
+
+@pytest.mark.parametrize("policy", [NOTHING, PARAMETERS])
+def test_a_device_for_one_model_holds_a_run_of_four(policy: frozenset[str]) -> None:
+    """No two models at once, and of the model at work only the parts that its work needs."""
+    run = Run(ONE_MODEL, one_at_a_time=True, while_generating=policy)
+    assert run.device.held == {}
+    run.loop.fit()
+    parts = {"evaluates": ["parameters"], "trains": list(TRAINED), "lists": ["parameters", "optimizer"]}
+    for event, held in run.seen:
+        role, does = event.split()[0], event.split()[1] if " " in event else ""
+        if event == "generates":
+            assert set(held) == {f"actor {part}" for part in policy}
+        elif event == "publishes":
+            assert held == {"actor parameters": 2}
+        else:
+            assert held == {f"{role} {part}": SIZES[cast(Role, role)][part] for part in parts[does]}, event
+    events = [event for event, _ in run.seen]
+    step = ["generates", "reward evaluates", "actor evaluates", "reference evaluates", "critic evaluates"]
+    step += [*["critic trains"] * 2, *["actor trains"] * 2, "publishes"]
+    saved = ["actor lists its state", "critic lists its state"]
+    assert events == ["publishes", *step, *step, *saved, *step]
+    assert run.device.largest == ONE_MODEL
+    assert run.models.take_largest() == ONE_MODEL
+    assert run.models.take_largest() == 0
+
+
+def test_turns_change_no_number_and_save_the_sum() -> None:
+    total = sum(sum(sizes.values()) for sizes in SIZES.values())
+    together, turns = Run(total, one_at_a_time=False), Run(100, one_at_a_time=True)
+    for run in (together, turns):
+        run.loop.fit()
+    assert torch.equal(together.policy.logits, turns.policy.logits)
+    assert together.policy.logits.abs().sum() > 0
+    assert together.device.used == total
+    assert isinstance(together.models.stored("critic"), WorkingEngine)
+    with pytest.raises(OvercommitError):
+        Run(total - 1, one_at_a_time=False)
+
+
+# -- a real engine with servers that look at it ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    checkpoint = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+    results: list[dict[str, Any]] = run_ranks(2, run_stages, str(checkpoint), timeout_s=240)
+    return results
+
+
+def test_a_real_engine_holds_the_state_of_its_stage(ranks: list[dict[str, Any]]) -> None:
+    """Bytes of its storages at every call of a server, sync, source or store, on both ranks."""
+    expected = {
+        "release kv_cache": None,
+        "resume weights": {"parameters"},
+        "publish": {"parameters"},
+        "resume kv_cache": None,
+        "prove": {"parameters"},
+        "generate": set(),
+        "validate": set(),
+        "release kv_cache weights": set(),
+        "train": set(PARTS),
+        "save": set(PARTS),
+    }
+    for actual in ranks:
+        whole = actual["whole"]
+        assert all(whole[part] > 0 for part in PARTS)
+        assert {event for event, _ in actual["seen"]} == set(expected)
+        for event, held in actual["seen"][4:]:  # before the first step there is no optimizer state
+            if (parts := expected[event]) is not None:
+                early = {"optimizer": 0} if held["optimizer"] == 0 else {}
+                assert held == {part: whole[part] if part in parts else 0 for part in PARTS} | early, event
+        last = actual["metrics"][-1]
+        assert last["memory/offloaded_bytes"] >= sum(whole.values())
+        assert last["memory/training_bytes"] > 0
+        assert last["rollout/weight_version"] == 4.0
+
+
+def test_training_continues_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    """Gradient norms and weights of a run with devices of its own; the sent weights are the trained ones."""
+    for actual in ranks:
+        assert actual["moved"] == actual["stayed"]
+        for name, weight in actual["stayed weights"].items():
+            assert torch.equal(actual["moved weights"][name], weight), name
+            assert torch.equal(actual["sent"][name], weight), name
