@@ -181,8 +181,9 @@ def run_mega_rl(folder: Path) -> None:
             if not int(world.broadcast(go)):
                 break
             start = time.perf_counter()
-            trainer.timer.reset()
-            metrics = trainer.step(step) | trainer.timer.metrics()
+            trainer.log.begin()
+            trainer.step(step)
+            metrics = trainer.log.metrics | trainer.log.timer.metrics()
             seconds = time.perf_counter() - start
             if commands is not None:
                 phases = {name: value for name, value in metrics.items() if name.startswith("time/")}

@@ -167,7 +167,6 @@ class Trainer:
     def fit(self) -> int:
         """Train from step `start` on; returns the number of steps done in all."""
         self.stage.publish(self.sync)
-        self.log.begin()
         done, stopping = self.start, self._after(self.start, None)
         self.log.write(done, timed=False)
         with progress.rounds("step", self.steps, done=done) as rounds:

@@ -65,6 +65,36 @@ def watch_batches(trainer: Trainer, note: Callable[[Batch], None]) -> None:
     trainer.batches.take = noted  # type: ignore[method-assign]
 
 
+def watch_source(trainer: Trainer, note: Callable[[Rollout], None]) -> None:
+    """Call `note` with every rollout of the run's source, those of validations and greedy responses, too."""
+    source = trainer.batches.source  # type: ignore[attr-defined]
+    generate = source.generate
+
+    def noted(prompts: Any, **how: Any) -> Rollout:
+        rollout: Rollout = generate(prompts, **how)
+        note(rollout)
+        return rollout
+
+    object.__setattr__(source, "generate", noted)
+
+
+def step_metrics(trainer: Trainer, number: int) -> Metrics:
+    """Make one step of a run; return its metrics."""
+    trainer.log.begin()
+    trainer.step(number)
+    return trainer.log.metrics
+
+
+def engines_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the engines of a run's models by role."""
+    return dict(trainer.stage.devices.models.engines)  # type: ignore[attr-defined]
+
+
+def checkpoints_of(trainer: Trainer) -> Any:
+    """Return the checkpoint store of a run."""
+    return next(event.checkpoints for event in trainer.events if isinstance(event, SaveAndExport))
+
+
 class FakeRun:
     """Parts of a run by name."""
 
@@ -150,6 +180,4 @@ class FakeRun:
 
     def step(self, number: int) -> Metrics:
         """Make one step; return its metrics."""
-        trainer = self.build()
-        trainer.step(number)
-        return trainer.log.metrics
+        return step_metrics(self.build(), number)

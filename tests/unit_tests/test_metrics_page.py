@@ -9,21 +9,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from mega_rl.workers.colocation import Stage
 
 from mega_rl.algorithms.distribution import QUANTILES as TOKEN_QUANTILES
 from mega_rl.algorithms.mismatch import LogprobMismatch
 from mega_rl.metrics.steps import TOKEN_PHASES
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.rollout.sglang.weights.sync import PHASES
-from mega_rl.trainer import RunSettings
-from mega_rl.trainer.step_metrics import QUANTILES as RESPONSE_QUANTILES
+from mega_rl.trainer.step_metrics import LENGTH_QUANTILES as RESPONSE_QUANTILES
 from mega_rl.types import TRAINED_TOKENS
-from mega_rl.workers import colocation
+from mega_rl.workers import residency
 from mega_rl.workers.models import SKIPPED
+from mega_rl.workers.residency import Layout
 from mega_rl.workers.reward import AbsentScorer
-from tests.helpers.fakes import FakeReward, held_out
-from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
+from tests.helpers.fakes import FakeReward, FakeSink, held_out
+from tests.helpers.loops import FakeRun, RunSettings
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"[a-z]+/[a-z][a-z0-9_]*")
@@ -103,10 +102,14 @@ def written() -> frozenset[str]:
     names |= composed()
     mismatch = LogprobMismatch(0.0, 0, 0.0)
     names |= mismatch.metrics().keys() | mismatch.metrics("rollout/stale_logprob_diff").keys()
-    loop = (package / "trainer" / "loop.py").read_text(encoding="utf-8")
-    names |= {f"time/{phase}_s" for phase in re.findall(r'phase\("(\w+)"\)', loop)}
+    trainer = "".join(file.read_text(encoding="utf-8") for file in (package / "trainer").glob("*.py"))
+    stages = re.findall(r'(?:self\.stage|self|_outputs)\("(\w+)"', trainer)
+    names |= {f"time/{stage}_s" for stage in stages}
     names |= {f"sync/{phase}_seconds" for phase in PHASES}
-    names |= {f"memory/{stage.name}_bytes" for stage in vars(colocation).values() if isinstance(stage, Stage)}
+    layouts = [
+        value for value in vars(residency).values() if isinstance(value, Layout) and value is not residency.START
+    ]
+    names |= {f"memory/{layout.name}_bytes" for layout in layouts}
     (counted,) = re.findall(
         r"names = \(([^)]*)\)",
         (package / "rollout" / "sglang" / "generation" / "engine.py").read_text(encoding="utf-8"),
@@ -140,7 +143,7 @@ def test_every_documented_metric_is_written() -> None:
 def test_what_a_run_logs_is_documented(grpo: bool) -> None:
     settings = RunSettings(steps=2, val_interval=1, rollout_interval=1, rollout_samples=1)
     sink = FakeSink()
-    trainer = make_trainer(grpo=grpo, settings=settings, metrics=sink, timer=PhaseTimer())
+    trainer = FakeRun(grpo=grpo, settings=settings, metrics=sink, timer=PhaseTimer())
     trainer.validation = held_out(trainer.prompts.batch(0))
     trainer.fit()
     logged = {name for record in sink.records.values() for name in record}
@@ -152,7 +155,7 @@ def test_a_run_without_a_reward_logs_none_of_its_numbers() -> None:
     """The page says of each number of rewards when it is there: in no run without them."""
     sink = FakeSink()
     settings = RunSettings(steps=1, val_interval=1)
-    trainer = make_trainer(grpo=True, settings=settings, metrics=sink, reward=AbsentScorer())
+    trainer = FakeRun(grpo=True, settings=settings, metrics=sink, reward=AbsentScorer())
     trainer.validation = held_out(trainer.prompts.batch(0))
     trainer.fit()
     assert not {name for record in sink.records.values() for name in record if name.startswith(OF_REWARDS)}
@@ -165,7 +168,7 @@ def test_a_run_without_a_reward_logs_none_of_its_numbers() -> None:
 def test_parts_of_rewards_are_logged_under_the_documented_names() -> None:
     sink = FakeSink()
     settings = RunSettings(steps=1, val_interval=1)
-    trainer = make_trainer(grpo=True, settings=settings, metrics=sink, reward=FakeReward([], parts=True))
+    trainer = FakeRun(grpo=True, settings=settings, metrics=sink, reward=FakeReward([], parts=True))
     trainer.validation = held_out(trainer.prompts.batch(0))
     trainer.fit()
     others = {name for record in sink.records.values() for name in record} - documented()

@@ -12,6 +12,7 @@ import torch
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.rollout import RewardConfig
 from tests.helpers.engines import exported, replaced
+from tests.helpers.loops import engines_of, step_metrics
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 STEPS = {"ppo": 12, "distillation": 15}
@@ -19,12 +20,11 @@ WITHOUT_REWARDS = {"tp2": "ppo", "pp2": "distillation", "dp2": "distillation", "
 
 
 def distil(rank: int, folder: str, loss: str, teacher: str, lr: float, roles: str = "all") -> dict[str, Any]:
-    """Metrics of each step, and whether the run lacks a critic; `roles` of engine.resident_roles."""
+    """Metrics of each step, and the roles of the run; `roles` of engine.resident_roles."""
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.assemble import build_trainer, session
-    from mega_rl.workers.models import AbsentWorker
 
     config = distillation(folder, loss, teacher, lr, roles)
     with session(config, accelerator) as groups, ExitStack() as resources:
@@ -32,8 +32,8 @@ def distil(rank: int, folder: str, loss: str, teacher: str, lr: float, roles: st
         records: list[dict[str, float]] = []
         for step in range(STEPS[loss]):
             trainer.sync.publish()
-            records.append(trainer.step(step))
-        return {"records": records, "critic": isinstance(trainer.critic, AbsentWorker)}
+            records.append(step_metrics(trainer, step))
+        return {"records": records, "roles": sorted(engines_of(trainer))}
 
 
 def distil_on_layouts(rank: int, folder: str) -> dict[str, list[dict[str, float]]]:
@@ -51,7 +51,7 @@ def distil_on_layouts(rank: int, folder: str) -> dict[str, list[dict[str, float]
             with session(config, accelerator) as groups, ExitStack() as resources:
                 trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
                 trainer.sync.publish()
-                runs[f"{loss}, {name}"] = [trainer.step(step) for step in range(2)]
+                runs[f"{loss}, {name}"] = [step_metrics(trainer, step) for step in range(2)]
     return runs
 
 
@@ -60,8 +60,6 @@ def distil_without_rewards(rank: int, folder: str) -> dict[str, dict[str, torch.
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.workers.metered import MeteredLearner
-
     from mega_rl.assemble import build_trainer, session
 
     runs: dict[str, dict[str, torch.Tensor]] = {}
@@ -74,9 +72,8 @@ def distil_without_rewards(rank: int, folder: str) -> dict[str, dict[str, torch.
                     reward_function=(lambda response: 0.0) if source == "function" else None,
                 )  # fmt: skip
                 trainer.fit()
-                trainer.metrics.close()
-                assert isinstance(trainer.actor, MeteredLearner)
-                runs[f"{layout}, {source}"] = exported(trainer.actor.model.engine)
+                trainer.log.sink.close()
+                runs[f"{layout}, {source}"] = exported(engines_of(trainer)["actor"])
     return runs
 
 

@@ -11,6 +11,7 @@ import torch
 
 from mega_rl.config.keys import with_settings
 from mega_rl.errors import RunError, UserError
+from tests.helpers.loops import engines_of, watch_source
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 STEPS = 2
@@ -104,24 +105,20 @@ def run(config: Any, accelerator: Any) -> dict[str, Any]:
     with session(config, accelerator) as groups, ExitStack() as resources:
         try:
             trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-            source = trainer.rollout
-            generate = source.generate
-            ranks = trainer.ranks
+            ranks = trainer.batches.ranks
 
-            def keep(prompts: Any, *, step: int, greedy: bool = False, **draws: Any) -> Any:
-                rollout = generate(prompts, step=step, greedy=greedy, **draws)
+            def keep(rollout: Any) -> None:
                 every = ranks.gather_rows(rollout)
                 kept.append((every.tokens, every.loss_mask, every.rollout_logprobs, every.finished))
-                return rollout
 
-            trainer.rollout = type("Kept", (), {"generate": staticmethod(keep), "metrics": source.metrics})()
+            own = trainer.batches.source
+            while hasattr(own, "source"):  # below what the run has put around it
+                own = own.source
+            watch_source(trainer, keep)
             trainer.fit()
         except (UserError, RunError) as error:
             return {"error": f"{type(error).__name__} {error.exit_code}: {error}"}
-        own = source
-        while hasattr(own, "source"):  # what the run has put around it
-            own = own.source
-        exported = {name: tensor.sum().item() for name, tensor in trainer.actor.model.engine.export_weights()}
+        exported = {name: tensor.sum().item() for name, tensor in engines_of(trainer)["actor"].export_weights()}
     lines = (Path(config.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
     received = getattr(own, "weights", None)
     return {"rows": kept, "metrics": [json.loads(line) for line in lines], "received": received, "exported": exported}

@@ -11,26 +11,14 @@ from typing import Any
 import torch
 
 from mega_rl.types import Rollout
+from tests.helpers.loops import watch_source
 
 
-class KeptRollouts:
-    """Stands before a run's rollouts and keeps this rank's rows: token ids, length of the prompt, ended by a stop."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-        self.seen: list[list[tuple[list[int], int, bool]]] = []
-
-    def metrics(self) -> dict[str, float]:
-        """The source's."""
-        return dict(self.source.metrics())
-
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
-        """The source's rows."""
-        rollout: Rollout = self.source.generate(prompts, step=step, greedy=greedy)
-        columns = (rollout.tokens, rollout.lengths, rollout.prompt_lengths, rollout.finished)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        self.seen.append([(tokens[:length], prompt, finished) for tokens, length, prompt, finished in rows])
-        return rollout
+def rows_of(rollout: Rollout) -> list[tuple[list[int], int, bool]]:
+    """Return (token ids, length of the prompt, ended by a stop token) of each row."""
+    columns = (rollout.tokens, rollout.lengths, rollout.prompt_lengths, rollout.finished)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [(tokens[:length], prompt, finished) for tokens, length, prompt, finished in rows]
 
 
 def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, Any]:
@@ -48,7 +36,8 @@ def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, Any]:
         printed = io.StringIO()
         with contextlib.redirect_stderr(printed), session(config, accelerator) as groups, ExitStack() as resources:
             trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-            trainer.rollout = kept = KeptRollouts(trainer.rollout)
+            rows: list[list[tuple[list[int], int, bool]]] = []
+            watch_source(trainer, lambda rollout, rows=rows: rows.append(rows_of(rollout)))  # type: ignore[misc]
             trainer.fit()
-        actual[name] = {"rows": kept.seen, "printed": printed.getvalue()}
+        actual[name] = {"rows": rows, "printed": printed.getvalue()}
     return actual

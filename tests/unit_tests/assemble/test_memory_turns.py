@@ -308,7 +308,9 @@ def test_models_that_do_not_fit_beside_each_other_take_turns(resources: ExitStac
             engine, sizes = cast(Any, run.models.engines[role]), {**roles, "actor": ACTOR, "reference": REFERENCE}[role]
             trains = parts == EVERYTHING
             held = {f"{role} {part}": sizes[part] for part in sizes if part in parts}
-            held |= {"server 0 idle": SERVER["idle"]} | ({"server 0 weights": SERVER["weights"]} if stage == "reward" else {})
+            held |= {"server 0 idle": SERVER["idle"]} | (
+                {"server 0 weights": SERVER["weights"]} if stage == "reward" else {}
+            )
             with run.stage(stage):
                 for _ in range(passes):
                     engine.train_minibatch(None, None, lr=1.0) if trains else engine.forward(None)

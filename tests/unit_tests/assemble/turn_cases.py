@@ -27,9 +27,9 @@ def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, list[tuple[s
 
 def watch(trainer: Any) -> list[tuple[str, dict[str, list[str]]]]:
     """Write down what is on the device at every pass of every model, and at every rollout and publish."""
-    from mega_rl.workers.turns import PARTS
+    from mega_rl.workers.residency import PARTS
 
-    models = models_of(trainer)
+    models = trainer.stage.devices.models
     seen: list[tuple[str, dict[str, list[str]]]] = []
 
     def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,20 +43,7 @@ def watch(trainer: Any) -> list[tuple[str, dict[str, list[str]]]]:
     for role, engine in models.engines.items():
         for method in ("forward", "train_minibatch", "state", "save_hf"):
             setattr(engine, method, noting(f"{role} {method}", getattr(engine, method)))
-    rollouts = trainer.rollout.source  # behind the meter
-    source, sync = (rollouts.source, rollouts.sync) if models.one_at_a_time else (rollouts, trainer.sync)
-    object.__setattr__(source, "generate", noting("generate", source.generate))
-    object.__setattr__(sync, "publish", noting("publish", sync.publish))
+    source, sync = trainer.batches.source, trainer.sync
+    source.generate = noting("generate", source.generate)
+    sync.publish = noting("publish", sync.publish)
     return seen
-
-
-def models_of(trainer: Any) -> Any:
-    """Return the run's `ResidentModels`, or an equal view of one without turns."""
-    from mega_rl.workers.turns import EngineInTurn, ResidentModels
-
-    scorer = trainer.reward.scorer
-    actor = trainer.actor.model.engine
-    if isinstance(actor, EngineInTurn):
-        return actor.models
-    roles = {"actor": actor, "critic": trainer.critic.model.engine, "reference": trainer.reference.model.engine}
-    return ResidentModels(None, engines={**roles, "reward": scorer._engine})  # type: ignore[arg-type]

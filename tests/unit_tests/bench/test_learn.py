@@ -91,12 +91,12 @@ def test_the_distance_to_the_closed_form_is_that_of_the_formula() -> None:
     expected = sum(
         p * math.log(p / q) for row, best in zip(policy, optimum, strict=True) for p, q in zip(row, best, strict=True)
     )
-    trainer: Any = SimpleNamespace(actor=Table(policy), reference=Table(reference))
+    models: Any = SimpleNamespace(actor=Table(policy), reference=Table(reference))
     # Log-probs are float32: 1e-6 is ten times their rounding.
-    assert closed_form_distance(trainer, rows, rewards, beta=beta) == pytest.approx(expected / 2, abs=1e-6)
-    assert expected_reward(trainer, rows, rewards) == pytest.approx((0.6 + 0.9) / 2, abs=1e-6)
-    trainer.actor = Table(optimum)
-    assert closed_form_distance(trainer, rows, rewards, beta=beta) == pytest.approx(0.0, abs=1e-6)
+    assert closed_form_distance(models, rows, rewards, beta=beta) == pytest.approx(expected / 2, abs=1e-6)
+    assert expected_reward(models, rows, rewards) == pytest.approx((0.6 + 0.9) / 2, abs=1e-6)
+    models.actor = Table(optimum)
+    assert closed_form_distance(models, rows, rewards, beta=beta) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_two_tokens_are_enumerated_with_every_prompt() -> None:

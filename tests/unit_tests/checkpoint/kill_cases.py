@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from mega_rl.config.schema import Config
-from tests.helpers.engines import exported, replaced
+from tests.helpers.engines import replaced
+from tests.helpers.loops import checkpoints_of
 from tests.unit_tests.checkpoint.lethal_writer import Watch, die
+from tests.unit_tests.checkpoint.resume_cases import weights_of
 from tests.unit_tests.distributed.test_layout_invariance import run_config
 
 STEPS, BEFORE, STEP = 4, 2, 3  # of a run; done before a run that is killed; whose save it is killed in
@@ -71,21 +73,18 @@ def train(rank: int, folder: str, name: str, kill: Kill, steps: int = STEPS) -> 
         WriterProcess.command = command
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-        save = trainer.checkpoints.save
+        checkpoints = checkpoints_of(trainer)
+        save = checkpoints.save
 
         def watched(step: int, *args: Any, **kwargs: Any) -> None:
             with watch.armed() if step == STEP else ExitStack():
                 save(step, *args, **kwargs)
 
-        trainer.checkpoints.save = watched  # type: ignore[method-assign]
+        checkpoints.save = watched
         if mine.phase:
             kill_in_phase(trainer, mine)
         trainer.fit()
-        weights = {
-            f"{worker.model.role} {key}": tensor
-            for worker in (trainer.actor, trainer.critic)
-            for key, tensor in exported(worker.model.engine).items()
-        }
+        weights = weights_of(trainer)
     if kill.background and log.exists():
         watch.seen = log.read_text().split()
     return {"start": trainer.start, "weights": weights, "operations": watch.seen}
@@ -93,7 +92,7 @@ def train(rank: int, folder: str, name: str, kill: Kill, steps: int = STEPS) -> 
 
 def kill_in_phase(trainer: Any, kill: Kill) -> None:
     """Dies at the beginning or the end of a phase of a step."""
-    timer, step = trainer.timer, trainer.start - 1
+    timer, step = trainer.log.timer, trainer.start - 1
 
     class Timer:
         def phase(self, name: str) -> AbstractContextManager[None]:
@@ -117,7 +116,7 @@ def kill_in_phase(trainer: Any, kill: Kill) -> None:
         if here and kill.at_end:
             die()
 
-    trainer.timer = Timer()
+    trainer.stage.timer = trainer.log.timer = Timer()
 
 
 def copy_run(folder: Path, source: str, name: str) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from mega_rl.config.schema import Config
 from tests.helpers.engines import exported, replaced
+from tests.helpers.loops import engines_of
 from tests.helpers.selection import FULL
-from tests.unit_tests.distributed.test_layout_invariance import RecordingRollout, run_config
+from tests.unit_tests.distributed.test_layout_invariance import recorded_tokens, run_config
 
 STEPS, SAVED = 5 if FULL else 4, 2
 
@@ -86,27 +87,26 @@ def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, An
             return False
 
         trainer = build_trainer(config, accelerator, groups, stop_requested=after_each_step, resources=resources)
-        recording = RecordingRollout(trainer.rollout)
-        trainer.rollout = recording
+        tokens = recorded_tokens(trainer)
         first = weights_of(trainer)
-        counters = step_counters(trainer.actor.model.engine)
+        counters = step_counters(engines_of(trainer)["actor"])
         trainer.fit()
         return {
             "start": trainer.start,
             "first": first,
             "steps": weights,
-            "tokens": recording.seen,  # of validations too
+            "tokens": tokens,  # of validations too
             "counters": counters,
-            "last counters": step_counters(trainer.actor.model.engine),
+            "last counters": step_counters(engines_of(trainer)["actor"]),
         }
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     """Exported weights of actor and critic."""
     return {
-        f"{worker.model.role} {name}": tensor
-        for worker in (trainer.actor, trainer.critic)
-        for name, tensor in exported(worker.model.engine).items()
+        f"{role} {name}": tensor
+        for role in ("actor", "critic")
+        for name, tensor in exported(engines_of(trainer)[role]).items()
     }
 
 

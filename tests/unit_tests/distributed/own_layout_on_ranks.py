@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +84,6 @@ def run_case(student: str, teachers: dict[str, str], name: str) -> dict[str, Any
     from mega_rl.engines.own_layout import OwnLayout
     from mega_rl.parallel.groups import another
     from mega_rl.parallel.layout import ParallelLayout
-    from mega_rl.workers.models import Lessons
 
     case = CASES[name]
     sizes = {"pp": 2} if case.student == "pp2-dp2" else LAYOUTS[case.student][1]
@@ -112,7 +112,7 @@ def run_case(student: str, teachers: dict[str, str], name: str) -> dict[str, Any
             results["logprobs"].append(float((actual - expected).abs().max()))
         minibatch = minibatch_of(engine)
         for loss_name, (beta, loss) in LOSSES.items():
-            lesson = Lessons(relaid, beta)(minibatch)
+            lesson = replace(relaid.teach(minibatch), beta=beta)
             metrics = engine.train_minibatch(minibatch, loss, lr=0.0, lesson=lesson)
             results[loss_name] = {"metrics": metrics, "gradients": exported_gradients(engine)}
     return results

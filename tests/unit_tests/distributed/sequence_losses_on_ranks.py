@@ -96,12 +96,12 @@ def run_case(checkpoint: str, name: str) -> dict[str, dict[str, Any]]:
     config = make_config(Path(checkpoint), layout=layout, engine=backend)
     config = replaced(replaced(config, "trainer.microbatch", **cut), "optim", clip_grad=0.0)
     config = replaced(config, "engine.megatron.optimizer", distributed=backend != "megatron")
-    plan = MinibatchPlan(4, epochs=1, aggregation=sequence_mean_token_mean, max_response_tokens=24, seed=0)
     results = {}
     with running_engine(config) as engine:
         own = own_rows(random_experience(), engine)
         own.rows = row_numbers(own.loss_mask)  # as `build_experience` numbers the rows that this rank has sampled
-        (minibatch,) = plan.cut(own, num_prompts=4, step=0, ranks=engine.data_parallel)
+        plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=engine.data_parallel)
+        (minibatch,) = plan.cut(own, num_prompts=4, step=0)
         for loss_name, loss in losses_of(name).items():
             result = {"metrics": engine.train_minibatch(minibatch, loss, lr=0.0)}
             if backend == "megatron":

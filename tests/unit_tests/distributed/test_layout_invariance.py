@@ -41,6 +41,7 @@ from mega_rl.config.schema import (
 from mega_rl.config.schema.algorithms import LOSSES as NEEDS
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS, make_config
+from tests.helpers.loops import step_metrics, watch_source
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 from tests.helpers.selection import FULL, covering, without
 
@@ -102,21 +103,16 @@ def in_parts(prompt, response, answer):
 '''
 
 
-class RecordingRollout:
-    """Stands before the rollout worker and keeps what every replica generated."""
+def recorded_tokens(trainer: Any) -> list[torch.Tensor]:
+    """Return a list that gets the tokens of all replicas whenever the run generates."""
+    seen: list[torch.Tensor] = []
 
-    def __init__(self, metered: Any) -> None:
-        self.worker = metered.source
-        self.seen: list[torch.Tensor] = []
+    def record(rollout: Any) -> None:
+        everyone = trainer.batches.ranks.gather_rows(rollout)
+        seen.append(everyone.tokens * (torch.arange(everyone.tokens.size(1)) < everyone.lengths[:, None]))
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def generate(self, prompts: Any, *, step: int, greedy: bool = False, draws: object = None) -> Any:
-        rollout = self.worker.generate(prompts, step=step, greedy=greedy)
-        everyone = self.worker.data_parallel.gather_rows(rollout)
-        self.seen.append(everyone.tokens * (torch.arange(everyone.tokens.size(1)) < everyone.lengths[:, None]))
-        return rollout
+    watch_source(trainer, record)
+    return seen
 
 
 def write_inputs(folder: Path) -> Path:
@@ -171,10 +167,10 @@ def run_all(rank: int, folder: str, runs: list[tuple[str, str]]) -> dict[str, An
         config = run_config(Path(folder), layout, algorithm)
         with session(config, accelerator) as groups, ExitStack() as resources:
             trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-            trainer.rollout = RecordingRollout(trainer.rollout)
+            tokens = recorded_tokens(trainer)
             trainer.sync.publish()
-            metrics = [trainer.step(step) for step in range(STEPS)]
-            results[f"{layout} {algorithm}"] = {"tokens": trainer.rollout.seen, "metrics": metrics}
+            metrics = [step_metrics(trainer, step) for step in range(STEPS)]
+            results[f"{layout} {algorithm}"] = {"tokens": tokens, "metrics": metrics}
     return results if rank == 0 else None
 
 

@@ -83,8 +83,8 @@ def test_a_copied_number_of_a_row_is_our_own_bug() -> None:
 
 def test_the_reference_is_the_loss_of_a_loop() -> None:
     """Row by row in float64, at a uniform model's log-probs."""
-    plan = MinibatchPlan(4, epochs=1, aggregation=sequence_mean_token_mean, max_response_tokens=24, seed=0)
-    (batch,) = plan.cut(random_experience(), num_prompts=4, step=0, ranks=FakeRanks())
+    plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=FakeRanks())
+    (batch,) = plan.cut(random_experience(), num_prompts=4, step=0)
     logprobs = torch.full(batch.tokens.shape, -3.0)
     fields = {name: value for name, value in batch.items() if value is not None and value.dim() == 2}
     actual = SequenceRatioLoss()(TokenOutputs(logprobs), fields, Sequences(batch.rows, len(batch.rows)))

@@ -60,8 +60,8 @@ def in_float64(student_path: Path, teacher_path: Path) -> Expected:
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
         for path in (student_path, teacher_path)
     )
-    plan = MinibatchPlan(4, epochs=1, aggregation=sequence_mean_token_mean, max_response_tokens=24, seed=0)
-    (batch,) = plan.cut(random_experience(), num_prompts=4, step=0, ranks=FakeRanks())
+    plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=FakeRanks())
+    (batch,) = plan.cut(random_experience(), num_prompts=4, step=0)
     reference: Expected = {}
     for name, (beta, _) in LOSSES.items():
         student.zero_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import TokenOutputs, row_numbers
-from mega_rl.workers.models import Lessons, PolicyLoss
+from mega_rl.workers.models import PolicyLoss
 from tests.helpers.engines import exported_gradients, make_config, own_rows, replaced
 from tests.helpers.models import random_experience
 from tests.helpers.selection import without
@@ -67,10 +67,10 @@ LOSSES: dict[str, tuple[float, Any]] = {
 
 def minibatch_of(engine: Any) -> Any:
     """This rank's rows of the mini-batch, with loss weights that differ from row to row."""
-    plan = MinibatchPlan(4, epochs=1, aggregation=sequence_mean_token_mean, max_response_tokens=24, seed=0)
     own = own_rows(random_experience(), engine)
     own.rows = row_numbers(own.loss_mask)
-    (minibatch,) = plan.cut(own, num_prompts=4, step=0, ranks=engine.data_parallel)
+    plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=engine.data_parallel)
+    (minibatch,) = plan.cut(own, num_prompts=4, step=0)
     return minibatch
 
 
@@ -93,7 +93,7 @@ def run_case(student: str, teacher: str, name: str) -> dict[str, dict[str, Any]]
         minibatch = minibatch_of(engine)
         before = frozen.forward(minibatch).logprobs
         for loss_name, (beta, loss) in LOSSES.items():
-            lesson = Lessons(frozen, beta)(minibatch)
+            lesson = replace(frozen.teach(minibatch), beta=beta)
             result: dict[str, Any] = {"metrics": engine.train_minibatch(minibatch, loss, lr=0.0, lesson=lesson)}
             if backend == "megatron":
                 result["gradients"] = exported_gradients(engine)

@@ -25,6 +25,7 @@ from mega_rl.config.schema import (
 from mega_rl.converters.families import TRAINED
 from mega_rl.errors import UserError
 from tests.helpers.engines import exported, load_state, own_rows, running_engine, save_state
+from tests.helpers.loops import engines_of, step_metrics
 from tests.helpers.models import SMALL, TINY, random_experience, write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.engines.fsdp_cases import config_of, engine_of, same, state, train
 from tests.unit_tests.workers.reward_model_cases import write_reward_model
@@ -147,14 +148,13 @@ def one_step(engine: str, root: Path) -> dict[str, bool]:
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer: Any = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
         sent = trainer.sync.publish()
-        metrics = trainer.step(0)
-        roles = (trainer.actor, trainer.critic, trainer.reference)
-        kernels = [role.model.engine.attention for role in roles] + [trainer.reward.scorer._engine.attention]
+        metrics, engines = step_metrics(trainer, 0), engines_of(trainer)
+        kernels = [engines[role].attention for role in ("actor", "critic", "reference", "reward")]
         return {
             "embedded rollouts": sent["sync/verified"] == 1.0 and metrics["rollout/logprob_diff_max"] < 1e-3,
             "critic": metrics["critic/grad_norm"] > 0.0,
             "reference": metrics["kl/ref"] > 0.0,
-            "reward model": trainer.reward.scorer._engine.sharding.head == "value" and metrics["reward/mean"] != 0.0,
+            "reward model": engines["reward"].sharding.head == "value" and metrics["reward/mean"] != 0.0,
             "kernel of a role": kernels == ["sdpa", "eager", "eager", "sdpa"],
         }
 

@@ -34,11 +34,10 @@ def run_all(rank: int, folder: str, ways: dict[str, Way]) -> dict[str, Any]:
 
 def one_way(folder: Path, way: Way, accelerator: Any) -> dict[str, Any]:
     """Weights of both models at every update, in float64, and the distances that updates return."""
-    from mega_rl.workers.turns import ResidentModels
-
     from mega_rl.assemble import build_actor, session
     from mega_rl.engines.weight_average import WeightAverage
     from mega_rl.parallel.comm import GroupRanks
+    from mega_rl.workers.residency import EVERYTHING, PARAMETERS, ResidentModels
     from tests.unit_tests.distributed.engine_cases import losses
 
     config = make_config(folder / way.family, layout=way.layout, engine=way.engine, dtype=way.dtype)
@@ -47,27 +46,32 @@ def one_way(folder: Path, way: Way, accelerator: Any) -> dict[str, Any]:
         actor = models.add("actor", build_actor(config, groups, accelerator))
         other = replaced(config, "model", path=str(folder / f"{way.family} reference"))
         reference = models.add("reference", build_actor(other, groups, accelerator, trainable=False))
-        average = WeightAverage(
-            models.in_turn("reference"), models.in_turn("actor"), way.rate, GroupRanks(groups.host_world)
-        )
+        stored = models.stored("reference"), models.stored("actor")
+        average = WeightAverage(*stored, way.rate, GroupRanks(groups.host_world))
 
         def weights(role: Any) -> dict[str, torch.Tensor]:
-            models.take_turn(role, frozenset(("parameters",)))
+            models.take_turn(role, PARAMETERS)
             return {name: tensor.double() for name, tensor in exported(models.engines[role]).items()}
 
         rows = own_rows(random_experience(), actor)
         result: dict[str, Any] = {"references": [weights("reference")], "actors": [], "distances": []}
-        result["before"] = models.in_turn("reference").forward(rows).logprobs
+
+        def logprobs(role: Any) -> torch.Tensor | None:
+            models.take_turn(role, PARAMETERS)
+            return models.engines[role].forward(rows).logprobs
+
+        result["before"] = logprobs("reference")
         for _ in range(UPDATES):
-            models.in_turn("actor").train_minibatch(rows, losses("lm"), lr=1e-2)
+            models.take_turn("actor", EVERYTHING)
+            actor.train_minibatch(rows, losses("lm"), lr=1e-2)
             result["actors"].append(weights("actor"))
             result["distances"].append(average.update())
             if not way.turns:  # as servers on the same devices make it do: the host's copy is of the new weights
                 reference.offload()
                 reference.onload()
             result["references"].append(weights("reference"))
-        result["after"] = models.in_turn("reference").forward(rows).logprobs
-        result["policy"] = models.in_turn("actor").forward(rows).logprobs
+        result["after"] = logprobs("reference")
+        result["policy"] = logprobs("actor")
         result["pieces"] = sorted({piece.name.partition("/")[0] for piece in average.state().pieces})
         assert reference.optimizer is None
         return result

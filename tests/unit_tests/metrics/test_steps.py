@@ -7,15 +7,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
-from mega_rl.workers.metered import MeteredLearner, MeteredRollouts
 
-from mega_rl.metrics.steps import StepMeter, StepTraces, WorkMeter
+from mega_rl.metrics.steps import TOKEN_PHASES, StepMeter, StepTraces, WorkMeter
 from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.types import TokenOutputs
-from mega_rl.workers.models import AbsentWorker
+from mega_rl.workers.models import RoleMeter
 
 
 class Clock:
@@ -72,13 +71,6 @@ def test_chosen_steps_are_traced(tmp_path: Path) -> None:
     assert "aten::cumsum" in names
 
 
-class Learning(AbsentWorker):
-    """A role that trains from the second step on."""
-
-    def update(self, minibatch: object, *, step: int, inspect: object = None) -> dict[str, float]:
-        return {"actor/lr": 1.0} if step else {}
-
-
 class Work:
     """One operation a token forward, three in an update."""
 
@@ -89,19 +81,18 @@ class Work:
         return 3.0 * sum(lengths)
 
 
-class Batch:
-    lengths = torch.tensor([4, 6])
-
-
-def test_a_rank_counts_its_share_of_what_its_replica_computes() -> None:
-    meter = WorkMeter()
-    learner = MeteredLearner(Learning(), Work(), meter, replica_size=2)  # type: ignore[arg-type]
-    assert isinstance(learner.evaluate(Batch()), TokenOutputs)  # type: ignore[arg-type]
+def test_a_rank_counts_its_share_of_the_work_of_its_replica() -> None:
+    """Ten tokens on two ranks; a forward for a lesson counts as work only."""
+    meter, batch = WorkMeter(), cast(Any, SimpleNamespace(lengths=torch.tensor([4, 6])))
+    role = RoleMeter(cast(Any, Work()), meter, replica_size=2)
+    meter.phase = "values"
+    role.forward(batch)
     assert meter.take() == 5.0
-    learner.update(Batch(), step=0)  # type: ignore[arg-type]
-    assert meter.take() == 0.0, "a step that trains nothing"
-    learner.update(Batch(), step=1)  # type: ignore[arg-type]
-    assert (meter.take(), meter.take()) == (15.0, 0.0)
+    role.forward(batch, tokens=False)
+    role.update(batch)
+    assert (meter.take(), meter.take()) == (20.0, 0.0)
+    assert meter.take_tokens()[TOKEN_PHASES.index("values")] == 10.0
+    assert not any(meter.take_tokens())
 
 
 def test_tokens_of_a_phase_are_reported_by_its_time() -> None:
@@ -117,21 +108,6 @@ def test_tokens_of_a_phase_are_reported_by_its_time() -> None:
                 meter.work.count(200.0)
     rates = {name: value for name, value in meter.metrics().items() if name.endswith("tokens_per_s")}
     assert rates == {"perf/values_tokens_per_s": 150.0}
-
-
-class Sampler:
-    """A source of two responses of 3 and 1 tokens; the second has a token of a tool."""
-
-    def generate(self, prompts: object, *, step: int, greedy: bool, draws: object) -> object:
-        return SimpleNamespace(loss_mask=torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]], dtype=torch.bool))
-
-
-def test_a_rank_counts_its_share_of_sampled_tokens() -> None:
-    meter = WorkMeter()
-    meter.phase = "generate"
-    MeteredRollouts(Sampler(), meter, replica_size=2).generate([], step=0)  # type: ignore[arg-type]
-    assert meter.take_tokens() == [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert not any(meter.take_tokens())
 
 
 def test_nothing_is_reported_of_a_step_without_models() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,13 +22,13 @@ def record_plan(rank: int, path: str, fault: str = "") -> None:
 def faults() -> dict[str, Any]:
     """Things that the real trainer could get wrong, by name."""
     from mega_rl.parallel.divergence import TeacherHead
-    from mega_rl.trainer import dynamic_sampling, experience
+    from mega_rl.trainer import collect, filters, policy_gradient
     from mega_rl.workers.models import LearningWorker
     from mega_rl.workers.reward import RewardWorker
     from mega_rl.workers.scoring.parts import PartRule
 
-    built = experience.build_experience
-    update, choose, teacher_logits = LearningWorker.update, dynamic_sampling.choose, TeacherHead.logits
+    built = policy_gradient.build_experience
+    update, choose, teacher_logits = LearningWorker.update, filters.choose, TeacherHead.logits
     score = RewardWorker.score
 
     def early(*args: Any, **kwargs: Any) -> Any:
@@ -39,11 +38,6 @@ def faults() -> dict[str, Any]:
 
     def late(self: Any, minibatch: Any, *, step: int, **more: Any) -> Any:
         return update(self, minibatch, step=step + 1, **more)
-
-    @contextmanager
-    def early_everywhere() -> Iterator[None]:
-        with patch("mega_rl.trainer.loop.build_experience", early):
-            yield
 
     def cold(self: Any, rows: slice, columns: Any) -> Any:
         return teacher_logits(self, rows, columns).div_(columns.scale)
@@ -57,10 +51,10 @@ def faults() -> dict[str, Any]:
 
     return {
         "rewards of the row before": patch.object(RewardWorker, "score", rolled),
-        "advantages one token early": early_everywhere(),
+        "advantages one token early": patch.object(policy_gradient, "build_experience", early),
         "rate of the next step": patch.object(LearningWorker, "update", late),
-        "groups of equal rewards kept": patch.object(dynamic_sampling, "has_spread", _all_spread),
-        "last groups instead of the first": patch.object(dynamic_sampling, "choose", last),
+        "groups of equal rewards kept": patch.object(filters, "has_spread", _all_spread),
+        "last groups instead of the first": patch.object(collect, "choose", last),
         "weights of parts left out": patch.object(PartRule, "_weights", lambda rule: (1.0,) * len(rule.names or ())),
         "divergence of one temperature": patch.object(TeacherHead, "logits", cold),
     }

@@ -27,8 +27,6 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
     from mega_rl.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.trainer.dynamic_sampling import DynamicSampling
-
     from mega_rl.assemble import running
     from mega_rl.config.keys import with_settings
     from mega_rl.config.schema import Config
@@ -40,11 +38,8 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
         reward = reward_of(config)
         assert reward is not None or not masks
         with running(config, accelerator, reward=some_left_out(reward) if masks and reward else reward) as (trainer, _):
-            shifting = Recorder(Path("unused"), trainer.ranks, is_writer=False)
-            if isinstance(trainer.rollout, DynamicSampling):
-                trainer.rollout.source = ShiftedRollouts(trainer.rollout.source, shifting)
-            else:
-                trainer.rollout = ShiftedRollouts(trainer.rollout, shifting)
+            batches: Any = trainer.batches
+            batches.source = ShiftedRollouts(batches.source, Recorder(Path("unused"), batches.ranks, is_writer=False))
             trainer.fit()
 
 
@@ -63,10 +58,10 @@ def replay_plans(rank: int, paths: Sequence[str], fault: str = "") -> None:
 def faults() -> dict[str, Any]:
     """Things that a replay's layout could get wrong, by name."""
     from mega_rl.models import attention
-    from mega_rl.trainer import loop
+    from mega_rl.trainer import policy_gradient
     from mega_rl.workers.models import LearningWorker
 
-    evaluate, built, attend = LearningWorker.evaluate, loop.build_experience, attention.attend_packed
+    evaluate, built, attend = LearningWorker.evaluate, policy_gradient.build_experience, attention.attend_packed
 
     def early_values(self: Any, batch: Any) -> Any:
         outputs = evaluate(self, batch)
@@ -84,6 +79,6 @@ def faults() -> dict[str, Any]:
 
     return {
         "values one token early": patch.object(LearningWorker, "evaluate", early_values),
-        "advantages one token early": patch.object(loop, "build_experience", early_advantages),
+        "advantages one token early": patch.object(policy_gradient, "build_experience", early_advantages),
         "attention of half the scale": patch.object(attention, "attend_packed", flat_attention),
     }

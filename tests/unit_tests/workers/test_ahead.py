@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from mega_rl.trainer.old_logprobs import RecomputedLogprobs
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, StalenessGuard
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts
 from tests.helpers.fakes import FakePolicy, FakePrompts, held_out
-from tests.unit_tests.trainer.test_loop import make_trainer
+from tests.helpers.loops import FakeRun, RunSettings
 
 STEPS = 4
 
@@ -63,20 +61,18 @@ class Recorded:
 
 def run_of(
     policy: FakePolicy, background: Any, *, partial: bool = False, steps: int = STEPS, start: int = 0, **parts: Any
-) -> tuple[PPOTrainer, OneStepAhead]:
+) -> tuple[FakeRun, OneStepAhead]:
     """A trainer of fakes whose rollouts are one step ahead."""
     ahead = OneStepAhead(
         source=policy, background=background, sync=policy, prompts=TurningPrompts().batch, steps=steps, partial=partial
     )
-    trainer = make_trainer(grpo=True, prompts=TurningPrompts(), export=lambda done: None)
-    trainer.settings = RunSettings(steps=steps, **parts)
-    trainer.rollout = trainer.sync = ahead
-    trainer.actor = policy
-    trainer.start = start
-    guard = MismatchGuard(
-        MismatchLimits(mean=1.0, share=1.0, max=0.01), ranks=SingleRank(), current=lambda: ahead.weight_version
-    )
-    trainer.old_logprobs = RecomputedLogprobs(policy, guard)
+    trainer = FakeRun(
+        grpo=True, prompts=TurningPrompts(), settings=RunSettings(steps=steps, **parts), start=start,
+        rollout=ahead, sync=ahead, actor=policy,
+        guard=MismatchGuard(
+            MismatchLimits(mean=1.0, share=1.0, max=0.01), ranks=SingleRank(), current=lambda: ahead.weight_version
+        ),
+    )  # fmt: skip
     return trainer, ahead
 
 
@@ -168,7 +164,7 @@ def test_every_sample_but_the_first_steps_is_one_version_old() -> None:
     for rollout, _ in seen:
         logprobs = versions[int(rollout.weight_version[0])].log_softmax(0)[rollout.tokens] * rollout.loss_mask
         assert torch.equal(rollout.rollout_logprobs, logprobs)
-    records = trainer.metrics.records  # type: ignore[attr-defined]
+    records = trainer.metrics.records
     assert [record["rollout/stale_tokens_fraction"] for record in records.values()] == [0.0, 1.0, 1.0, 1.0]
     assert max(record.get("rollout/stale_logprob_diff_max", 0.0) for record in records.values()) > 0.01
 
@@ -187,7 +183,7 @@ def test_servers_answer_a_prompt_with_the_trainers_weights_now_and_then() -> Non
     ahead.compare, ahead.check_interval = compare, 2
     trainer.fit()
     assert starts == [1, 3], "of steps 1 and 3, each before the next one's generation begins"
-    records = trainer.metrics.records  # type: ignore[attr-defined]
+    records = trainer.metrics.records
     assert records[3]["rollout/logprob_diff_mean"] == 0.25, "all tokens that step 3 trains are older"
     assert records[3]["importance/k3"] != 99.0
     assert "rollout/logprob_diff_mean" not in records[2]
@@ -268,7 +264,7 @@ def test_the_wait_for_generation_is_a_metric(partial: bool) -> None:
     trainer, ahead = run_of(policy, Timed(policy), steps=4, partial=partial)
     ahead.clock = lambda: now
     trainer.fit()
-    waits = [record["rollout/ahead_wait_s"] for record in trainer.metrics.records.values()]  # type: ignore[attr-defined]
+    waits = [record["rollout/ahead_wait_s"] for record in trainer.metrics.records.values()]
     between = 0.5 if partial else 2.0
     assert waits == [0.25 + between, 0.25 + between, 0.25 + between, 0.25]
 
@@ -286,7 +282,7 @@ def test_an_error_in_the_background_ends_the_run_at_the_step_that_needs_it() -> 
     with pytest.raises(RunError, match=r"generation of step 2 .*ConnectionError: refused") as caught:
         trainer.fit()
     assert isinstance(caught.value.__cause__, ConnectionError)
-    assert list(trainer.checkpoints.saved) == [1, 2]  # type: ignore[attr-defined]
+    assert list(trainer.checkpoints.saved) == [1, 2]
     ahead.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollout of step")]
 
@@ -312,7 +308,7 @@ class Checkpoints:
 
 def saving_run(
     policy: FakePolicy, background: Any, *, start: int = 0, **settings: Any
-) -> tuple[PPOTrainer, OneStepAhead, Checkpoints]:
+) -> tuple[FakeRun, OneStepAhead, Checkpoints]:
     trainer, ahead = run_of(policy, background, start=start, save_interval=1, **settings)
     checkpoints = Checkpoints(policy)
     trainer.checkpoints, checkpoints.ahead = checkpoints, ahead
@@ -326,7 +322,7 @@ def test_a_resumed_run_trains_on_the_rollout_that_was_under_way(saved: int, part
     policy = FakePolicy([])
     trainer, _, checkpoints = saving_run(policy, Recorded(policy), partial=partial)
     trainer.fit()
-    expected = trainer.metrics.records  # type: ignore[attr-defined]
+    expected = trainer.metrics.records
 
     logits, version, rollout = checkpoints.kept[saved]
     assert int(rollout["step"]) == saved
@@ -336,7 +332,7 @@ def test_a_resumed_run_trains_on_the_rollout_that_was_under_way(saved: int, part
     trainer, ahead, again = saving_run(resumed, Recorded(resumed), start=saved, partial=partial)
     ahead.restore(rollout)
     trainer.fit()
-    actual = trainer.metrics.records  # type: ignore[attr-defined]
+    actual = trainer.metrics.records
     assert torch.equal(resumed.logits, policy.logits)
     for step in range(saved + 1, STEPS + 1):
         assert {**actual[step], "rollout/ahead_wait_s": 0} == {**expected[step], "rollout/ahead_wait_s": 0}

@@ -22,7 +22,7 @@ from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience, Lesson, Metrics, TokenOutputs
-from mega_rl.workers.models import AbsentWorker, LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
+from mega_rl.workers.models import LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience
 
@@ -184,10 +184,8 @@ def mean_value_loss(values: Tensor, batch: Experience, *, value_clip: float) -> 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_the_critics_loss_is_a_mean_over_tokens(aggregation: str, micro_batches: int) -> None:
     """Whatever aggregation the policy has, and however rows are cut: loss and gradient, within float32's rounding."""
-    plan = MinibatchPlan(
-        minibatch_size=4, epochs=1, aggregation=AGGREGATIONS[aggregation], max_response_tokens=16, seed=0
-    )
-    (batch,) = plan.cut(random_experience(num_prompts=4), num_prompts=4, step=0, ranks=FakeRanks())
+    plan = MinibatchPlan(4, 1, AGGREGATIONS[aggregation], max_response_tokens=16, seed=0, ranks=FakeRanks())
+    (batch,) = plan.cut(random_experience(num_prompts=4), num_prompts=4, step=0)
     values = batch.values + torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(5))
     exact = values.double().requires_grad_()
     mean_value_loss(exact, batch, value_clip=0.5).backward()
@@ -280,9 +278,4 @@ def test_evaluation_is_the_engines() -> None:
     engine = RecordingEngine()
     assert learner(engine).evaluate(BATCH) is engine.outputs
     assert learner(engine, loss=policy_loss(None)).evaluate(BATCH).entropy is ENTROPY  # whose bonus needs it
-    assert ReferenceWorker(engine).evaluate(BATCH) is engine.outputs  # type: ignore[arg-type]
-
-
-def test_an_absent_role_says_nothing() -> None:
-    assert AbsentWorker().evaluate(BATCH) == TokenOutputs()
-    assert AbsentWorker().update(BATCH, step=0) == {}
+    assert ReferenceWorker(engine.forward).evaluate(BATCH) is engine.outputs  # type: ignore[arg-type]

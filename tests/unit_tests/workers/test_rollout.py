@@ -132,8 +132,9 @@ def generate_known(vocab_sizes: list[int], *, count: int = 7) -> list[Rollout | 
         source = RolloutWorker(
             engine=CountingEngine(), data_parallel=Place(rank.rank, rank.size), replica=SingleRank(), n=2, seed=8
         )
-        known = VocabularyGuard(source, vocab_size=vocab_sizes[rank.rank], reader="reference", everyone=rank)
-        return known.generate(PROMPTS[:count], step=1)
+        rollout = source.generate(PROMPTS[:count], step=1)
+        VocabularyGuard(vocab_sizes[rank.rank], reader="reference", everyone=rank)(rollout)
+        return rollout
 
     return ThreadGroup(len(vocab_sizes)).run(play)
 

@@ -11,6 +11,7 @@ from mega_rl.checkpoint.memory.hosts import Host
 from mega_rl.checkpoint.memory.store import MemoryCheckpoints
 from mega_rl.config.schema import Config
 from tests.helpers.engines import replaced
+from tests.helpers.loops import checkpoints_of
 from tests.unit_tests.checkpoint.kill_cases import Kill, kill_in_phase
 from tests.unit_tests.checkpoint.lethal_writer import Watch, die
 from tests.unit_tests.checkpoint.memory.stores_on_ranks import Lines
@@ -68,13 +69,14 @@ def train(rank: int, folder: str, run: MemoryRun) -> dict[str, Any]:
     watch = Watch(run.operation if rank == run.rank else -1, die)
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-        save = trainer.checkpoints.save_in_memory
+        checkpoints = checkpoints_of(trainer)
+        save = checkpoints.save_in_memory
 
         def watched(step: int, *args: Any) -> None:
             with watch.armed() if step == KILLED and run.operation >= 0 else ExitStack():
                 save(step, *args)
 
-        trainer.checkpoints.save_in_memory = watched  # type: ignore[method-assign]
+        checkpoints.save_in_memory = watched
         if run.phase and rank == run.rank:
             kill_in_phase(trainer, Kill(rank=rank, phase=run.phase, step=KILLED))
         trainer.fit()
