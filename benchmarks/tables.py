@@ -16,7 +16,12 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "README.zh-CN.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "README.zh-CN.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 BLOCK = re.compile(r"(<!-- benchmark: ([^>]+?) -->)(.*?)(<!-- end of benchmark -->)", flags=re.DOTALL)
 MOST_ROWS = 20  # a longer table shows only figures with a target
 # Numbers of a result file that a table shows: name of the row, format.

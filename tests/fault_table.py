@@ -41,8 +41,8 @@ ALGORITHMS = (
     fault(
         "algorithms",
         "KL coefficient adapted while the policy stands still",
-        'if moved and "kl/ref" in metrics:',
-        'if "kl/ref" in metrics:',
+        "        if moved:\n            sequences",
+        "        if True:\n            sequences",
         "trainer/test_loop.py",
     ),
     fault(
@@ -134,8 +134,8 @@ ADVANTAGES = (
     fault(
         "advantages",
         "greedy rewards of other prompts",
-        "own = self.rewards[inputs.experience.prompt_index]",
-        "own = self.rewards[inputs.experience.prompt_index - 1]",
+        "greedy_rewards=greedy[rollout.prompt_index]",
+        "greedy_rewards=greedy[rollout.prompt_index - 1]",
         "trainer/test_greedy.py",
     ),
     fault(
@@ -387,8 +387,8 @@ TRAINER = (
     fault(
         "trainer",
         "resume repeats a step",
-        "for step in range(self.start, self.settings.steps):",
-        "for step in range(max(self.start - 1, 0), self.settings.steps):",
+        "done, stopping = self.start, self._after(self.start, None)",
+        "done, stopping = max(self.start - 1, 0), self._after(self.start, None)",
         "trainer/test_loop.py",
     ),
     fault(
@@ -401,8 +401,22 @@ TRAINER = (
     fault(
         "trainer",
         "weights not sent after an update",
-        "metrics |= self.sync.publish()",
-        "metrics |= {}",
+        "self.log.add(self.stage.publish(self.sync))",
+        "self.log.add({})",
+        "trainer/test_loop.py",
+    ),
+    fault(
+        "trainer",
+        "an event that ends the run keeps later ones from acting",
+        "return any([event.after(done, evaluated) for event in self.events])",
+        "return any(event.after(done, evaluated) for event in self.events)",
+        "trainer/test_loop.py",
+    ),
+    fault(
+        "trainer",
+        "metrics of the step before stay in a record",
+        "        self.metrics = {}\n        self.timer.reset()\n",
+        "        self.timer.reset()\n",
         "trainer/test_loop.py",
     ),
 )
@@ -668,7 +682,29 @@ TURNS = (
         "a model stays while others have their turns",
         "for role, parts in leaving.items() if parts)",
         'for role, parts in leaving.items() if parts and role != "reference")',
-        "workers/test_turns.py",
+        "workers/test_residency.py",
+    ),
+    fault(
+        "turns",
+        "servers resume memory that models still hold",
+        "        offloaded = models.hold(self._residents(layout))\n",
+        "        self._ask(self.servers.resume, [tag for tag in TAGS if tag in set(layout.servers) - set(now.servers)])\n"
+        "        now, offloaded = layout, models.hold(self._residents(layout))\n",
+        "workers/test_residency.py",
+    ),
+    fault(
+        "turns",
+        "a failed step leaves the trainer's state on the host",
+        "            self.models.hold(self._residents(TRAINING))\n",
+        "            pass\n",
+        "workers/test_residency.py",
+    ),
+    fault(
+        "turns",
+        "a reward model scores beside the servers' cache",
+        '    "reward": SCORING,\n',
+        '    "reward": GENERATING,\n',
+        "workers/test_residency.py",
     ),
 )
 REWARDS = (

@@ -28,8 +28,8 @@ ORDER = (
     fault(
         "order",
         "success of this replica's samples alone",
-        "counts = self.ranks.sum(self._counts(rollout, rewards, len(prompts)))",
-        "counts = self._counts(rollout, rewards, len(prompts))",
+        "right, total = ranks.sum(counts).unbind(1)",
+        "right, total = counts.unbind(1)",
         RESUMED,
     ),
     fault(
@@ -63,8 +63,11 @@ ORDER = (
     fault(
         "order",
         "greedy responses are measured",
-        "if not greedy and draws is None:\n            self._training = rollout",
-        "if True:\n            self._training = rollout",
+        "            rewards = self.rewards.score(rollout, prompts).totals\n",
+        "            rewards = self.rewards.score(rollout, prompts)\n"
+        "            if self.success is not None:\n"
+        "                self.success.record(Samples(prompts, rollout, rewards), self.ranks)\n"
+        "            rewards = rewards.totals\n",
         MEASURING,
     ),
     fault(

@@ -75,22 +75,22 @@ PARTS = (
     fault(
         "parts",
         "dynamic sampling drops prompts that differ in parts",
-        "if self.plan.by_parts and rewards.parts is not None:",
-        "if not self.plan.by_parts and rewards.parts is not None:",
+        "if by_parts and rewards.parts is not None:",
+        "if not by_parts and rewards.parts is not None:",
         SAMPLING,
     ),
     fault(
         "parts",
         "rewards of other samples after dynamic sampling",
-        "columns = gather_column(rewards.columns(), self.ranks)[keys.argsort()]",
-        "columns = gather_column(rewards.columns(), self.ranks)",
+        "columns = gather_column(rewards.columns(), ranks)[keys.argsort()]",
+        "columns = gather_column(rewards.columns(), ranks)",
         SAMPLING,
     ),
     fault(
         "parts",
         "the punishment of length is no part",
-        "_with_part(rewards.parts, part, weight=self.penalty)",
-        "rewards.parts",
+        'parts = RewardParts((*parts.names, "overlong"), (*parts.weights, self.penalty), values)',
+        "pass",
         "trainer/test_overlong.py",
     ),
 )

@@ -149,7 +149,8 @@ class FakeRun:
         )  # fmt: skip
         algorithm = PolicyGradient(
             self.actor, self.critic, self.reference, self.estimator, self.minibatches, self.guard,
-            reward_kl=self.reward_kl, kl=self.kl, update_reference=self.update_reference, rules=self.rules, stage=stage, log=log,
+            reward_kl=self.reward_kl, kl=self.kl, update_reference=self.update_reference, rules=self.rules,
+            stage=stage, log=log,
         )  # fmt: skip
         dumps = DumpRollouts(
             self.metrics, read_ids, lambda ids: "+".join(map(str, ids)), stage,

@@ -16,6 +16,7 @@ from mega_rl.algorithms.kl import AdaptiveKL
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.config.schema.algorithms import ADVANTAGES
 from mega_rl.trainer.collect import SamplingPlan
+from mega_rl.trainer.loop import Event, StepLog
 from mega_rl.trainer.mismatch import RolloutMismatchError
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
 from mega_rl.trainer.recording import _weights
@@ -193,6 +194,58 @@ def test_a_stop_request_ends_after_the_step_and_saves() -> None:
     assert list(trainer.metrics.records) == [1, 2]
 
 
+class Noting(Event):
+    """Writes down each call; asks for the end after `last` steps, and adds the step to the log."""
+
+    def __init__(self, notes: list[str], log: StepLog | None = None, *, last: int = 99) -> None:
+        self.notes, self.log, self.last = notes, log, last
+
+    def before(self, step: int) -> None:
+        self.notes.append(f"before {step}")
+
+    def evaluated(self, step: int, evaluated: Any) -> None:
+        self.notes.append(f"evaluated {step}")
+
+    def after(self, done: int, evaluated: Any) -> bool:
+        self.notes.append(f"after {done}" + " with nothing" * (evaluated is None))
+        if self.log is not None and done < 2:
+            self.log.add({"own/number": float(done)})
+        return done == self.last
+
+    def finish(self, done: int) -> None:
+        self.notes.append(f"finish {done}")
+
+
+def test_an_event_ends_the_run_after_its_step() -> None:
+    """Events act around each step in their order; those after the one that ends the run act, too."""
+    run = FakeRun(settings=RunSettings(steps=9))
+    run.more_events = [Noting(run.events, last=2), Noting(run.events)]
+    assert run.fit() == 2
+    step = ["generate", "reward", "old_logprobs", "values"]
+    updates = ["update_critic"] * 2 + ["update_actor"] * 2
+    expected = ["publish", *["after 0 with nothing"] * 2]
+    for number in range(2):
+        expected += [*[f"before {number}"] * 2, *step, *[f"evaluated {number}"] * 2, *updates, "publish"]
+        expected += [f"after {number + 1}"] * 2
+    assert run.events == [*expected, *["finish 2"] * 2]
+    assert list(run.metrics.records) == [1, 2]
+
+
+def test_a_record_has_the_metrics_of_its_step() -> None:
+    """Metrics of events, too; the timer begins with each step, and before the first there is a record if any number."""
+    run = FakeRun(settings=RunSettings(steps=3))
+    resets, reset = list[int](), run.timer.reset
+    run.timer.reset = lambda: (resets.append(len(run.metrics.records)), reset())
+    trainer = run.build()
+    trainer.events = [Noting([], trainer.log)]
+    trainer.fit()
+    records = run.metrics.records
+    assert [record.get("own/number") for record in records.values()] == [0.0, 1.0, None, None]
+    assert records[0] == {"own/number": 0.0}
+    assert "time/sync_weights_s" in records[1]
+    assert resets == [1, 2, 3]
+
+
 def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:
     trainer = FakeRun(
         settings=RunSettings(steps=5, val_interval=5), start=3, validation=held_out(FakePrompts().batch(0))
@@ -234,8 +287,9 @@ def test_roles_that_a_run_lacks_have_no_metrics(grpo: bool, has_reference: bool)
     trainer.fit()
     logged = trainer.metrics.records[1].keys()
     assert {"kl/ref", "kl/ref_k1"} & logged == ({"kl/ref", "kl/ref_k1"} if has_reference else set())
-    of_critic = {"returns/mean", "values/mean", "values/explained_variance"}
+    of_critic = {"returns/mean", "values/mean", "values/explained_variance", "time/values_s", "time/update_critic_s"}
     assert of_critic & logged == (set() if grpo else of_critic)
+    assert ("time/ref_logprobs_s" in logged) == has_reference
 
 
 def test_the_adaptive_kl_coefficient_follows_the_reference_kl() -> None:
@@ -343,6 +397,7 @@ def test_a_single_update_spares_the_forward_and_still_compares() -> None:
     events = trainer.events
     assert events[events.index("reward") :] == ["reward", "update_actor", "old_logprobs", "publish"]
     assert metrics["rollout/logprob_diff_max"] < 1e-6
+    assert "old_logprobs" not in trainer.timer.phases
 
 
 def test_a_single_update_is_stopped_before_it_changes_a_weight() -> None:

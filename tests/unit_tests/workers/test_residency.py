@@ -137,7 +137,7 @@ def test_a_stage_has_the_state_of_the_table(shared: bool, in_turn: bool, stage: 
     assert device.here == (one if in_turn else at_once if shared else ALL)
     assert device.tags == (set(tags) if shared else set())
     moved = device.events[before:]
-    if not (shared or in_turn) or one == {} and tags == TAGS:
+    if not (shared or in_turn) or (one == {} and tags == TAGS):
         assert moved == []
     device.residency.enter(stage)
     assert device.events[before:] == moved, "a stage that lasts moves nothing"
@@ -259,15 +259,15 @@ def test_an_error_brings_the_trainer_back(fails: str, in_turn: bool) -> None:
     device.models.one_at_a_time = in_turn
     device.fails = fails
     device.run("save")
-    try:
+
+    def step() -> None:
         device.run("generate")
         device.run("old_logprobs")
-        device.residency.models.hold({"actor": EVERYTHING})  # as an update does
+        device.models.hold({"actor": EVERYTHING})  # as an update does
         device.publish()
-    except RunError as error:
-        assert str(error) == f"{fails} failed"
-    else:
-        pytest.fail("no error")
+
+    with pytest.raises(RunError, match=f"^{fails} failed"):
+        step()
     assert in_turn or device.here == {"actor": EVERYTHING}
 
 
@@ -332,7 +332,8 @@ class Run:
             settings=RunSettings(steps=3, save_interval=2), rollout=self, sync=self, reward=self, checkpoints=self,
             actor=LearningWorker("actor", engines["actor"], LOSS, learning_rate=lambda _: 1.0),
             critic=LearningWorker("critic", engines["critic"], LOSS, learning_rate=lambda _: 1.0),
-            reference=ReferenceWorker(engines["reference"].forward), kl=FixedKL(0.1), reward_kl=RewardKL(FixedKL(0.1), k1),
+            reference=ReferenceWorker(engines["reference"].forward), kl=FixedKL(0.1),
+            reward_kl=RewardKL(FixedKL(0.1), k1),
             devices=Residency(self.models, FakeRanks(), while_generating=while_generating),
         )  # fmt: skip
 
