@@ -172,7 +172,7 @@ def run_mega_rl(folder: Path) -> None:
 
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-        trainer.sync.publish()
+        trainer.stage.publish(trainer.sync)
         world = GroupRanks(groups.world)
         commands = Commands(folder / "mega_rl") if world.rank == 0 else None
         orders = iter(commands) if commands is not None else iter(())

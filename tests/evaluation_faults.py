@@ -93,13 +93,6 @@ EVALUATION = (
         "engines/test_outcome.py",
     ),
     fault(
-        "metrics",
-        "phases without work are timed",
-        "if name in self._idle:",
-        "if name in ():",
-        "metrics/test_timers.py",
-    ),
-    fault(
         "replay",
         "responses without a reward count as those with one",
         "return np.where(known, values, np.nan)",

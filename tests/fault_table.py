@@ -688,7 +688,8 @@ TURNS = (
         "turns",
         "servers resume memory that models still hold",
         "        offloaded = models.hold(self._residents(layout))\n",
-        "        self._ask(self.servers.resume, [tag for tag in TAGS if tag in set(layout.servers) - set(now.servers)])\n"
+        "        coming = [tag for tag in TAGS if tag in set(layout.servers) - set(now.servers)]\n"
+        "        self._ask(self.servers.resume, coming)\n"
         "        now, offloaded = layout, models.hold(self._residents(layout))\n",
         "workers/test_residency.py",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from mega_rl import progress
@@ -26,14 +26,9 @@ class PhaseTimer:
         *,
         synchronize: Callable[[], None] = _nothing_to_wait_for,
         clock: Callable[[], float] = time.perf_counter,
-        idle: Collection[str] = (),
     ) -> None:
-        """
-        synchronize: waits for the accelerator; called at both ends of each phase.
-        idle: phases without work in this run, which are neither timed nor shown.
-        """
+        """synchronize: waits for the accelerator; called at both ends of each phase."""
         self._synchronize = synchronize
-        self._idle = frozenset(idle)
         self._clock = clock
         self._running: str | None = None
         self._seconds: dict[str, float] = {}
@@ -49,9 +44,6 @@ class PhaseTimer:
             raise RuntimeError(
                 f"phase {name!r} starts inside phase {self._running!r}: phases add up, so they do not nest"
             )
-        if name in self._idle:
-            yield
-            return
         self._synchronize()
         self._running = name
         start = self._clock()

@@ -31,7 +31,7 @@ def distil(rank: int, folder: str, loss: str, teacher: str, lr: float, roles: st
         trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
         records: list[dict[str, float]] = []
         for step in range(STEPS[loss]):
-            trainer.sync.publish()
+            trainer.stage.publish(trainer.sync)
             records.append(step_metrics(trainer, step))
         return {"records": records, "roles": sorted(engines_of(trainer))}
 
@@ -50,7 +50,7 @@ def distil_on_layouts(rank: int, folder: str) -> dict[str, list[dict[str, float]
             config = replaced(config, "engine.megatron.reference", **own)
             with session(config, accelerator) as groups, ExitStack() as resources:
                 trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-                trainer.sync.publish()
+                trainer.stage.publish(trainer.sync)
                 runs[f"{loss}, {name}"] = [step_metrics(trainer, step) for step in range(2)]
     return runs
 

@@ -168,7 +168,7 @@ def run_all(rank: int, folder: str, runs: list[tuple[str, str]]) -> dict[str, An
         with session(config, accelerator) as groups, ExitStack() as resources:
             trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
             tokens = recorded_tokens(trainer)
-            trainer.sync.publish()
+            trainer.stage.publish(trainer.sync)
             metrics = [step_metrics(trainer, step) for step in range(STEPS)]
             results[f"{layout} {algorithm}"] = {"tokens": tokens, "metrics": metrics}
     return results if rank == 0 else None

@@ -147,7 +147,7 @@ def one_step(engine: str, root: Path) -> dict[str, bool]:
     config = run_config(engine, root)
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer: Any = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
-        sent = trainer.sync.publish()
+        sent = trainer.stage.publish(trainer.sync)
         metrics, engines = step_metrics(trainer, 0), engines_of(trainer)
         kernels = [engines[role].attention for role in ("actor", "critic", "reference", "reward")]
         return {
