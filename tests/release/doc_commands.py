@@ -26,7 +26,7 @@ from tests.release.sources import ROOT, copy_sources
 PAGES = ("README.md", "CONTRIBUTING.md", "tests/special_distributed/README.md", "docs/own_data.md", "docs/data.md")
 PAGES += ("docs/checkpoint.md", "docs/converters.md", "docs/package.md", "docs/trackers.md", "docs/verify.md")
 PAGES += ("docs/versions.md", "docs/workers/fsdp_workers.md", "docs/workers/megatron_workers.md")
-PAGES += ("docs/workers/ray_trainer.md", "docs/workers/sglang_worker.md", "docs/report.md", "docs/gsm8k.md")
+PAGES += ("docs/workers/trainer.md", "docs/workers/sglang_worker.md", "docs/report.md", "docs/gsm8k.md")
 PAGES += ("docs/evaluation.md", "docs/replay.md", "docs/sandbox.md")
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"^\| `((?:mega-rl|make) [^`]*|mega-rl|make)` \|", re.MULTILINE)  # first cells of tables

@@ -84,7 +84,7 @@ def exists(dotted: str) -> bool:
 
 
 def test_exists_can_say_no() -> None:
-    for dotted in ("mega_rl.types", "mega_rl.trainer.loop.PPOTrainer", "mega_rl.accelerator.prepare"):
+    for dotted in ("mega_rl.types", "mega_rl.trainer.loop.Trainer", "mega_rl.accelerator.prepare"):
         assert exists(dotted), dotted
     for dotted in ("mega_rl.typos", "mega_rl.trainer.loop.PPOTeacher", "mega_rl.accelerator.repair"):
         assert not exists(dotted), dotted

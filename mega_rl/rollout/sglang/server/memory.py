@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class ServersMemory:
-    """`workers.colocation.ServerMemory` of all servers.
+    """`workers.residency.ServerMemory` of all servers.
 
     A server that fails to release or resume is stopped, for only then is its memory known to be free; it is started
     again before the next rollout needs it, as any server that was lost.
@@ -40,11 +40,11 @@ class ServersMemory:
             self._released[index] = set()
 
     def release(self, tags: Sequence[str]) -> None:
-        """See `workers.colocation.ServerMemory`. Raises RunError on all ranks when no server is left."""
+        """See `workers.residency.ServerMemory`. Raises RunError on all ranks when no server is left."""
         self._all("release", self._release, tags)
 
     def resume(self, tags: Sequence[str]) -> None:
-        """See `workers.colocation.ServerMemory`. Raises RunError on all ranks when no server is left."""
+        """See `workers.residency.ServerMemory`. Raises RunError on all ranks when no server is left."""
         self._all("resume", self._resume, tags)
 
     # SGLang fails when it is to release what it has released, or to resume what it holds.
