@@ -30,12 +30,12 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None:
         """Return at once: there is nothing to wait for."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DoneEvent) -> None:
         """Return at once: there is nothing to wait for."""
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: DoneEvent | None = None) -> DoneEvent:
         """An event that has happened."""
-        return event or Event()
+        return event or DoneEvent()
 
     def synchronize(self) -> None:
         """Return at once: there is nothing to wait for."""
@@ -51,7 +51,7 @@ class Stream:
         return None
 
 
-class Event:
+class DoneEvent:
     """An event that has happened."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -150,7 +150,7 @@ NAMES: dict[str, Any] = {
     "_lazy_call": _call_now,
     "_lazy_init": _nothing,
     "Stream": Stream,
-    "Event": Event,
+    "Event": DoneEvent,
     "stream": _stream_context,
     "current_stream": _the_stream,
     "default_stream": _the_stream,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from torch import Tensor
+
 from mega_rl.protocols import CheckpointStore, MetricsSink, Ranks, RolloutSource, Scorer
 from mega_rl.trainer.dumps import ReadResponse, sample_rows
 from mega_rl.trainer.loop import Event, Stages, StepLog
@@ -57,11 +59,11 @@ class DumpRollouts(Event):
             ]
             self.sink.dump_rollouts(done, rows, validation=True)
 
-    def _rows(self, done: int, samples: Samples, **advantages: Any) -> list[Mapping[str, Any]]:
+    def _rows(self, done: int, samples: Samples, advantages: Tensor | None = None) -> list[Mapping[str, Any]]:
         with self.stage("log"):
             return sample_rows(
                 samples.rollout, samples.rewards, samples.prompts, self.read,
-                render=self.render, step=done, count=self.count, **advantages,
+                render=self.render, step=done, count=self.count, advantages=advantages,
             )  # fmt: skip
 
 

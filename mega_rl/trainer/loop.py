@@ -117,7 +117,7 @@ class StepLog:
 class BatchSource(Protocol):
     """Source of the batches that steps train on."""
 
-    def take(self, step: int) -> Any:
+    def take(self, step: int) -> object:
         """Return the batch of a step, counted from 0; called once for each step, in order; collective."""
         ...
 
@@ -125,7 +125,7 @@ class BatchSource(Protocol):
 class Algorithm(Protocol):
     """What is computed on a batch, and what is learned from it."""
 
-    def evaluate(self, batch: Any, step: int) -> Any:
+    def evaluate(self, batch: Any, step: int) -> object:
         """Return the batch with everything that an update needs; changes no weight; collective."""
         ...
 
@@ -135,7 +135,7 @@ class Algorithm(Protocol):
 
 
 class Event:
-    """Something that happens around steps when it is due. All methods are collective; by default they do nothing."""
+    """Action around steps when it is due. All methods are collective; by default they do nothing."""
 
     def before(self, step: int) -> None:
         """Act before a step, counted from 0, when the record of the previous step is written."""
@@ -183,7 +183,7 @@ class Trainer:
             event.finish(done)
         return done
 
-    def step(self, number: int) -> Any:
+    def step(self, number: int) -> object:
         """Make one step, counted from 0; returns what it trained on."""
         batch = self.batches.take(number)
         evaluated = self.algorithm.evaluate(batch, number)
@@ -193,5 +193,5 @@ class Trainer:
         self.log.add(self.stage.publish(self.sync))
         return evaluated
 
-    def _after(self, done: int, evaluated: Any) -> bool:
+    def _after(self, done: int, evaluated: object) -> bool:
         return any([event.after(done, evaluated) for event in self.events])

@@ -23,6 +23,7 @@ from mega_rl.trainer.step_metrics import experience_metrics, mean_metrics
 from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs
 
 Guard = Callable[[Rollout | Experience, TokenOutputs], Metrics]  # raises RolloutMismatchError
+ModelOutputs = tuple[TokenOutputs, TokenOutputs, TokenOutputs]  # old log-probs, reference log-probs, values
 LEFT_OUT = "actor/zero_advantage_fraction"
 
 
@@ -30,7 +31,7 @@ class Evaluated(NamedTuple):
     """A step before its updates, as this rank has it: rows of its data-parallel replica."""
 
     batch: Batch
-    outputs: tuple[TokenOutputs, TokenOutputs, TokenOutputs]  # old log-probs, reference log-probs, values
+    outputs: ModelOutputs
     experience: Experience
     minibatches: Sequence[Experience]  # of all epochs, in order
 
@@ -72,10 +73,10 @@ class PolicyGradient:
                 old = self.actor.evaluate(rollout)
                 self.log.add(self.guard(rollout, old))
         ref = self._outputs("ref_logprobs", self.reference, rollout)
-        critic = self._outputs("values", self.critic, rollout)
+        outputs = (old, ref, self._outputs("values", self.critic, rollout))
         with self.stage("advantages"):
             experience = build_experience(
-                rollout, batch.rewards, old=old, ref=ref, critic=critic,
+                rollout, batch.rewards, outputs=outputs,
                 estimator=self.estimator, reward_kl=self.reward_kl, greedy=batch.greedy, sum_over_ranks=ranks.sum,
             )  # fmt: skip
             if self.rules.filter_truncated:
@@ -83,7 +84,7 @@ class PolicyGradient:
             has_reference, has_critic = self.reference is not None, self.critic is not None
             self.log.add(experience_metrics(experience, ranks, has_reference=has_reference, has_critic=has_critic))
             minibatches = list(self.minibatches.cut(experience, num_prompts=len(batch.samples.prompts), step=step))
-        return Evaluated(batch, (old, ref, critic), experience, minibatches)
+        return Evaluated(batch, outputs, experience, minibatches)
 
     def update(self, evaluated: Evaluated, step: int) -> None:
         """Make one optimizer step of critic and actor for each mini-batch, then update KL coefficient and reference."""
@@ -130,21 +131,21 @@ def build_experience(
     rollout: Rollout,
     rewards: Rewards,
     *,
-    old: TokenOutputs,
-    ref: TokenOutputs,
-    critic: TokenOutputs,
+    outputs: ModelOutputs,
     estimator: AdvantageEstimator,
     sum_over_ranks: SumOverRanks,
     reward_kl: RewardKL | None = None,
     greedy: Tensor | None = None,
 ) -> Experience:
-    """Return the rollout with advantages and returns. A role that the run lacks has empty outputs.
+    """Return the rollout with advantages and returns.
 
+    outputs: of old log-probs, reference log-probs and values; empty for a role that the run lacks.
     reward_kl: the KL penalty in token rewards; None without. greedy: [P] float32, rewards of greedy responses.
 
     Failed samples have no response token. So none of them trains, their rewards have no token to stand on, and every
     statistic (of a group, of the batch, of a mini-batch) is one of the samples that have an answer.
     """
+    old, ref, critic = outputs
     assert old.logprobs is not None
     assert rollout.failed is None or not rollout.loss_mask[rollout.failed].any(), (
         "a failed sample has tokens that train"

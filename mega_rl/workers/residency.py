@@ -122,7 +122,7 @@ class ServerMemory(Protocol):
         ...
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """Memory on devices that servers share."""
 
     name: str  # in metrics: memory/<name>_bytes
@@ -131,14 +131,14 @@ class Layout(NamedTuple):
     others: frozenset[str] = NOTHING
 
 
-START = Layout("start", (), {}, EVERYTHING)  # servers have released everything before the models are built
-TRAINING = Layout("training", (), {}, EVERYTHING)
-SENDING = Layout("sending", ("weights",), {"actor": PARAMETERS})
-PROVING = Layout("proving", TAGS, {"actor": PARAMETERS})
-GENERATING = Layout("generating", TAGS, {})
-SCORING = Layout("scoring", ("weights",), {"reward": PARAMETERS})
-SAVING = Layout("saving", ("weights",), {}, EVERYTHING)
-SHARED: Mapping[str, Layout] = {
+START = MemoryLayout("start", (), {}, EVERYTHING)  # servers have released everything before the models are built
+TRAINING = MemoryLayout("training", (), {}, EVERYTHING)
+SENDING = MemoryLayout("sending", ("weights",), {"actor": PARAMETERS})
+PROVING = MemoryLayout("proving", TAGS, {"actor": PARAMETERS})
+GENERATING = MemoryLayout("generating", TAGS, {})
+SCORING = MemoryLayout("scoring", ("weights",), {"reward": PARAMETERS})
+SAVING = MemoryLayout("saving", ("weights",), {}, EVERYTHING)
+SHARED: Mapping[str, MemoryLayout] = {
     **dict.fromkeys(("generate", "baseline", "validate"), GENERATING),
     "reward": SCORING,
     **dict.fromkeys(("old_logprobs", "ref_logprobs", "values", "update_critic", "update_actor"), TRAINING),
@@ -168,7 +168,7 @@ class Residency:
     everyone: Ranks
     servers: ServerMemory | None = None
     while_generating: frozenset[str] = NOTHING
-    layout: Layout = field(default=START, init=False)
+    layout: MemoryLayout = field(default=START, init=False)
     _bytes: Metrics = field(default_factory=dict, init=False)
 
     def enter(self, stage: str) -> None:
@@ -226,9 +226,9 @@ class Residency:
             return
         if not self.models.one_at_a_time:
             self.models.hold(self._residents(TRAINING))
-        self.layout = Layout("failed", self.layout.servers, {}, EVERYTHING)
+        self.layout = MemoryLayout("failed", self.layout.servers, {}, EVERYTHING)
 
-    def _share(self, layout: Layout) -> int:
+    def _share(self, layout: MemoryLayout) -> int:
         """Release and resume until shared devices are as `layout` says; returns the offloaded bytes; collective."""
         now, models = self.layout, self.models
         if layout in (SAVING, SCORING):  # weights that the servers have lost come with the next publish
@@ -251,7 +251,7 @@ class Residency:
         self.layout = layout
         return offloaded
 
-    def _residents(self, layout: Layout) -> dict[Role, frozenset[str]]:
+    def _residents(self, layout: MemoryLayout) -> dict[Role, frozenset[str]]:
         """Return the parts of each model that a layout begins with; models that take turns come for their own work."""
         if self.models.one_at_a_time and layout.others:
             return {}

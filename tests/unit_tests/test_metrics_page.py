@@ -19,7 +19,7 @@ from mega_rl.trainer.step_metrics import LENGTH_QUANTILES as RESPONSE_QUANTILES
 from mega_rl.types import TRAINED_TOKENS
 from mega_rl.workers import residency
 from mega_rl.workers.models import SKIPPED
-from mega_rl.workers.residency import Layout
+from mega_rl.workers.residency import MemoryLayout
 from mega_rl.workers.reward import AbsentScorer
 from tests.helpers.fakes import FakeReward, FakeSink, held_out
 from tests.helpers.loops import FakeRun, RunSettings
@@ -107,7 +107,7 @@ def written() -> frozenset[str]:
     names |= {f"time/{stage}_s" for stage in stages}
     names |= {f"sync/{phase}_seconds" for phase in PHASES}
     layouts = [
-        value for value in vars(residency).values() if isinstance(value, Layout) and value is not residency.START
+        value for value in vars(residency).values() if isinstance(value, MemoryLayout) and value is not residency.START
     ]
     names |= {f"memory/{layout.name}_bytes" for layout in layouts}
     (counted,) = re.findall(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_rl.verify.rl.independent import formulas
 from mega_rl.verify.rl.independent.formulas import Formulas, Row
-from mega_rl.verify.rl.independent.records import Algorithm, LockstepSettings, ScoredSample
+from mega_rl.verify.rl.independent.records import LockstepSettings, NamedSettings, ScoredSample
 from mega_rl.verify.rl.rewards import RewardRule
 
 # Settings of the runs that faults are looked for in: every one of them has an effect.
@@ -78,11 +78,11 @@ def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[
     return advantages, returns
 
 
-def _unclipped(ratio: Tensor, advantages: Tensor, choice: Algorithm) -> Tensor:
+def _unclipped(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
     return -ratio * advantages
 
 
-def _clipped_alone(ratio: Tensor, advantages: Tensor, choice: Algorithm) -> Tensor:
+def _clipped_alone(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
     """Return the loss of the clipped ratio, without the minimum of both."""
     return -torch.clamp(ratio, 1 - choice["clip_low"], 1 + choice["clip_high"]) * advantages
 
@@ -121,7 +121,10 @@ FAULTS = (
         formulas=Formulas(deviation=_population_deviation),
     ),
     Fault(
-        "no division by the deviation", "grpo", "advantages", _run(advantage=Algorithm("grpo", words={"std": "none"}))
+        "no division by the deviation",
+        "grpo",
+        "advantages",
+        _run(advantage=NamedSettings("grpo", words={"std": "none"})),
     ),
     Fault("temperature 1", "grpo", "log-probs", _run(temperature=1.0)),
     Fault("token-mean instead of seq-mean-token-mean", "grpo", "loss", _run(aggregation="token-mean")),
@@ -146,7 +149,7 @@ FAULTS = (
     Fault("k2 instead of k3", "grpo_kl", "loss", _run(kl_estimator="k2")),
     Fault("entropy bonus with the wrong sign", "grpo_kl", "loss", _run(entropy_coef=-0.01)),
     Fault("importance weights without a cap", "tis", "loss", _but("correction", cap=1e9)),
-    Fault("no importance weights", "tis", "loss", _run(correction=Algorithm("none"))),
+    Fault("no importance weights", "tis", "loss", _run(correction=NamedSettings("none"))),
     Fault("advantages one token early", "ppo", "advantages", formulas=Formulas(placed=_shifted)),
     Fault("KL in the reward with the wrong sign", "ppo", "advantages", _run(kl_coef=-0.05)),
     Fault("lambda 1", "ppo", "advantages", _but("advantage", gae_lambda=1.0)),
@@ -161,13 +164,18 @@ FAULTS = (
     ),
     Fault("reference as at the start", "reinforce_plus_plus_baseline", "log-probs", _run(reference_interval=0)),
     Fault("copy instead of a moving average", "reinforce_plus_plus_baseline", "log-probs", _run(reference_rate=1.0)),
-    Fault("mean reward without lengths", "opo", "advantages", _run(advantage=Algorithm("grpo", words={"std": "none"}))),
+    Fault(
+        "mean reward without lengths", "opo", "advantages", _run(advantage=NamedSettings("grpo", words={"std": "none"}))
+    ),
     Fault("geometric mean without narrow bounds", "opo", "loss", _but("loss", clip_low=9.0, clip_high=9.0)),
-    Fault("no rejection", "opo", "loss", _run(correction=Algorithm("none"))),
+    Fault("no rejection", "opo", "loss", _run(correction=NamedSettings("none"))),
     Fault("sets of one response", "pass_at_k", "advantages", _but("advantage", k=1)),
     Fault("covariant tokens not held back", "pass_at_k", "loss", _but("loss", threshold=1e9)),
     Fault(
-        "ratio of each token", "gspo_critic", "loss", lambda run: replace(run, loss=Algorithm("ppo", run.loss.numbers))
+        "ratio of each token",
+        "gspo_critic",
+        "loss",
+        lambda run: replace(run, loss=NamedSettings("ppo", run.loss.numbers)),
     ),
     Fault("no punishment of long responses", "dapo_sampling", "advantages", _run(overlong_buffer=0)),
     Fault("responses that were cut off train", "dapo_sampling", "log-probs", _run(overlong_filter=False)),
@@ -186,7 +194,7 @@ FAULTS = (
         "parts summed before they are normalised",
         "gdpo",
         "advantages",
-        _run(advantage=Algorithm("grpo", words={"std": "group"})),
+        _run(advantage=NamedSettings("grpo", words={"std": "group"})),
     ),
     Fault("punishment of long responses without its weight", "gdpo_sampling", "advantages", _run(overlong_penalty=1.0)),
     Fault("teacher and student swapped", "teacher_reverse_kl", "loss", formulas=Formulas(divergence=_swapped)),

@@ -86,12 +86,14 @@ def lockstep_settings(config: Config) -> LockstepSettings:
     )
 
 
-def _followed(config: Config, choice: Choice) -> records.Algorithm:
+def _followed(config: Config, choice: Choice) -> records.NamedSettings:
     """Return the chosen algorithm with its settings as the independent trainer's own."""
     name = chosen(config, choice)
     settings = dataclasses.asdict(choice.builtin[name](**settings_of(config, choice)))
     words = {key: value for key, value in settings.items() if isinstance(value, str)}
-    return records.Algorithm(name, {key: float(value) for key, value in settings.items() if key not in words}, words)
+    return records.NamedSettings(
+        name, {key: float(value) for key, value in settings.items() if key not in words}, words
+    )
 
 
 def _unknown(config: Config, choice: Choice) -> Iterator[str]:

@@ -53,9 +53,11 @@ def experience_of(rollout: Rollout, rewards: torch.Tensor, estimator: AdvantageE
     return build_experience(
         rollout,
         Rewards(rewards),
-        old=TokenOutputs(logprobs=rollout.rollout_logprobs),
-        ref=TokenOutputs(),
-        critic=TokenOutputs(values=0.3 * rollout.rollout_logprobs),
+        outputs=(
+            TokenOutputs(logprobs=rollout.rollout_logprobs),
+            TokenOutputs(),
+            TokenOutputs(values=0.3 * rollout.rollout_logprobs),
+        ),
         estimator=estimator,
         sum_over_ranks=FakeRanks().sum,
     )

@@ -57,9 +57,7 @@ def test_each_row_is_compared_with_its_prompt() -> None:
     experience = build_experience(
         rollout,
         Rewards(torch.tensor([1.0, 2.0, 3.0, 4.0])),
-        old=TokenOutputs(logprobs=rollout.rollout_logprobs),
-        ref=TokenOutputs(),
-        critic=TokenOutputs(),
+        outputs=(TokenOutputs(logprobs=rollout.rollout_logprobs), TokenOutputs(), TokenOutputs()),
         estimator=ESTIMATORS["remax"](),
         sum_over_ranks=FakeRanks().sum,
         greedy=torch.tensor([torch.nan, -1.0, torch.nan, 0.5]),

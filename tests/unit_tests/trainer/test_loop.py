@@ -432,9 +432,7 @@ def test_minibatches_cover_the_batch_once_per_epoch() -> None:
     experience = build_experience(
         rollout,
         trainer.reward.score(rollout, []),
-        old=trainer.actor.evaluate(rollout),
-        ref=TokenOutputs(),
-        critic=trainer.critic.evaluate(rollout),
+        outputs=(trainer.actor.evaluate(rollout), TokenOutputs(), trainer.critic.evaluate(rollout)),
         estimator=trainer.estimator,
         sum_over_ranks=FakeRanks().sum,
     )

@@ -32,9 +32,11 @@ def experience_of(rollout: Rollout, rewards: Rewards) -> Experience:
     return build_experience(
         rollout,
         rewards,
-        old=TokenOutputs(logprobs=rollout.rollout_logprobs),
-        ref=TokenOutputs(),
-        critic=TokenOutputs(values=0.3 * rollout.rollout_logprobs),
+        outputs=(
+            TokenOutputs(logprobs=rollout.rollout_logprobs),
+            TokenOutputs(),
+            TokenOutputs(values=0.3 * rollout.rollout_logprobs),
+        ),
         estimator=GRPO(),
         sum_over_ranks=FakeRanks().sum,
     )

@@ -29,9 +29,7 @@ def experience_from(old: TokenOutputs, routing: torch.Tensor | None) -> Any:
     return build_experience(
         rollout,
         Rewards(torch.randn(8)),
-        old=dataclasses.replace(old, logprobs=batch.old_logprobs),
-        ref=TokenOutputs(),
-        critic=TokenOutputs(),
+        outputs=(dataclasses.replace(old, logprobs=batch.old_logprobs), TokenOutputs(), TokenOutputs()),
         estimator=GRPO(),
         sum_over_ranks=SingleRank().sum,
     )

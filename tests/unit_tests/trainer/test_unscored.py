@@ -57,9 +57,11 @@ def experience_of(rollout: Rollout, rewards: Rewards, name: str) -> Experience:
     return build_experience(
         kept,
         of_kept,
-        old=TokenOutputs(logprobs=kept.rollout_logprobs),
-        ref=TokenOutputs(logprobs=1.3 * kept.rollout_logprobs),
-        critic=TokenOutputs(values=0.3 * kept.rollout_logprobs),
+        outputs=(
+            TokenOutputs(logprobs=kept.rollout_logprobs),
+            TokenOutputs(logprobs=1.3 * kept.rollout_logprobs),
+            TokenOutputs(values=0.3 * kept.rollout_logprobs),
+        ),
         estimator=estimator,
         greedy=torch.tensor([0.5, 0.25, 1.0]),
         sum_over_ranks=FakeRanks().sum,

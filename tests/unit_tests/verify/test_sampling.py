@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mega_rl.verify.rl.independent.formulas import Formulas
-from mega_rl.verify.rl.independent.records import Algorithm, LockstepSettings, ScoredSample, StepBatch
+from mega_rl.verify.rl.independent.records import LockstepSettings, NamedSettings, ScoredSample, StepBatch
 from mega_rl.verify.rl.independent.sampling import kept_groups, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.inputs import algorithm_run
 from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
@@ -90,7 +90,7 @@ def test_gdpo_keeps_a_group_whose_weighted_parts_differ() -> None:
         *(replace(sample, parts={"a": 1.0, "b": 0.0, "seen": float(i)}) for i, sample in enumerate(seen)),
         *(replace(sample, parts={"a": 1.0 - i, "b": float(i), "seen": 0.0}) for i, sample in enumerate(swapped)),
     ]
-    run = replace(settings(prompts=1, generations=1), advantage=Algorithm("gdpo"), part_weights={"seen": 0.0})
+    run = replace(settings(prompts=1, generations=1), advantage=NamedSettings("gdpo"), part_weights={"seen": 0.0})
     groups, _ = kept_groups([samples], run, FORMULAS)
     assert [group[0].prompt for group in groups] == [1]
 

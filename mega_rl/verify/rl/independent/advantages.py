@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mega_rl.verify.rl.independent.formulas import Formulas, Row, returns_to_go
-from mega_rl.verify.rl.independent.records import Algorithm, ScoredSample
+from mega_rl.verify.rl.independent.records import NamedSettings, ScoredSample
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def against_others(rewards: Row, lengths: list[int]) -> Row:
     return [reward - (sum(rewards) - reward) / others for reward in rewards]
 
 
-def generalized(responses: Responses, choice: Algorithm) -> list[Row]:
+def generalized(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return GAE (arXiv:1506.02438), lambda by the response's length or the policy's own (VAPO, arXiv:2504.05118)."""
     rows = []
     for sample, rewards, values in zip(responses.samples, responses.token_rewards, responses.values, strict=True):
@@ -75,13 +75,13 @@ def generalized(responses: Responses, choice: Algorithm) -> list[Row]:
     return responses.formulas.whitened(rows) if choice["whiten"] else rows
 
 
-def value_targets(responses: Responses, choice: Algorithm) -> list[Row]:
+def value_targets(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return what the critic learns: the returns of GAE by the critic's own lambda."""
     gae, gamma, lam = responses.formulas.gae, choice["gamma"], choice["gae_lambda"]
     return [gae(*row, gamma, lam)[1] for row in zip(responses.token_rewards, responses.values, strict=True)]
 
 
-def group_relative(responses: Responses, choice: Algorithm) -> list[Row]:
+def group_relative(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return (r - mean) / (std + 1e-6) of the prompt's responses (GRPO, arXiv:2402.03300, section 4.1.2).
 
     std: group; none, which divides by nothing (Dr. GRPO, arXiv:2503.20783); batch, the deviation of centred rewards
@@ -94,7 +94,7 @@ def group_relative(responses: Responses, choice: Algorithm) -> list[Row]:
     return responses.on_every_token([number / below for number in numbers])
 
 
-def parts_relative(responses: Responses, choice: Algorithm) -> list[Row]:
+def parts_relative(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the weighted sum of the parts' own group-relative advantages, normalised over the batch.
 
     Source: GDPO, arXiv:2601.05242, section 3; deviations and what is added to them are those of `group_relative`.
@@ -117,18 +117,18 @@ def _normalized_by(formulas: Formulas) -> Callable[[Row, list[int]], Row]:
     return normalized
 
 
-def leave_one_out(responses: Responses, choice: Algorithm) -> list[Row]:
+def leave_one_out(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the reward less the mean of the prompt's other responses (RLOO, arXiv:2402.14740)."""
     return responses.on_every_token(responses.of_groups(against_others))
 
 
-def whitened_returns(responses: Responses, choice: Algorithm) -> list[Row]:
+def whitened_returns(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the returns of token rewards, whitened over the batch (REINFORCE++, arXiv:2501.03262)."""
     rows = [returns_to_go(rewards, choice["gamma"]) for rewards in responses.token_rewards]
     return responses.formulas.whitened(rows)
 
 
-def whitened_centred_returns(responses: Responses, choice: Algorithm) -> list[Row]:
+def whitened_centred_returns(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the same, undiscounted, of rewards less the prompt's mean (with a baseline, arXiv:2501.03262)."""
     rows = []
     for i, number in enumerate(responses.of_groups(centred)):
@@ -138,7 +138,7 @@ def whitened_centred_returns(responses: Responses, choice: Algorithm) -> list[Ro
     return responses.formulas.whitened(rows)
 
 
-def less_greedy(responses: Responses, choice: Algorithm) -> list[Row]:
+def less_greedy(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return token rewards to go, less the reward of the prompt's greedy response (ReMax, arXiv:2310.10505)."""
     rows = []
     for sample, rewards in zip(responses.samples, responses.token_rewards, strict=True):
@@ -146,7 +146,7 @@ def less_greedy(responses: Responses, choice: Algorithm) -> list[Row]:
     return rows
 
 
-def optimal_baseline(responses: Responses, choice: Algorithm) -> list[Row]:
+def optimal_baseline(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return the reward less the prompt's mean reward weighted by length (OPO, arXiv:2505.23585)."""
 
     def judged(rewards: Row, lengths: list[int]) -> Row:
@@ -156,7 +156,7 @@ def optimal_baseline(responses: Responses, choice: Algorithm) -> list[Row]:
     return responses.on_every_token(responses.of_groups(judged))
 
 
-def pass_at_k(responses: Responses, choice: Algorithm) -> list[Row]:
+def pass_at_k(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return pass@k advantages, by analytical derivation (arXiv:2508.10751): a set of k is right if one of it is."""
     k = int(choice["k"])
 
@@ -172,7 +172,7 @@ def pass_at_k(responses: Responses, choice: Algorithm) -> list[Row]:
     return responses.on_every_token(responses.of_groups(judged))
 
 
-def teacher_advantages(responses: Responses, choice: Algorithm) -> list[Row]:
+def teacher_advantages(responses: Responses, choice: NamedSettings) -> list[Row]:
     """Return log q - log p of each token and, discounted, of those after it, q the teacher's.
 
     Reverse KL on the student's own samples (GKD, arXiv:2306.13649), with reward_weight times the reward less the mean
@@ -187,7 +187,7 @@ def teacher_advantages(responses: Responses, choice: Algorithm) -> list[Row]:
 
 
 # Name -> (formula, the settings that it reads).
-ADVANTAGES: Mapping[str, tuple[Callable[[Responses, Algorithm], list[Row]], frozenset[str]]] = {
+ADVANTAGES: Mapping[str, tuple[Callable[[Responses, NamedSettings], list[Row]], frozenset[str]]] = {
     "gae": (generalized, frozenset({"gamma", "gae_lambda", "policy_lambda", "length_alpha", "whiten"})),
     "grpo": (group_relative, frozenset({"std"})),
     "gdpo": (parts_relative, frozenset()),

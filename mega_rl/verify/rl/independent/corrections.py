@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from mega_rl.verify.rl.independent.losses import ResponseTokens
-from mega_rl.verify.rl.independent.records import Algorithm
+from mega_rl.verify.rl.independent.records import NamedSettings
 
 
-def uncorrected(tokens: ResponseTokens, choice: Algorithm) -> Tensor:
+def uncorrected(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return weights of 1."""
     return torch.ones_like(tokens.anchor)
 
 
-def truncated(tokens: ResponseTokens, choice: Algorithm) -> Tensor:
+def truncated(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return min(p_old / p_rollout, cap) of each token, or of the whole response (Yao et al. 2025)."""
     log_ratio = tokens.anchor - tokens.rollout
     if choice.words["level"] == "sequence":
@@ -27,28 +27,28 @@ def truncated(tokens: ResponseTokens, choice: Algorithm) -> Tensor:
     return torch.exp(log_ratio).clamp(max=choice["cap"])
 
 
-def within_band(tokens: ResponseTokens, choice: Algorithm) -> Tensor:
+def within_band(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return p_old / p_rollout of each token inside [low, high], else 0 (IcePop, arXiv:2510.18855)."""
     ratio = torch.exp(tokens.anchor - tokens.rollout)
     return torch.where((ratio >= choice["low"]) & (ratio <= choice["high"]), ratio, 0.0)
 
 
-def by_geometric_mean(tokens: ResponseTokens, choice: Algorithm) -> Tensor:
+def by_geometric_mean(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return 1 for responses whose geometric mean of p_old / p_rollout is inside [low, high], else 0 (Liu 2025)."""
     return _accepted(float((tokens.anchor - tokens.rollout).mean().exp()), tokens, choice)
 
 
-def by_product(tokens: ResponseTokens, choice: Algorithm) -> Tensor:
+def by_product(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return 1 for responses whose p_old / p_rollout is inside [low, high], else 0 (Liu 2025)."""
     return _accepted(float((tokens.anchor - tokens.rollout).sum().exp()), tokens, choice)
 
 
-def _accepted(ratio: float, tokens: ResponseTokens, choice: Algorithm) -> Tensor:
+def _accepted(ratio: float, tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     weight = 1.0 if choice["low"] <= ratio <= choice["high"] else 0.0
     return weight * torch.ones_like(tokens.anchor)
 
 
-def bad_and_distant(tokens: ResponseTokens, choice: Algorithm) -> Tensor:
+def bad_and_distant(tokens: ResponseTokens, choice: NamedSettings) -> Tensor:
     """Return 0 where A < 0 in responses with a mean log(p_rollout / p) above delta (OPSM, arXiv:2512.02556)."""
     distance = float((tokens.rollout - tokens.logprobs.detach()).mean())
     leaves_out = tokens.advantages < 0 if distance > choice["delta"] else torch.zeros(len(tokens.anchor)).bool()
@@ -56,7 +56,7 @@ def bad_and_distant(tokens: ResponseTokens, choice: Algorithm) -> Tensor:
 
 
 # Name -> (formula, the settings that it reads).
-CORRECTIONS: Mapping[str, tuple[Callable[[ResponseTokens, Algorithm], Tensor], frozenset[str]]] = {
+CORRECTIONS: Mapping[str, tuple[Callable[[ResponseTokens, NamedSettings], Tensor], frozenset[str]]] = {
     "none": (uncorrected, frozenset()),
     "tis": (truncated, frozenset({"level", "cap"})),
     "icepop": (within_band, frozenset({"low", "high"})),

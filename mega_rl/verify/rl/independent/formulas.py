@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.verify.rl.independent.records import Algorithm, LockstepSettings
+from mega_rl.verify.rl.independent.records import LockstepSettings, NamedSettings
 
 Row = list[float]
 
@@ -69,13 +69,13 @@ def aggregation_weights(sizes: Sequence[tuple[int, int]], settings: LockstepSett
     return [1 / (rows * settings.max_response_tokens) for _ in lengths]  # Dr. GRPO, arXiv:2503.20783
 
 
-def clipped_term(ratio: Tensor, advantages: Tensor, choice: Algorithm) -> Tensor:
+def clipped_term(ratio: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
     """Return the loss of each token, arXiv:1707.06347, eq. 7; with a bound below where A < 0, arXiv:1912.09729."""
     clipped = torch.clamp(ratio, 1 - choice["clip_low"], 1 + choice["clip_high"])
     return bounded_term(torch.minimum(ratio * advantages, clipped * advantages), advantages, choice)
 
 
-def bounded_term(objective: Tensor, advantages: Tensor, choice: Algorithm) -> Tensor:
+def bounded_term(objective: Tensor, advantages: Tensor, choice: NamedSettings) -> Tensor:
     """Return the loss of each token, at most dual_clip * |A| where A < 0 (arXiv:1912.09729, eq. 5)."""
     bound = choice.numbers.get("dual_clip", 0.0)
     if bound > 0:
@@ -201,7 +201,7 @@ class Formulas:
     gae: Callable[[Row, Row, float, float], tuple[Row, Row]] = gae
     whitened: Callable[[list[Row]], list[Row]] = whitened
     placed: Callable[[Row], Row] = same
-    clipped_term: Callable[[Tensor, Tensor, Algorithm], Tensor] = clipped_term
+    clipped_term: Callable[[Tensor, Tensor, NamedSettings], Tensor] = clipped_term
     value_term: Callable[[Tensor, Tensor, Tensor, float], Tensor] = value_term
     anchor: Callable[[Tensor, Tensor], Tensor] = anchor
     bias_corrections: Callable[[int, LockstepSettings], tuple[float, float]] = bias_corrections

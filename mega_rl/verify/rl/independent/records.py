@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class NamedSettings:
     """An algorithm by its name, with its settings by theirs: numbers (1 for yes, 0 for no) and words."""
 
     name: str
@@ -20,7 +20,7 @@ class Algorithm:
     def __getitem__(self, setting: str) -> float:
         return self.numbers[setting]
 
-    def but(self, **settings: float) -> Algorithm:
+    def but(self, **settings: float) -> NamedSettings:
         """Return the same with other numbers."""
         return replace(self, numbers={**self.numbers, **settings})
 
@@ -29,9 +29,9 @@ class Algorithm:
 class LockstepSettings:
     """The numbers of a run that its mathematics depends on."""
 
-    advantage: Algorithm
-    loss: Algorithm
-    correction: Algorithm
+    advantage: NamedSettings
+    loss: NamedSettings
+    correction: NamedSettings
     part_weights: Mapping[str, float]  # of named parts of the rewards; one without a weight has 1
     prompts_per_step: int
     updates_per_epoch: int

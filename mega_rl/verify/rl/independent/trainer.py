@@ -76,7 +76,7 @@ class TrainedNetwork:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedSample:
     """A sample with what a step knows of its tokens before the first update; [n] float64 each."""
 
     sample: ScoredSample
@@ -129,7 +129,7 @@ class IndependentTrainer:
         if self._reference is not None and interval > 0 and (step + 1) % interval == 0:
             moved(self._reference, self.policy, self._settings.reference_rate)
 
-    def _evaluate(self, samples: Sequence[ScoredSample]) -> list[Evaluated]:
+    def _evaluate(self, samples: Sequence[ScoredSample]) -> list[EvaluatedSample]:
         """Return the samples with log-probs, values, advantages and returns by the weights of now."""
         temperature = self._settings.temperature
         with torch.no_grad():
@@ -149,7 +149,7 @@ class IndependentTrainer:
         returns = values
         if self._critic is not None:
             returns = [_row(row) for row in value_targets(responses, self._settings.advantage)]
-        return [Evaluated(*row) for row in zip(samples, old, ref, values, placed, returns, strict=True)]
+        return [EvaluatedSample(*row) for row in zip(samples, old, ref, values, placed, returns, strict=True)]
 
     def _responses(
         self, samples: Sequence[ScoredSample], old: list[Tensor], ref: list[Tensor], values: list[Tensor]
@@ -175,7 +175,7 @@ class IndependentTrainer:
             formulas=self._formulas,
         )
 
-    def _update_critic(self, rows: list[Evaluated], place: tuple[int, int]) -> Figures:
+    def _update_critic(self, rows: list[EvaluatedSample], place: tuple[int, int]) -> Figures:
         """Make one step of the critic: the mean over tokens, whatever the aggregation of the policy's loss."""
         assert self._critic is not None
         assert self._critic_role is not None
@@ -201,7 +201,7 @@ class IndependentTrainer:
             return None
         return self._reference.logits(sample)
 
-    def _update_actor(self, rows: list[Evaluated], place: tuple[int, int]) -> Figures:
+    def _update_actor(self, rows: list[EvaluatedSample], place: tuple[int, int]) -> Figures:
         """Make one step of the policy."""
         settings, formulas = self._settings, self._formulas
         loss_of, correction = LOSSES[settings.loss.name][0], CORRECTIONS[settings.correction.name][0]
