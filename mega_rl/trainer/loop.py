@@ -123,7 +123,7 @@ class BatchSource(Protocol):
 
 
 class Algorithm(Protocol):
-    """What is computed on a batch, and what is learned from it."""
+    """Computation on a batch, and the updates that learn from it."""
 
     def evaluate(self, batch: Any, step: int) -> object:
         """Return the batch with everything that an update needs; changes no weight; collective."""
@@ -184,7 +184,7 @@ class Trainer:
         return done
 
     def step(self, number: int) -> object:
-        """Make one step, counted from 0; returns what it trained on."""
+        """Make one step, counted from 0; returns the evaluated batch."""
         batch = self.batches.take(number)
         evaluated = self.algorithm.evaluate(batch, number)
         for event in self.events:
