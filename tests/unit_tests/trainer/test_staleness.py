@@ -20,59 +20,49 @@ from tests.helpers.rollouts import make_rollout
 from tests.helpers.threads import ThreadGroup
 
 
-def staleness(rollout: Rollout, *, current: int, limit: int) -> Metrics:
-    return StalenessGuard(limit=limit, ranks=FakeRanks(), current=lambda: current)(rollout)
+def staleness(rollout: Rollout, *, current: int, limit: int) -> tuple[float, float]:
+    """Return the mean and the largest age of the tokens."""
+    metrics = StalenessGuard(limit=limit, ranks=FakeRanks(), current=lambda: current)(rollout)
+    assert metrics.keys() == {"rollout/staleness_mean", "rollout/staleness_max"}
+    return metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]
 
 
-def test_samples_of_the_current_weights() -> None:
-    assert staleness(make_rollout([3, 1], version=4), current=4, limit=0) == {
-        "rollout/staleness_mean": 0.0,
-        "rollout/staleness_max": 0.0,
-    }
+def versions(lengths: list[int], of_samples: list[int], of_tokens: list[list[int]] | None = None) -> Rollout:
+    rollout = make_rollout(lengths)
+    rollout.weight_version = torch.tensor(of_samples)
+    rollout.token_versions = None if of_tokens is None else torch.tensor(of_tokens)
+    return rollout
 
 
-def test_numbers_are_means_over_tokens() -> None:
-    """Three tokens one version old, one of the current: 3/4."""
-    rollout = make_rollout([3, 1], version=4)
-    rollout.weight_version = torch.tensor([3, 4])
-    assert staleness(rollout, current=4, limit=1) == {"rollout/staleness_mean": 0.75, "rollout/staleness_max": 1.0}
-
-
-def test_tokens_of_several_versions_count_one_by_one() -> None:
-    """What stands off the mask, here versions 0 on prompt and padding, is nobody's version."""
-    rollout = make_rollout([3, 2], version=3)
-    rollout.token_versions = torch.tensor([[0, 0, 3, 3, 4], [0, 0, 4, 4, 0]])
-    assert staleness(rollout, current=4, limit=1) == {"rollout/staleness_mean": 0.4, "rollout/staleness_max": 1.0}
+@pytest.mark.parametrize(
+    ("rollout", "expected"),
+    [
+        (versions([3, 1], [4, 4]), (0.0, 0.0)),
+        (versions([3, 1], [3, 4]), (0.75, 1.0)),
+        # Versions 0 stand on prompt and padding, off the mask.
+        (versions([3, 2], [3, 3], [[0, 0, 3, 3, 4], [0, 0, 4, 4, 0]]), (0.4, 1.0)),
+        (versions([2, 0], [4, 0]), (0.0, 0.0)),  # a failed sample
+        (versions([0], [0]), (0.0, 0.0)),
+    ],
+    ids=["current", "by sample", "by token", "failed", "no token"],
+)
+def test_staleness_is_counted_by_token(rollout: Rollout, expected: tuple[float, float]) -> None:
+    assert staleness(rollout, current=4, limit=1) == expected
 
 
 @pytest.mark.parametrize("by_token", [False, True])
 def test_a_sample_beyond_the_limit_is_named(by_token: bool) -> None:
-    rollout = make_rollout([2, 2, 2, 2], version=5)
-    if by_token:
-        rollout.token_versions = torch.full_like(rollout.tokens, 5)
-        rollout.token_versions[3, 2] = 3
-    else:
-        rollout.weight_version[3] = 3
+    tokens = [[5] * 4] * 3 + [[5, 5, 3, 5]]
+    rollout = versions([2] * 4, [5] * 4, tokens) if by_token else versions([2] * 4, [5, 5, 5, 3])
     match = r"sample 1 of prompt 1 .* weight version 3, 2 behind the trainer's 5: more than trainer.async_steps=1"
     with pytest.raises(StaleSampleError, match=match):
         staleness(rollout, current=5, limit=1)
-    assert staleness(rollout, current=5, limit=2)["rollout/staleness_max"] == 2.0
+    assert staleness(rollout, current=5, limit=2)[1] == 2.0
 
 
 def test_a_version_that_the_trainer_never_had() -> None:
-    rollout = make_rollout([2, 2], version=5)
-    rollout.weight_version[1] = 6
     with pytest.raises(StaleSampleError, match=r"sample 1 of prompt 0 .* 6, newer than the trainer's 5"):
-        staleness(rollout, current=5, limit=1)
-
-
-def test_a_failed_sample_is_of_no_version() -> None:
-    rollout = make_rollout([2, 0], version=5)
-    rollout.weight_version[1] = 0
-    rollout.failed = torch.tensor([False, True])
-    assert staleness(rollout, current=5, limit=0)["rollout/staleness_max"] == 0.0
-    nothing = make_rollout([0], version=0)
-    assert staleness(nothing, current=5, limit=0)["rollout/staleness_max"] == 0.0
+        staleness(versions([2, 2], [5, 6]), current=5, limit=1)
 
 
 @pytest.mark.parametrize("version", [2, 9])

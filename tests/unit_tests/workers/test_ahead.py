@@ -82,27 +82,38 @@ def steps_only(events: list[str]) -> list[str]:
     return [event for place, event in enumerate(kept) if kept[place - 1 : place + 1] != ["update_actor"] * 2]
 
 
-def test_the_order_of_events() -> None:
-    """The next generation begins before the step trains and is drained before its weights are sent; none is extra."""
-    policy = FakePolicy([])
-    trainer, _ = run_of(policy, Recorded(policy), steps=3)
-    trainer.fit()
-    assert steps_only(policy.events) == [
-        "publish",
-        "start 0", "finish", "start 1", "update_actor", "drain", "publish",
-        "finish", "start 2", "update_actor", "drain", "publish",
-        "finish", "update_actor", "publish",
-    ]  # fmt: skip
+# A step that neither resumes nor ends a run: the next generation begins before the step trains.
+DRAINED = ["finish", "start {next}", "update_actor", "drain", "publish"]
+LAST = ["finish", "update_actor", "publish"]
 
 
-def test_interrupting_instead_of_draining() -> None:
+def step_of(events: list[str], number: int) -> list[str]:
+    return [event.format(next=number + 1) for event in events]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"steps": 3}, ["publish", "start 0", *step_of(DRAINED, 0), *step_of(DRAINED, 1), *LAST]),
+        (
+            {"steps": 2, "partial": True},
+            ["publish", "start 0", "finish", "start 1", "update_actor", "interrupt", "publish", "resume", *LAST],
+        ),
+        (
+            {"steps": 2, "val_interval": 1},
+            ["publish", "validate", "start 0", *step_of(DRAINED, 0), "validate", *LAST, "validate"],
+        ),
+        ({"steps": 4, "start": 3}, ["publish", "start 3", *LAST]),
+    ],
+    ids=["drained", "interrupted", "validated", "resumed"],
+)
+def test_the_order_of_events(settings: dict[str, Any], expected: list[str]) -> None:
+    """A generation is drained or interrupted before weights are sent, and none is extra."""
     policy = FakePolicy([])
-    trainer, _ = run_of(policy, Recorded(policy), steps=2, partial=True)
+    trainer, _ = run_of(policy, Recorded(policy), **settings)
+    trainer.validation = held_out(FakePrompts().batch(0))
     trainer.fit()
-    assert steps_only(policy.events) == [
-        "publish", "start 0", "finish", "start 1", "update_actor", "interrupt", "publish", "resume",
-        "finish", "update_actor", "publish",
-    ]  # fmt: skip
+    assert steps_only(policy.events) == expected
 
 
 def test_a_failed_update_does_not_let_generation_go_on() -> None:
@@ -120,26 +131,6 @@ def test_a_failed_update_does_not_let_generation_go_on() -> None:
     assert "resume" not in policy.events
     ahead.close()
     assert policy.events[-1] == "close"
-
-
-def test_validation_passes_through() -> None:
-    policy = FakePolicy([])
-    trainer, _ = run_of(policy, Recorded(policy), steps=2, val_interval=1)
-    trainer.validation = held_out(FakePrompts().batch(0))
-    trainer.fit()
-    assert steps_only(policy.events) == [
-        "publish", "validate",
-        "start 0", "finish", "start 1", "update_actor", "drain", "publish", "validate",
-        "finish", "update_actor", "publish", "validate",
-    ]  # fmt: skip
-
-
-def test_a_resumed_run_generates_its_first_step_afresh() -> None:
-    policy = FakePolicy([])
-    policy.resume_at(4)
-    trainer, _ = run_of(policy, Recorded(policy), steps=4, start=3)
-    trainer.fit()
-    assert steps_only(policy.events) == ["publish", "start 3", "finish", "update_actor", "publish"]
 
 
 def test_every_sample_but_the_first_steps_is_one_version_old() -> None:
@@ -269,24 +260,6 @@ def test_the_wait_for_generation_is_a_metric(partial: bool) -> None:
     assert waits == [0.25 + between, 0.25 + between, 0.25 + between, 0.25]
 
 
-def test_an_error_in_the_background_ends_the_run_at_the_step_that_needs_it() -> None:
-    """Step 1 trains to its end beside the failing generation of step 2, so that its checkpoint is saved."""
-    policy = FakePolicy([])
-
-    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
-        if step == 2:
-            raise ConnectionError("refused")
-        return policy.generate(prompts, step=step)
-
-    trainer, ahead = run_of(policy, threads_of(policy, generate), save_interval=1)
-    with pytest.raises(RunError, match=r"generation of step 2 .*ConnectionError: refused") as caught:
-        trainer.fit()
-    assert isinstance(caught.value.__cause__, ConnectionError)
-    assert list(trainer.checkpoints.saved) == [1, 2]
-    ahead.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollout of step")]
-
-
 class Checkpoints:
     """Keeps in memory what a run goes on from."""
 
@@ -345,17 +318,6 @@ def test_a_resumed_run_trains_on_the_rollout_that_was_under_way(saved: int, part
     assert checkpoints.kept[STEPS][2] == {}
 
 
-def test_a_publish_after_a_resume_finds_nothing_in_flight() -> None:
-    policy = FakePolicy([])
-    trainer, _, checkpoints = saving_run(policy, Recorded(policy))
-    trainer.fit()
-    resumed = FakePolicy([])
-    _, ahead = run_of(resumed, Recorded(resumed), start=2)
-    ahead.restore(checkpoints.kept[2][2])
-    ahead.publish()
-    assert resumed.events == ["publish"]
-
-
 def test_every_field_of_a_rollout_is_kept() -> None:
     """Those that are optional too, also for a replica without rows."""
     policy = FakePolicy([])
@@ -378,21 +340,24 @@ def test_every_field_of_a_rollout_is_kept() -> None:
             assert torch.equal(getattr(taken, name), tensor), name
 
 
-def test_a_rollout_of_other_prompts_is_generated_afresh() -> None:
+def test_only_the_rollout_of_the_same_prompts_is_resumed() -> None:
+    """A publish before it is taken finds nothing in flight."""
     policy = FakePolicy([])
     trainer, _, checkpoints = saving_run(policy, Recorded(policy))
     trainer.fit()
     tensors = checkpoints.kept[2][2]
-    for changed in ({"prompts": tensors["prompts"] + 1}, {"step": torch.tensor(STEPS)}):
+    for changed in ({}, {"prompts": tensors["prompts"] + 1}, {"step": torch.tensor(STEPS)}):
         resumed = FakePolicy([])
         _, ahead = run_of(resumed, Recorded(resumed), start=2)
         ahead.restore(tensors | changed)
-        ahead.generate(FakePrompts().batch(2), step=2)
-        assert resumed.events[:2] == ["start 2", "finish"]
+        ahead.publish()
+        assert resumed.events == ["publish"]
+        ahead.generate(TurningPrompts().batch(2), step=2)
+        assert resumed.events[1:3] == (["start 2", "finish"] if changed else ["start 3"])
 
 
-def test_a_failed_generation_does_not_keep_a_checkpoint_from_being_saved() -> None:
-    """The step that needs it fails, the checkpoint before is there and has no rollout."""
+def test_a_failed_generation_ends_the_run_at_the_step_that_needs_it() -> None:
+    """The step before trains to its end, and its checkpoint has no rollout."""
     policy = FakePolicy([])
 
     def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
@@ -401,9 +366,11 @@ def test_a_failed_generation_does_not_keep_a_checkpoint_from_being_saved() -> No
         return policy.generate(prompts, step=step)
 
     trainer, ahead, checkpoints = saving_run(policy, threads_of(policy, generate))
-    with pytest.raises(RunError, match=r"generation of step 2 .*ConnectionError: refused"):
+    with pytest.raises(RunError, match=r"generation of step 2 .*ConnectionError: refused") as caught:
         trainer.fit()
+    assert isinstance(caught.value.__cause__, ConnectionError)
     assert list(checkpoints.kept) == [1, 2]
     assert checkpoints.kept[1][2] != {}
     assert checkpoints.kept[2][2] == {}
     ahead.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rollout of step")]
