@@ -19,7 +19,6 @@ from mega_rl.models.build import DTYPES
 from mega_rl.rollout.sglang.server.device_share import TRAINER_RESIDUE, DeviceShare
 from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
-from mega_rl.rollout.sglang.server.process import ServerStartError
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.trainer.loop import Stages
 from mega_rl.types import Metrics
@@ -192,23 +191,6 @@ def test_buckets_of_a_send_have_left_before_the_servers_caches_come(resources: E
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
 
-@pytest.mark.parametrize("first", ["models", "server"])
-def test_the_fake_dies_in_the_order_of_before(first: str) -> None:
-    """Servers start, models are built, then the servers are awaited: one of the two finds too little."""
-    devices = [DeviceMemory(80 * GIB)]
-    process = BudgetProcess(cast(Any, SimpleNamespace(base_gpu=0, tp=1, mem_fraction=0.0)), 0, devices, SERVER)
-    process.start()
-    if first == "models":
-        BudgetEngine("actor", devices, **ACTOR)
-        with pytest.raises(ServerStartError, match=r"server 0 kv_cache wants 51\.1 of 80\.0 GiB, held: .*'actor"):
-            process.wait_ready()
-    else:
-        process.wait_ready()
-        with pytest.raises(OvercommitError, match=r"actor parameters wants 7\.6 of 80\.0 GiB, held: .*'server 0"):
-            BudgetEngine("actor", devices, **ACTOR)
-        process.stop()
-
-
 def test_the_sums_of_every_turn(run: Colocation) -> None:
     trainer, policy = sum(ACTOR.values()) + sum(REFERENCE.values()), ACTOR["parameters"]
     server, idle = run.processes[0].server, SERVER["idle"]
@@ -347,14 +329,6 @@ def test_a_reward_model_finds_room_after_a_validation(resources: ExitStack) -> N
     assert set(held) == {"reward parameters", "server 0 weights", "server 0 idle"}
     run.generate()
     assert used(run.devices) == before
-
-
-def test_a_server_too_many_is_overcommitted() -> None:
-    device = DeviceMemory(10)
-    device.take("a", 8)
-    with pytest.raises(OvercommitError):
-        device.take("b", 3)
-    assert (device.used, device.largest) == (8, 11)
 
 
 # -- the share of a device ---------------------------------------------------------------------------------------------

@@ -143,76 +143,66 @@ def test_a_stage_has_the_state_of_the_table(shared: bool, in_turn: bool, stage: 
     assert device.events[before:] == moved, "a stage that lasts moves nothing"
 
 
-def test_roles_that_a_run_lacks_move_nothing() -> None:
-    device = Device(in_turn=True)
-    device.publish()
-    before = list(device.events)
-    device.residency.enter("reward")
-    assert device.events == before
-    assert device.tags == set(TAGS)
-
-
 @pytest.mark.parametrize("policy", [NOTHING, PARAMETERS])
 def test_a_policy_in_turn_stays_for_servers_elsewhere(policy: frozenset[str]) -> None:
-    device = Device(roles=ROLES, in_turn=True, shared=False)
+    """A stage of a role that the run lacks moves nothing."""
+    device = Device(in_turn=True, shared=False)
     device.residency.while_generating = policy
     device.publish()
     assert device.here == {"actor": PARAMETERS}
-    device.residency.enter("generate")
-    assert device.here == ({"actor": policy} if policy else {})
+    for stage in ("generate", "reward"):
+        device.residency.enter(stage)
+        assert device.here == ({"actor": policy} if policy else {})
 
 
 SEND = ["actor off gradients optimizer", "resume weights", "publish", "actor off parameters", "resume kv_cache"]
 TAKE_BACK = ["release weights kv_cache", "actor on parameters gradients optimizer"]
 
 
-def test_the_side_that_releases_goes_first() -> None:
+AWAY, BACK = "actor off parameters gradients optimizer", "actor on parameters gradients optimizer"
+
+
+@pytest.mark.parametrize(
+    ("stages", "events"),
+    [
+        (["generate", "old_logprobs", "update_actor"], ["generate", *TAKE_BACK, "old_logprobs", "update_actor", *SEND]),
+        # A save after a validation leaves the servers their weights; after training they are lost already.
+        (
+            ["validate", "save", "validate", "generate", "old_logprobs", "save"],
+            [
+                "validate", "release kv_cache", BACK, "save", AWAY, "resume kv_cache", "validate", "generate",
+                *TAKE_BACK, "old_logprobs", "save", *SEND,
+            ],
+        ),
+        # Without a stage between them two publishes send twice.
+        ([], ["release kv_cache", "actor on parameters", "publish", "actor off parameters", "resume kv_cache"]),
+    ],
+)  # fmt: skip
+def test_the_side_that_releases_goes_first(stages: list[str], events: list[str]) -> None:
     """Servers have released everything at their start, so the first publish is like every other."""
     device = Device()
     device.publish()
     assert device.events == SEND
     for _ in range(2):
         device.events.clear()
-        for stage in ("generate", "old_logprobs", "update_actor"):
+        for stage in stages:
             device.run(stage)
         device.publish()
-        assert device.events == ["generate", *TAKE_BACK[:1], *TAKE_BACK[1:], "old_logprobs", "update_actor", *SEND]
+        assert device.events == events
 
 
-def test_checkpoints_leave_the_servers_their_weights() -> None:
-    """A save after a validation; after training the weights are lost already."""
-    device = Device()
-    device.publish()
-    device.events.clear()
-    for stage in ("validate", "save", "validate", "generate", "old_logprobs", "save"):
-        device.run(stage)
-    away, back = "actor off parameters gradients optimizer", "actor on parameters gradients optimizer"
-    assert device.events == [
-        "validate", "release kv_cache", back, "save", away, "resume kv_cache", "validate", "generate", *TAKE_BACK,
-        "old_logprobs", "save",
-    ]  # fmt: skip
-
-
-def test_a_reward_model_makes_room_after_generation() -> None:
-    """The cache leaves for its parameters, and comes back for a validation."""
+def test_other_models_leave_before_weights_and_rewards() -> None:
+    """The cache leaves for the parameters of a reward model, and comes back for a validation."""
     device = Device(roles=("actor", "reward"))
     device.publish()
+    gone = ["actor off gradients optimizer", "reward off parameters gradients optimizer", "resume weights"]
+    assert device.events[:3] == gone
     device.events.clear()
     for stage in ("validate", "reward", "validate"):
         device.run(stage)
     assert device.events == [
         "validate", "release kv_cache", "reward on parameters", "reward", "reward off parameters", "resume kv_cache",
         "validate",
-    ]  # fmt: skip
-
-
-def test_a_second_publish_sends_again() -> None:
-    device = Device()
-    device.publish()
-    device.events.clear()
-    device.publish()
-    assert device.events == [
-        "release kv_cache", "actor on parameters", "publish", "actor off parameters", "resume kv_cache",
     ]  # fmt: skip
 
 
@@ -230,14 +220,6 @@ def test_a_proof_has_parameters_and_cache() -> None:
     before = list(device.events)
     device.residency.after_send([0])
     assert device.events == before
-
-
-def test_other_models_have_left_before_weights_come() -> None:
-    device = Device(roles=("actor", "critic"))
-    device.publish()
-    assert device.events[:3] == [
-        "actor off gradients optimizer", "critic off parameters gradients optimizer", "resume weights",
-    ]  # fmt: skip
 
 
 def test_nothing_is_generated_without_weights() -> None:
