@@ -48,6 +48,8 @@ def test_greedy_rewards_are_known_by_prompt() -> None:
         batch = trainer.batches.take(0)
         torch.testing.assert_close(batch.greedy, torch.tensor(expected), equal_nan=True)
         assert trainer.log.metrics["reward/greedy_mean"] == mean
+    assert policy.events == ["validate", "generate"] * 2
+    assert "baseline" in run.timer.phases
 
 
 def test_each_row_is_compared_with_its_prompt() -> None:

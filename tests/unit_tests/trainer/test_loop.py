@@ -27,42 +27,29 @@ from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out
 from tests.helpers.loops import FakeRun, RunSettings
 
 
-def test_a_step_is_generate_score_evaluate_learn_publish() -> None:
-    trainer = FakeRun(settings=RunSettings(steps=1))
-    assert trainer.fit() == 1
-    assert trainer.events == [
-        "publish", "generate", "reward", "old_logprobs", "values",
-        "update_critic", "update_critic", "update_actor", "update_actor", "publish",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("grpo", [False, True])
-def test_the_policy_learns_what_is_rewarded(grpo: bool) -> None:
-    trainer = FakeRun(grpo=grpo, settings=RunSettings(steps=80))
-    trainer.fit()
-    records = trainer.metrics.records
-    assert records[1]["reward/mean"] < 0.3
-    assert records[80]["reward/mean"] > 0.8
+def test_ppo_learns_what_is_rewarded() -> None:
+    run = FakeRun(settings=RunSettings(steps=80))
+    run.fit()
+    assert run.metrics.records[1]["reward/mean"] < 0.3
+    assert run.metrics.records[80]["reward/mean"] > 0.8
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name, area in ADVANTAGES.items() if not (area.needs_critic or area.needs_reference)],
+    "name", [name for name, area in ADVANTAGES.items() if not (area.needs_critic or area.needs_reference)]
 )
 def test_every_estimator_without_a_critic_teaches_it(name: str) -> None:
-    """Two samples of each prompt; a reward is the share of right tokens, of which pass_at_k asks for one in four."""
+    """Two samples of each prompt; a reward is the share of right tokens, and pass_at_k asks for one in four."""
     settings = {"pass_at_k": {"k": 1, "right_above": 0.2}}.get(name, {})
-    trainer = FakeRun(
+    run = FakeRun(
         grpo=True,
         settings=RunSettings(steps=80),
         estimator=ESTIMATORS[name](**settings),
         plan=SamplingPlan(greedy=ADVANTAGES[name].needs_greedy),
         reward=FakeReward([], parts=ADVANTAGES[name].needs_parts),
     )
-    trainer.fit()
-    records = trainer.metrics.records
-    assert records[1]["reward/mean"] < 0.3
-    assert records[80]["reward/mean"] > 0.5
+    run.fit()
+    assert run.metrics.records[1]["reward/mean"] < 0.3
+    assert run.metrics.records[80]["reward/mean"] > (0.8 if name == "grpo" else 0.5)
 
 
 def test_parts_of_rewards_are_metrics_and_dumped() -> None:
@@ -144,16 +131,6 @@ def test_the_reference_is_updated_after_the_policy(interval: int) -> None:
     assert events[first - 1 : first + 2] == ["update_actor", "mix", "publish"]  # and so before the step is saved
 
 
-def test_a_greedy_baseline_is_sampled_and_scored_before_the_step() -> None:
-    trainer = FakeRun(
-        grpo=True, settings=RunSettings(steps=1), estimator=ESTIMATORS["remax"](), plan=SamplingPlan(greedy=True)
-    )
-    trainer.fit()
-    assert trainer.events[:5] == ["publish", "validate", "reward", "generate", "reward"]
-    assert trainer.metrics.records[1]["reward/greedy_mean"] == 0.0  # the first word of equal ones, not the right one
-    assert "baseline" in trainer.timer.phases
-
-
 def test_validation_saving_and_dumps_keep_their_intervals() -> None:
     settings = RunSettings(steps=5, val_interval=2, save_interval=3, rollout_interval=4, rollout_samples=3)
     trainer = FakeRun(settings=settings, validation=held_out(FakePrompts().batch(0)))
@@ -176,13 +153,32 @@ def test_validation_saving_and_dumps_keep_their_intervals() -> None:
         assert len(row["response"].split()) == row["response_tokens"] - row["finished"] > 0
 
 
-def test_steps_are_saved_in_memory_when_the_next_begins() -> None:
-    """After their record is written, and not after the last, which the end of the run removes."""
-    trainer = FakeRun(settings=RunSettings(steps=7, memory_interval=2), start=2)
-    trainer.fit()
-    events = [event for event in trainer.events if event in ("generate", "publish") or "memory" in event]
-    steps = ["generate", "publish"]
-    assert events == ["publish", *steps, *steps, "save 4 in memory", *steps, *steps, "save 6 in memory", *steps]
+@pytest.mark.parametrize(
+    ("settings", "start", "expected"),
+    [
+        # When the next step begins; not after the last, whose checkpoints in memory the end of the run removes.
+        (
+            RunSettings(steps=7, memory_interval=2),
+            2,
+            [*["step"] * 2, "save 4 in memory", *["step"] * 2, "save 6 in memory", "step"],
+        ),
+        (
+            RunSettings(steps=5, hf_interval=2, hf_final=True),
+            0,
+            [*["step"] * 2, "export 2", *["step"] * 2, "export 4", "step", "export 5"],
+        ),
+        (RunSettings(steps=2, save_final=True), 0, [*["step"] * 2, "save"]),
+        # A finished run that is started again exports, whatever `checkpoint.hf_final` was before.
+        (RunSettings(steps=5, hf_final=True, save_final=True), 5, ["export 5"]),
+        (RunSettings(steps=5, hf_final=True, save_final=True), 7, ["export 7"]),
+    ],
+)
+def test_saves_and_exports_keep_their_intervals(settings: RunSettings, start: int, expected: list[str]) -> None:
+    run = FakeRun(settings=settings, start=start)
+    assert run.fit() == max(settings.steps, start)
+    events = ["step" if event == "generate" else event for event in run.events]
+    assert [event for event in events if event.startswith(("step", "save", "export"))] == expected
+    assert run.checkpoints.finished
 
 
 def test_a_stop_request_ends_after_the_step_and_saves() -> None:
@@ -254,30 +250,13 @@ def test_a_resumed_run_starts_at_its_step_and_validates_no_start() -> None:
     assert list(trainer.metrics.records) == [4, 5]
 
 
-def test_save_final() -> None:
-    """Whatever a save reports is in the record of its step, and the run waits for it."""
-    trainer = FakeRun(settings=RunSettings(steps=2, save_final=True))
-    trainer.fit()
-    assert list(trainer.checkpoints.saved) == [2]
-    assert trainer.metrics.records[2]["checkpoint/step"] == 2
-    assert "checkpoint/step" not in trainer.metrics.records[1]
-    assert trainer.checkpoints.saved[2]["metrics"]["reward/mean"] == trainer.metrics.records[2]["reward/mean"]
-    assert trainer.checkpoints.finished
-
-
-def test_hugging_face_checkpoints_keep_their_interval() -> None:
-    trainer = FakeRun(settings=RunSettings(steps=5, hf_interval=2, hf_final=True))
-    trainer.fit()
-    assert [event for event in trainer.events if event.startswith("export")] == ["export 2", "export 4", "export 5"]
-
-
-@pytest.mark.parametrize("start", [5, 7])
-def test_a_finished_run_is_exported_when_it_is_started_again(start: int) -> None:
-    """Whatever `checkpoint.hf_final` was before; and nothing is trained or saved."""
-    trainer = FakeRun(settings=RunSettings(steps=5, hf_final=True, save_final=True), start=start)
-    assert trainer.fit() == start
-    assert trainer.events == ["publish", f"export {start}"]
-    assert not trainer.checkpoints.saved
+def test_a_save_is_in_the_record_of_its_step() -> None:
+    """And the checkpoint keeps the metrics of its step."""
+    run = FakeRun(settings=RunSettings(steps=2, save_final=True))
+    run.fit()
+    assert run.metrics.records[2]["checkpoint/step"] == 2
+    assert "checkpoint/step" not in run.metrics.records[1]
+    assert run.checkpoints.saved[2]["metrics"]["reward/mean"] == run.metrics.records[2]["reward/mean"]
 
 
 @pytest.mark.parametrize("grpo", [False, True])
