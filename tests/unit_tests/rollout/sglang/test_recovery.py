@@ -70,7 +70,6 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
             world,
             servers,
             roles,
-            checkpoints=Any,
             inputs=RolloutInputs(lambda step: PROMPTS),
             resources=resources,
         )
