@@ -26,43 +26,36 @@ from tests.helpers.loops import FakeRun, RunSettings, read_ids
 PLAN = EvaluationPlan(Draws(4, 1.0), counted=(1, 4), right_above=0.2)
 
 
-def test_each_set_has_its_numbers_in_the_run() -> None:
+def sets() -> Evaluation:
     prompts = FakePrompts().batch(0)
-    evaluation = Evaluation([PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
-    trainer = FakeRun(settings=RunSettings(steps=1, val_interval=1), validation=evaluation)
-    trainer.fit()
-    record = trainer.metrics.records[1]
+    return Evaluation([PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
+
+
+def test_each_set_has_its_numbers_and_dumps() -> None:
+    settings = RunSettings(steps=1, val_interval=1, rollout_interval=1, rollout_samples=2)
+    run = FakeRun(settings=settings, validation=sets())
+    run.fit()
+    record = run.metrics.records[1]
     for area in ("val/", "val/few/"):
         assert record[f"{area}pass_at_1"] == pytest.approx(record[f"{area}avg_at_4"])
         assert record[f"{area}pass_at_1_low"] < record[f"{area}pass_at_1"] < record[f"{area}pass_at_1_high"]
         assert record[f"{area}pass_at_1"] <= record[f"{area}pass_at_4"]
         assert {f"{area}maj_at_1", f"{area}maj_at_4", f"{area}reward_mean"} <= record.keys()
+    assert [row["set"] for row in run.metrics.val_dumps[1]] == [""] * 4 + ["few"] * 4
+    assert all("set" not in row for row in run.metrics.dumps[1])
 
 
-def test_dumped_samples_name_their_set() -> None:
-    prompts = FakePrompts().batch(0)
-    evaluation = Evaluation([PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
-    settings = RunSettings(steps=1, val_interval=1, rollout_interval=1, rollout_samples=2)
-    trainer = FakeRun(settings=settings, validation=evaluation)
-    trainer.fit()
-    assert [row["set"] for row in trainer.metrics.val_dumps[1]] == [""] * 4 + ["few"] * 4
-    assert all("set" not in row for row in trainer.metrics.dumps[1])
-
-
-def test_each_set_has_random_numbers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts = FakePrompts().batch(0)
-    evaluation = Evaluation([PromptSet("one", prompts), PromptSet("two", prompts)], PLAN)
-    trainer = FakeRun(settings=RunSettings(steps=1, val_interval=1), validation=evaluation)
-    streams = []
-    generate = trainer.rollout.generate
+def test_each_set_has_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun(settings=RunSettings(steps=1, val_interval=1), validation=sets())
+    streams, generate = [], run.rollout.generate
 
     def noting(prompts: Sequence[Prompt], *, draws: Draws | None = None, **more: Any) -> Rollout:
         if draws is not None:
             streams.append(draws.stream)
         return generate(prompts, draws=draws, **more)
 
-    monkeypatch.setattr(trainer.rollout, "generate", noting)
-    trainer.fit()
+    monkeypatch.setattr(run.rollout, "generate", noting)
+    run.fit()
     assert streams[:2] == streams[2:]
     assert streams[0] != streams[1]
 

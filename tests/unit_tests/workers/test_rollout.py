@@ -48,7 +48,7 @@ class CountingEngine:
     """A rollout engine whose samples are made of what it was asked."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[tuple[int, ...], bool, int]] = []
+        self.calls: list[tuple[tuple[int, ...], list[int], bool, int]] = []
 
     def generate(
         self,
@@ -60,7 +60,7 @@ class CountingEngine:
         greedy: bool = False,
         draws: Draws | None = None,
     ) -> Rollout:
-        self.calls.append((seed, greedy, n))
+        self.calls.append((seed, list(prompt_index), greedy, n))
         count = len(prompts) * n
         index = torch.tensor(list(prompt_index), dtype=torch.int64).repeat_interleave(n)
         first = torch.tensor([p.token_ids[0] for p in prompts], dtype=torch.int64).repeat_interleave(n)
@@ -116,13 +116,22 @@ def test_every_row_is_generated_once_and_known_to_its_replica(count: int) -> Non
     assert tokens.tolist() == [PROMPTS[prompt].token_ids[0] for prompt in index.tolist()]
 
 
-def test_seed_and_samples() -> None:
-    """The seed is the run's and the step's; greedy takes one sample."""
+@pytest.mark.parametrize(
+    ("kind", "seed", "places", "n"),
+    [
+        ({}, (8, 5), 0, 3),
+        ({"greedy": True}, (8, 5), 0, 1),
+        ({"draws": Draws(4, 1.0)}, (8, 5, EVALUATION, 0), 0, 4),
+        ({"draws": Draws(2, 1.0, stream=9, first=40)}, (8, 5, EVALUATION, 9), 40, 2),
+    ],
+)
+def test_seeds_follow_from_run_step_and_set(kind: dict[str, Any], seed: tuple[int, ...], places: int, n: int) -> None:
+    """Only training has seeds of two words. Engines draw by places in the set; rows point into the part."""
     engine = CountingEngine()
     one = RolloutWorker(engine=engine, data_parallel=SingleRank(), replica=SingleRank(), n=3, seed=8)
-    assert len(one.generate(PROMPTS, step=5).tokens) == 21
-    assert len(one.generate(PROMPTS, step=6, greedy=True).tokens) == 7
-    assert engine.calls == [((8, 5), False, 3), ((8, 6), True, 1)]
+    rows = one.generate(PROMPTS, step=5, **kind)
+    assert engine.calls == [(seed, list(range(places, places + 7)), "greedy" in kind, n)]
+    assert rows.prompt_index.tolist() == [index for index in range(7) for _ in range(n)]
 
 
 def generate_known(vocab_sizes: list[int], *, count: int = 7) -> list[Rollout | RunError]:
@@ -179,31 +188,3 @@ def test_a_rank_without_prompts(checkpoint: Path) -> None:
         assert getattr(empty, name).dtype == field.dtype, name
         assert getattr(empty, name).dim() == field.dim(), name
     assert torch.equal(SingleRank().gather_rows(empty).lengths, torch.zeros(0, dtype=torch.int64))
-
-
-def test_evaluations_have_seeds_that_training_never_has() -> None:
-    """By step and set; training's are of two words, those of a response's further turns of three."""
-    engine = CountingEngine()
-    worker = RolloutWorker(engine, SingleRank(), SingleRank(), n=2, seed=7)
-    worker.generate(PROMPTS, step=3)
-    for stream in (0, 9):
-        worker.generate(PROMPTS, step=3, draws=Draws(5, 1.0, stream=stream))
-    assert engine.calls == [((7, 3), False, 2), ((7, 3, EVALUATION, 0), False, 5), ((7, 3, EVALUATION, 9), False, 5)]
-
-
-def test_a_part_of_a_set_has_the_random_numbers_of_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine draws by places in the set; rows point into the part."""
-    engine = CountingEngine()
-    places: list[list[int]] = []
-    generate = engine.generate
-
-    def noting(prompts: Sequence[Prompt], prompt_index: Sequence[int], **more: Any) -> Rollout:
-        places.append(list(prompt_index))
-        return generate(prompts, prompt_index, **more)
-
-    monkeypatch.setattr(engine, "generate", noting)
-    rows = RolloutWorker(engine, SingleRank(), SingleRank(), n=2, seed=7).generate(
-        PROMPTS, step=3, draws=Draws(2, 1.0, first=40)
-    )
-    assert places == [list(range(40, 40 + len(PROMPTS)))]
-    assert rows.prompt_index.tolist() == [index for index in range(len(PROMPTS)) for _ in range(2)]
