@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,61 +84,51 @@ def test_every_rank_raises_the_same(version: int) -> None:
     assert "sample 0 of prompt 10 " in str(results[0])
 
 
-def guarded(rollout: Rollout, difference: torch.Tensor, *, current: Callable[[], int] | None) -> Metrics:
-    """What the guard says of trainer log-probs that are so far from the rollout's."""
-    guard = MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks(), current=current)
+def guarded(*, current: int | None, of_tokens: list[list[int]] | None = None, not_finite: bool = False) -> Metrics:
+    """Compare two rows of versions 3 and 4, whose log-probs by the trainer are 0.9 and 0.1 away."""
+    rollout = versions([3, 2], [3, 4], of_tokens)
+    difference = torch.tensor([0.9, 0.1])[:, None] * rollout.loss_mask
+    if not_finite:
+        difference[0, 3] = torch.nan
+    version: Callable[[], int] | None = None if current is None else lambda: current
+    guard = MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks(), current=version)
     return guard(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs + difference))
 
 
-def half_stale() -> tuple[Rollout, torch.Tensor]:
-    """Row 0 is of version 3, row 1 of version 4; the trainer's log-probs are 0.9 and 0.1 away."""
-    rollout = make_rollout([3, 2], version=4)
-    rollout.weight_version[0] = 3
-    return rollout, torch.tensor([0.9, 0.1])[:, None] * rollout.loss_mask
+PARTLY_OLD = [[0, 0, 3, 3, 4], [0, 0, 4, 4, 0]]
 
 
 def test_the_limit_holds_for_tokens_of_the_current_version() -> None:
-    rollout, difference = half_stale()
-    metrics = guarded(rollout, difference, current=lambda: 4)
+    """If all are older, the current numbers are left out: a difference of 0 would read as agreement."""
+    metrics = guarded(current=4)
     assert metrics["rollout/logprob_diff_max"] == pytest.approx(0.1, abs=1e-6)
     assert metrics["rollout/stale_logprob_diff_max"] == pytest.approx(0.9, abs=1e-6)
     assert metrics["rollout/stale_logprob_diff_mean"] == pytest.approx(0.9, abs=1e-6)
     assert metrics["rollout/stale_tokens_fraction"] == 0.6
     assert metrics["rollout/logprob_diff_share_from_1e-01"] == 1.0
     assert metrics["rollout/stale_logprob_diff_share_from_1e-01"] == 1.0
+    older = guarded(current=9)
+    assert not any(name.startswith("rollout/logprob_diff") for name in older)
+    assert older["rollout/stale_tokens_fraction"] == 1.0
+    assert guarded(current=4, of_tokens=[[3] * 5, PARTLY_OLD[1]])["rollout/stale_tokens_fraction"] == 0.6
+    fresh = MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks(), current=lambda: 3)
+    rollout = make_rollout([2])
+    metrics = fresh(rollout, TokenOutputs(logprobs=rollout.rollout_logprobs))
+    assert metrics["rollout/logprob_diff_max"] == 0.0
+    assert not any(name.startswith("rollout/stale_logprob") for name in metrics)
 
 
-@pytest.mark.parametrize("current", [None, lambda: 3])
-def test_it_holds_for_every_token_that_is_not_known_to_be_stale(current: Callable[[], int] | None) -> None:
-    """Without versions all tokens are current; with version 3 current, it is row 0 that is."""
-    rollout, difference = half_stale()
-    with pytest.raises(RolloutMismatchError, match="prompt_index=0, sample_index=0"):
-        guarded(rollout, difference, current=current)
-
-
-def test_within_a_response_the_version_of_each_token_counts() -> None:
-    rollout, difference = half_stale()
-    rollout.token_versions = torch.where(rollout.loss_mask, 4, 0)
-    rollout.token_versions[0, 2:4] = 3
-    with pytest.raises(RolloutMismatchError, match="position 4 of prompt_index=0, sample_index=0"):
-        guarded(rollout, difference, current=lambda: 4)
-    rollout.token_versions[0, 4] = 3
-    assert guarded(rollout, difference, current=lambda: 4)["rollout/stale_tokens_fraction"] == 0.6
-
-
-def test_all_stale_leaves_the_current_numbers_out() -> None:
-    """A difference of 0 that nobody has seen would read as agreement."""
-    rollout, difference = half_stale()
-    metrics = guarded(rollout, difference, current=lambda: 9)
-    assert not any(name.startswith("rollout/logprob_diff") for name in metrics)
-    assert metrics["rollout/stale_tokens_fraction"] == 1.0
-    fresh = guarded(make_rollout([2], version=9), torch.zeros(1, 4), current=lambda: 9)
-    assert fresh["rollout/logprob_diff_max"] == 0.0
-    assert not any(name.startswith("rollout/stale_logprob") for name in fresh)
-
-
-def test_what_is_no_number_is_never_legitimate() -> None:
-    rollout, difference = half_stale()
-    difference[0, 3] = torch.nan
-    with pytest.raises(RolloutMismatchError, match=r"not finite: token id .* position 3 of prompt_index=0"):
-        guarded(rollout, difference, current=lambda: 4)
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        ({"current": None}, "prompt_index=0, sample_index=0"),
+        ({"current": 3}, "prompt_index=0, sample_index=0"),
+        ({"current": 4, "of_tokens": PARTLY_OLD}, "position 4 of prompt_index=0, sample_index=0"),
+        ({"current": 4, "not_finite": True}, r"not finite: token id .* position 3 of prompt_index=0"),
+    ],
+    ids=["no versions", "by sample", "by token", "not finite"],
+)
+def test_other_tokens_may_not_differ(case: dict[str, Any], match: str) -> None:
+    """Tokens are current unless they are known to be older; a difference that is not finite is never right."""
+    with pytest.raises(RolloutMismatchError, match=match):
+        guarded(**case)

@@ -11,15 +11,17 @@ import torch
 
 from mega_rl.algorithms.kl import FixedKL, RewardKL, k1
 from mega_rl.config.attention import Role
+from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
+from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.loop import Stages
 from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.workers.models import LearningWorker, ReferenceWorker
 from mega_rl.workers.residency import EVERYTHING, NOTHING, PARAMETERS, PARTS, TAGS, Residency, ResidentModels
 from tests.helpers.device_budget import BudgetAccelerator, BudgetEngine, DeviceMemory, OvercommitError
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fakes import FakeCritic, FakePolicy, FakeRanks, FakeTimer
+from tests.helpers.fakes import FakeCritic, FakePolicy, FakePrompts, FakeRanks, FakeTimer
 from tests.helpers.loops import FakeRun, RunSettings
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.workers.residency_on_ranks import run_stages
@@ -269,6 +271,33 @@ def test_memory_of_each_layout_is_a_metric() -> None:
         "memory/given_back_bytes": 60.0,
     }
     assert Device(shared=False).publish() == {"rollout/weight_version": 1.0}
+
+
+class Sampling(FakePolicy):
+    """A policy that generates if servers have weights and cache, and the models have left."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device.events)
+        self.device = device
+
+    def generate(self, prompts: Sequence[Prompt], **how: Any) -> Rollout:  # type: ignore[override]
+        assert (self.device.here, self.device.tags) == ({}, set(TAGS))
+        return super().generate(prompts, **how)
+
+
+def test_dynamic_sampling_works_on_shared_devices() -> None:
+    """The reward model scores between the generations of a step, and servers keep their weights."""
+    device = Device(roles=("actor", "reward"))
+    policy = Sampling(device)
+    run = FakeRun(
+        grpo=True, rollout=policy, actor=policy, sync=policy, devices=device.residency,
+        prompts=PromptSampler(FakePrompts().batch(0), batch_size=4, shuffle=True, seed=0),
+        plan=SamplingPlan(2, waves=6, prompts_per_step=4, prompts=4), settings=RunSettings(steps=6),
+    )  # fmt: skip
+    run.fit()
+    records = run.metrics.records.values()
+    assert max(record["rollout/generations"] for record in records) > 1
+    assert {record["memory/scoring_bytes"] for record in records} == {10.0}
 
 
 # -- a run of four models on a device that holds one -------------------------------------------------------------------
