@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mega_rl.config.loader import load
+from mega_rl.config.loader import Overrides, load
 from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
 from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 Own = TypeVar("Own", bound=Registered)
 
 
-def load_config(recipe: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+def load_config(recipe: str | Path | None = None, overrides: str | Overrides = ()) -> Config:
     """Return the config of a recipe with overrides, every value checked for type and range; nothing else is read.
 
     recipe: path of a YAML file, name of a packaged recipe, or None for the defaults. overrides: `["optim.lr=1e-6"]` as
-    on the command line, or a mapping, flat (`{"optim.lr": 1e-6}`) or by section (`{"optim": {"lr": 1e-6}}`).
+    on the command line, a mapping, flat (`{"optim.lr": 1e-6}`) or by section (`{"optim": {"lr": 1e-6}}`), or a
+    DictConfig of OmegaConf.
 
     Raises:
         UserError: every mistake found, one line each.

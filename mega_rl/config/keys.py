@@ -65,6 +65,13 @@ def flat(config: Config) -> dict[str, object]:
     return {key: value_of(config, key) for key in FIELDS}
 
 
+def as_nested(config: Config) -> dict[str, Any]:
+    """Return every setting as plain values by section and name."""
+    nested = dataclasses.asdict(config)
+    del nested[_NO_SETTING]
+    return nested
+
+
 def flattened(nested: Mapping[str, object], section: str = "") -> dict[str, object]:
     """Return the entries of a nested record by their dotted names: {"optim": {"lr": 1e-06}} -> {"optim.lr": 1e-06}.
 

@@ -14,7 +14,7 @@ import yaml
 from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, TYPES, flat, keys_in
 from mega_rl.config.origins import recorded
 from mega_rl.config.plugins.choices import ALGORITHM_CHOICES
-from mega_rl.config.recipe import parse_yaml
+from mega_rl.config.recipe import parse_value
 from mega_rl.config.schema import Config
 from mega_rl.config.values import describe_range
 
@@ -80,7 +80,7 @@ def _scalar(value: object) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...")
     # The text "1e5" needs quotes for our reader, a line break an escape: JSON has both.
-    return text if "\n" not in text and parse_yaml(text) == value else json.dumps(value)
+    return text if "\n" not in text and parse_value(text) == value else json.dumps(value)
 
 
 def _row(key: str) -> str:

@@ -13,7 +13,7 @@ import yaml
 from mega_rl.config.keys import flat
 from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
-from mega_rl.config.recipe import parse_yaml
+from mega_rl.config.recipe import parse_value
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 
@@ -28,7 +28,7 @@ def recipe(tmp_path: Path, *settings: str) -> Path:
         key, _, value = setting.partition("=")
         *sections, name = key.split(".")
         area = reduce(lambda outer, section: outer.setdefault(section, {}), sections, content)
-        area[name] = parse_yaml(value)
+        area[name] = parse_value(value)
     path.write_text(yaml.safe_dump(content))
     return path
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from mega_rl.config.keys import FIELDS, SECTIONS, TYPES, flat
 from mega_rl.config.loader import load
@@ -144,8 +145,8 @@ def test_bad_values(override: str, line: str) -> None:
 BAD_RECIPES = {
     "optim:\n  lr: [1\n": "line 3: not valid YAML: ",
     "optim:\n\tlr: 1\n": "line 2: not valid YAML: ",
-    "optim:\n  lr: 1\n  lr: 2\n": "line 3: 'lr' is given twice (first in line 2); keep one",
-    "optim:\n  lr: 1\nmodel: {}\noptim: {}\n": "line 4: 'optim' is given twice (first in line 1); keep one",
+    "optim:\n  lr: 1\n  lr: 2\n": "line 3: lr is given twice; keep one",
+    "optim:\n  lr: 1\nmodel: {}\noptim: {}\n": "line 4: optim is given twice; keep one",
     "- a\n": "is a list; it must hold sections such as 'model:' with 'key: value' lines",
     "": "is empty; it must hold sections such as 'model:' with 'key: value' lines",
     "optim: !!python/object/apply:os.system [touch hacked]\n": "line 1: not valid YAML: could not determine a",
@@ -155,7 +156,7 @@ BAD_RECIPES = {
     "data: &r {chat: {template_kwargs: {a: *r}}}\n": "line 1: anchors (&) and aliases (*) are not read: 'r'",
     "optim:\n  <<: &b {lr: 1}\n": "line 2: anchors (&)",
     "data: {chat: {template_kwargs: {a: !!str &s x}}}\n": "line 1: anchors (&)",
-    "[" * 3000: "not valid YAML: ",
+    "[" * 3000: "line 1: not valid YAML: ",
 }
 
 
@@ -186,6 +187,16 @@ def test_unknown_sections_of_a_recipe(tmp_path: Path) -> None:
         f"5: unknown section; the sections are {TOP}",
         "model='x': is a section; give it lines of 'key: value'",
     )
+
+
+def test_a_dictconfig_is_loaded_with_its_references() -> None:
+    given = OmegaConf.create(
+        {"optim": {"lr": 1e-5}, "trainer": {"prompts_per_step": 8, "minibatch_size": "${trainer.prompts_per_step}"}}
+    )
+    config = load(None, given)
+    assert (config.optim.lr, config.trainer.minibatch_size) == (1e-5, 8)
+    with pytest.raises(UserErrors, match=r"optim\.l_r: unknown key"):
+        load(None, OmegaConf.create({"optim": {"l_r": 1}}))
 
 
 def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Answers to an unknown key: the nearest legal one, or the name that another trainer's setting has here."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from mega_rl.config.keys import FIELDS, SECTIONS
+from mega_rl.config.peer_names import in_peers
+from mega_rl.config.values import shown
+
+
+def unknown_key(key: str) -> str:
+    """Return the error for a key that is no setting."""
+    return f"{_legible(key)}: unknown key; {in_peers(key) or nearest_key(key)}"
+
+
+def unknown_section(key: str, *, holds_settings: bool) -> str:
+    """Return the error for a name that is no section; holds_settings: a mapping stands under it."""
+    if in_peers(key):
+        return unknown_key(key)
+    near = difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.5) if holds_settings else []
+    guess = f"did you mean {near[0]}?" if near else nearest_key(key)
+    return f"{_legible(key)}: unknown section; {guess}"
+
+
+def nearest_key(key: str) -> str:
+    """Return the nearest legal key to an unknown one, or all keys of its section, in words."""
+    section, _, leaf = key.rpartition(".")
+    if not section and (sections := difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.75)):
+        return f"did you mean {sections[0]}? {_contents(sections[0])}"
+    initials = "".join(word[:1] for word in leaf.removesuffix("_size").split("_"))  # learning_rate -> lr
+    inside = [name for name in FIELDS if name.rpartition(".")[0] == section]
+    same_leaf = [name for name in inside or FIELDS if _leaf(name) in (leaf, initials)]
+    same_leaf = same_leaf or [name for name in FIELDS if _leaf(name) in (leaf, initials)]
+    near = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0)
+    if not near and inside:
+        leaves = difflib.get_close_matches(leaf, map(_leaf, inside), n=1, cutoff=0.5)
+        near = [f"{section}.{leaves[0]}"] if leaves else []
+    elif not near:
+        near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.6)
+    return f"did you mean {near[0]}?" if near else _contents(section)
+
+
+def _contents(section: str) -> str:
+    """Return the names in a section, or those of all sections if it is none."""
+    if section not in SECTIONS:
+        return "the sections are " + ", ".join(name for name in SECTIONS if "." not in name)
+    below = [*FIELDS, *SECTIONS]
+    return f"{section} has " + ", ".join(_leaf(name) for name in below if name.rpartition(".")[0] == section)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _legible(key: str) -> str:
+    return key if re.fullmatch(r"[\w.\-+~]{1,80}", key) else shown(key)
