@@ -52,7 +52,6 @@ READ_THE_ENVIRONMENT = [
     "assemble/run.py",
     "checkpoint/saving/writer.py",
     "cli/app.py",
-    "cli/evaluation/command.py",
     "cli/launch/ray.py",
     "cli/launch_options.py",
     "cli/text/convert.py",
@@ -173,11 +172,9 @@ def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
         "assemble",
         "cli",
         "config",
-        "datafiles",
         "hub",
         "plan",
         "preflight",
-        "quickstart",
         "verify",
     )
     assert [name for name in house.config_takers if not name.startswith(above_or_beside)] == []
