@@ -15,8 +15,8 @@ from mega_rl.cli.help import Commands
 from mega_rl.cli.options import checkpoint as hub_checkpoint
 from mega_rl.cli.options import choose
 from mega_rl.cli.text.convert import print_report, progress_bar
+from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
-from mega_rl.hub.resolve import checkpoint_folder
 
 app = Commands(name="checkpoint", help="List, verify, export and remove the checkpoints of a run.")
 

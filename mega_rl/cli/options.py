@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
-from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 
 Made = TypeVar("Made")

@@ -62,7 +62,6 @@ READ_THE_ENVIRONMENT = [
     "cores.py",
     "environment.py",
     "health/flight_recorder.py",
-    "hub/node.py",
     "launcher/launch.py",
     "launcher/peers.py",
     "metrics/tracker_clients.py",
@@ -165,14 +164,14 @@ def test_counts_only_fall(house: House, name: str) -> None:
 
 
 def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
-    """It gets the sections that it reads; `hub` replaces names in a Config by folders, `plan` is of a whole run."""
+    """It gets its sections; `data/hub` replaces names in a Config by folders, `plan` is of a whole run."""
     above_or_beside = (
         "__init__",
         "api",
         "assemble",
         "cli",
         "config",
-        "hub",
+        "data/hub",
         "plan",
         "preflight",
         "verify",

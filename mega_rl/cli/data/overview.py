@@ -20,9 +20,9 @@ from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.columns import RewardColumns
+from mega_rl.data.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
 from mega_rl.data.sampling.mixture import shares_of
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
 from mega_rl.plan.request import smallest_world
 from mega_rl.preflight.data import check_data, check_validation
 from mega_rl.progress.printable import printable

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mega_rl.data.hub.names import FolderName, Role, dataset_name, folder_name
 from mega_rl.errors import UserError
-from mega_rl.hub.names import FolderName, Role, dataset_name, folder_name
 from mega_rl.storage.disk import make_folder, replace_text
 from mega_rl.workers.reward_functions import final_answer, plain_number
 
@@ -84,7 +84,7 @@ def _files(rows: str, role: Role, label: str) -> list[Path]:
     """Return the local files of rows, downloading a dataset of the Hub. Raises UserError."""
     name = folder_name(rows) or dataset_name(rows)
     if name is not None:
-        from mega_rl.hub.rows import fetch_rows, folder_files
+        from mega_rl.data.hub.rows import fetch_rows, folder_files
 
         if isinstance(name, FolderName):
             return folder_files(name, role=role, label=label)

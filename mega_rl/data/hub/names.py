@@ -1,4 +1,4 @@
-"""Names of repositories on the Hub, as settings spell them. A path that exists is never a name."""
+"""Names of repositories on the Hub in settings. A path that exists is never a name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-Role = Literal["train", "validation"]  # which split of a dataset is meant where its name gives none
+Role = Literal["train", "validation"]  # decides the split of a dataset whose name gives none
 
 _REPO = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
 _MODEL = re.compile(rf"(?P<repo>{_REPO})(?:@(?P<revision>[^\s@]+))?", flags=re.ASCII)
@@ -41,7 +41,7 @@ class ModelName:
 
 @dataclass(frozen=True)
 class DatasetName:
-    """One split of one configuration of a dataset repository at a revision; "" stands for a part that is left out."""
+    """One split of one configuration of a dataset repository at a revision; "" is a part that is left out."""
 
     repo: str  # "openai/gsm8k"
     config: str = ""  # "main"
@@ -64,7 +64,7 @@ class DatasetName:
 
 @dataclass(frozen=True)
 class FolderName:
-    """One split of one configuration of a local folder that holds what a dataset repository does."""
+    """One split of one configuration of a local folder in the shape of a dataset repository."""
 
     folder: str  # as it was given: "data/gsm8k"
     config: str = ""  # "main"; "" for the only one, or the folder's default
@@ -72,6 +72,9 @@ class FolderName:
 
     def __str__(self) -> str:
         return ":".join((self.folder, self.config, self.split)).rstrip(":")
+
+
+RowsName = DatasetName | FolderName
 
 
 def model_name(text: str) -> ModelName | None:

@@ -1,7 +1,11 @@
-"""Model repositories: first the small files that describe the model, then its weights, into the Hub's own cache."""
+"""Model repositories: first the small files that describe the model, then its weights, into the Hub's cache.
+
+`snapshot_download` locks files, so that the ranks of a node download each file once.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +13,12 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import IncompleteSnapshotError
+from tqdm import tqdm
 
+from mega_rl import progress
+from mega_rl.data.hub.errors import FAILURES, is_unreachable, reason
+from mega_rl.data.hub.names import ModelName
 from mega_rl.errors import UserError
-from mega_rl.hub.errors import FAILURES, is_unreachable, reason
-from mega_rl.hub.meter import metered
-from mega_rl.hub.names import ModelName
 
 INDEX = "model.safetensors.index.json"
 DESCRIPTION = (
@@ -25,9 +30,9 @@ DESCRIPTION = (
 
 
 def fetch_description(name: ModelName, *, label: str) -> tuple[Path, ModelName]:
-    """Return (folder in the cache, pinned name) of a model whose files but its weights are there.
+    """Download a model without its weights; return (folder in the cache, pinned name).
 
-    `label` is who asks, "model.path=Qwen/Qwen3-0.6B". Raises UserError.
+    label: who asks, "model.path=Qwen/Qwen3-0.6B". Raises UserError.
     """
     folder = _download(name, DESCRIPTION, label=label)
     if not (folder / "config.json").is_file():
@@ -72,10 +77,10 @@ def _weight_files(folder: Path, *, label: str) -> list[str]:
 
 
 def _download(name: ModelName, files: Sequence[str], *, label: str) -> Path:
-    """Return the folder of the snapshot, with these files of its top folder where the repository has them."""
+    """Return the folder of the snapshot, with those of the files that the repository has."""
     try:
-        with metered(label, announce=files is not DESCRIPTION) as meter:
-            return _snapshot(name, files, tqdm_class=meter.adapter())
+        with progress.phase(f"downloading {label}", unit="B", announce=files is not DESCRIPTION) as phase:
+            return _snapshot(name, files, tqdm_class=type("Bar", (_Bar,), {"phase": phase}))
     except FAILURES as error:
         failure: Exception = error
     if is_unreachable(failure):  # the client gives up without its list of files, which an older cache may lack
@@ -89,10 +94,24 @@ def _download(name: ModelName, files: Sequence[str], *, label: str) -> Path:
 
 
 def _snapshot(name: ModelName, files: Sequence[str], **settings: Any) -> Path:
-    # Patterns match folders, too: of those only additional_chat_templates is described.
+    # Patterns match folders, too: only additional_chat_templates is part of the description.
     nested = ["[!a]*/*", "a[!d]*/*"] if files is DESCRIPTION else None
     return Path(
         snapshot_download(
             name.repo, revision=name.revision, allow_patterns=list(files), ignore_patterns=nested, **settings
         )
     )
+
+
+class _Bar(tqdm):
+    """A bar of huggingface_hub that shows its bytes in our phase and writes nothing itself."""
+
+    phase: progress.Phase
+
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__(*values, **settings | {"disable": False, "file": io.StringIO()})
+
+    def display(self, *_: Any, **__: Any) -> None:
+        # One bar counts files, one the bytes received, one the bytes written: only the last knows the real total.
+        if self.unit == "B" and not str(self.desc).startswith("Downloading"):
+            self.phase.report(int(self.n), int(self.total or 0) or None)

@@ -8,10 +8,9 @@ import datasets
 import pytest
 
 from mega_rl.config.loader import load
+from mega_rl.data.hub.names import FolderName, dataset_name, folder_name
+from mega_rl.data.hub.resolve import fetch, hub_names
 from mega_rl.errors import UserError
-from mega_rl.hub import rows, rows_program
-from mega_rl.hub.names import FolderName, dataset_name, folder_name
-from mega_rl.hub.resolve import fetch, hub_names
 from tests.helpers.hub_server import dataset_card, parquet_bytes
 
 
@@ -20,7 +19,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """openai/gsm8k as it would lie on a disk, train in two files; the library's work is done in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(rows, "_read", lambda request, label: rows_program.answer(request))
     root = Path("openai/gsm8k")
     for name in ("main/train-0", "main/train-1", "main/test-0", "socratic/train-0"):
         file = root / f"{name}.parquet"

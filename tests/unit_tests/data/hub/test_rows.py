@@ -13,9 +13,9 @@ from huggingface_hub import constants
 from mega_rl.config.origins import pinned_overrides, recorded
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.validation import files_of
+from mega_rl.data.hub import rows
+from mega_rl.data.hub.names import DatasetName
 from mega_rl.errors import UserError
-from mega_rl.hub import rows, rows_program
-from mega_rl.hub.names import DatasetName
 from mega_rl.preflight import preflight
 from tests.helpers.hub_server import Hub, dataset_card, go_offline, parquet_bytes
 
@@ -25,7 +25,7 @@ MODEL = "model.path=org/model"
 
 
 @pytest.fixture
-def gsm(hub: Hub) -> Hub:
+def gsm(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """The server with openai/gsm8k: main (train, test) and socratic (train), six rows each."""
     files = {
         f"{place}.parquet": parquet_bytes(prompt=[f"{place} {i}" for i in range(6)], answer=[str(i) for i in range(6)])
@@ -33,16 +33,9 @@ def gsm(hub: Hub) -> Hub:
     }
     card = dataset_card(main=["train", "test"], socratic=["train"])
     hub.add("datasets", "openai/gsm8k", {"README.md": card, "gsm8k_notes.md": b"", **files})
-    return hub
-
-
-@pytest.fixture
-def in_process(gsm: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """The same, with the library's work done in this process: it takes seconds to import."""
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", gsm.url)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
-    monkeypatch.setattr(rows, "_read", lambda request, label: rows_program.answer(request))
-    return gsm
+    return hub
 
 
 def first_prompt(file: str | Path) -> str:
@@ -57,7 +50,7 @@ def problem(text: str) -> str:
 
 
 def test_a_run_reads_rows_by_name_and_records_their_commit(gsm: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the program of its own, as in a run; data by a local file stand beside it."""
+    """Next to a local file."""
     gsm.cuts["train.parquet"] = [100]
     monkeypatch.setenv("HF_TOKEN", "hf_good")
     config = preflight(None, [MODEL, "data.train_files=[openai/gsm8k:main, d.jsonl]"])
@@ -72,7 +65,7 @@ def test_a_run_reads_rows_by_name_and_records_their_commit(gsm: Hub, monkeypatch
     assert gsm.requests == []
 
 
-def test_sources_of_a_mixture_are_names_as_files_are(in_process: Hub) -> None:
+def test_sources_of_a_mixture_are_names_as_files_are(gsm: Hub) -> None:
     """Pinned in the record, in arguments for other ranks, and for a run that goes on after the branch has moved."""
     mixture = {
         "sums": {"files": ["openai/gsm8k:main"], "weight": 2.0},
@@ -80,7 +73,7 @@ def test_sources_of_a_mixture_are_names_as_files_are(in_process: Hub) -> None:
     }
     settings = {"model.path": "org/model", "data.mixture.sources": mixture}
     config = preflight(None, settings)
-    commit = in_process.repos["datasets", "openai/gsm8k"].revisions["main"]
+    commit = gsm.repos["datasets", "openai/gsm8k"].revisions["main"]
     sources = config.data.mixture.named()
     assert first_prompt(sources["sums"].files[0]) == "main/train 0"
     assert sources["plain"].files[0] == "d.jsonl"
@@ -94,18 +87,18 @@ def test_sources_of_a_mixture_are_names_as_files_are(in_process: Hub) -> None:
     assert preflight(Path("again.yaml")) == config
     Path("runs/default/checkpoints/step_000001").mkdir(parents=True)
     Path("runs/default/config.yaml").write_text(resolved_yaml(config))
-    in_process.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["train"]), "moved": b""})
+    gsm.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["train"]), "moved": b""})
     assert preflight(None, settings).data == config.data
 
 
-def test_sets_of_a_validation_are_names_as_files_are(in_process: Hub) -> None:
+def test_sets_of_a_validation_are_names_as_files_are(gsm: Hub) -> None:
     """A name without a split is that for validation; pinned in the record and for a run that goes on."""
     sets = {"main": "openai/gsm8k:main", "two": ["d.jsonl", "openai/gsm8k:socratic"]}
     settings = {
         "model.path": "org/model", "data.train_files": ["d.jsonl"], "trainer.val_interval": 1, "validation.sets": sets
     }  # fmt: skip
     config = preflight(None, settings)
-    commit = in_process.repos["datasets", "openai/gsm8k"].revisions["main"]
+    commit = gsm.repos["datasets", "openai/gsm8k"].revisions["main"]
     (main,), two = (files_of(config.validation.sets[name]) for name in ("main", "two"))
     assert first_prompt(main) == "main/test 0"
     assert (two[0], first_prompt(two[1])) == ("d.jsonl", "socratic/train 0")
@@ -116,7 +109,7 @@ def test_sets_of_a_validation_are_names_as_files_are(in_process: Hub) -> None:
     assert preflight(None, given).validation == config.validation
     Path("runs/default/checkpoints/step_000001").mkdir(parents=True)
     Path("runs/default/config.yaml").write_text(resolved_yaml(config))
-    in_process.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["test"]), "moved": b""})
+    gsm.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["test"]), "moved": b""})
     assert preflight(None, settings).validation == config.validation
 
 
@@ -130,7 +123,7 @@ def test_sets_of_a_validation_are_names_as_files_are(in_process: Hub) -> None:
         ("openai/gsm8k:main:train[2:4]", "train", "main/train"),
     ],
 )
-def test_parts_that_are_left_out(in_process: Hub, name: str, role: rows.Role, rows_of: str) -> None:
+def test_parts_that_are_left_out(gsm: Hub, name: str, role: rows.Role, rows_of: str) -> None:
     file, pinned = rows.fetch_rows(_parsed(name), role=role, label=name)
     assert first_prompt(file).startswith(rows_of)
     assert pinned.pinned
@@ -138,9 +131,9 @@ def test_parts_that_are_left_out(in_process: Hub, name: str, role: rows.Role, ro
     assert rows.fetch_rows(_parsed(str(pinned)), role="train", label=name) == (file, pinned)
 
 
-def test_jsonl_repositories_have_a_default_configuration(in_process: Hub) -> None:
+def test_jsonl_repositories_have_a_default_configuration(gsm: Hub) -> None:
     lines = "".join(json.dumps({"prompt": f"q{i}", "answer": str(i)}) + "\n" for i in range(3))
-    in_process.add("datasets", "org/plain", {"test.jsonl": lines.encode()})
+    gsm.add("datasets", "org/plain", {"test.jsonl": lines.encode()})
     file, pinned = rows.fetch_rows(_parsed("org/plain"), role="validation", label="x")
     assert (pinned.config, pinned.split) == ("default", "test")
     assert first_prompt(file) == "q0"
@@ -158,19 +151,19 @@ def test_jsonl_repositories_have_a_default_configuration(in_process: Hub) -> Non
         ("org/script", "the datasets library cannot read it: RuntimeError: Dataset scripts are no longer supported"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(in_process: Hub, name: str, words: str) -> None:
-    in_process.add("datasets", "gated/rows", {"a.jsonl": b"{}\n"}, gated=True, token="hf_good")
-    in_process.add("datasets", "org/script", {"script.py": b"raise SystemExit", "README.md": b""})
+def test_what_cannot_be_read_is_one_line(gsm: Hub, name: str, words: str) -> None:
+    gsm.add("datasets", "gated/rows", {"a.jsonl": b"{}\n"}, gated=True, token="hf_good")
+    gsm.add("datasets", "org/script", {"script.py": b"raise SystemExit", "README.md": b""})
     line = problem(name)
     assert line.startswith(f"data.train_files={name}: ")
-    assert words.format(url=in_process.url) in line
+    assert words.format(url=gsm.url) in line
 
 
-def test_offline_takes_the_cache_and_names_what_it_lacks(in_process: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_takes_the_cache_and_names_what_it_lacks(gsm: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     name = _parsed("openai/gsm8k:main")
     online = rows.fetch_rows(name, role="train", label="x")
     preflight(None, [MODEL, "data.train_files=[d.jsonl]"])
-    in_process.requests.clear()
+    gsm.requests.clear()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # refuses connections
     assert rows.fetch_rows(name, role="train", label="x") == online
     go_offline(monkeypatch)
@@ -178,7 +171,7 @@ def test_offline_takes_the_cache_and_names_what_it_lacks(in_process: Hub, monkey
     assert rows.fetch_rows(name, role="train", label="x") == online
     online[0].unlink()
     assert rows.fetch_rows(name, role="train", label="x") == online  # from the cache of the datasets library
-    assert in_process.requests == []
+    assert gsm.requests == []
     line = problem("openai/other:main")
     assert "no dataset of that name and revision in the cache" in line
 
@@ -189,7 +182,7 @@ def test_a_missing_file_is_not_a_name(hub: Hub) -> None:
 
 
 def _parsed(text: str) -> DatasetName:
-    from mega_rl.hub.names import dataset_name
+    from mega_rl.data.hub.names import dataset_name
 
     name = dataset_name(text)
     assert name is not None

@@ -9,10 +9,9 @@ import pytest
 
 from mega_rl.config.render import resolved_yaml
 from mega_rl.data.columns import RowColumns
+from mega_rl.data.hub.names import DatasetName
+from mega_rl.data.hub.rows import hub_shards
 from mega_rl.errors import UserError
-from mega_rl.hub import rows, rows_program
-from mega_rl.hub.names import DatasetName
-from mega_rl.hub.stream import hub_shards
 from mega_rl.preflight import preflight
 from tests.helpers.hub_server import Hub, parquet_bytes
 
@@ -36,7 +35,6 @@ def sums(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DatasetNa
     commit = hub.add("datasets", "org/sums", {"README.md": CARD, **files})
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
-    monkeypatch.setattr(rows, "_read", lambda request, label: rows_program.answer(request))
     return DatasetName("org/sums", "main", "train", commit)
 
 
