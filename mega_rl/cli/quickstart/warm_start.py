@@ -19,7 +19,7 @@ from mega_rl.algorithms.losses.supervised import nll_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.assemble import build_actor, session
 from mega_rl.config.schema import Config
-from mega_rl.data.ordering import permutation
+from mega_rl.data.sampling.epochs import permutation
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import LossOutput
 from mega_rl.types import Experience, TokenOutputs, response_mask

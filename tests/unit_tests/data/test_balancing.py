@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.data.balancing import minimum_microbatches, partition_balanced, plan_microbatches
+from mega_rl.data.minibatches import minimum_microbatches, partition_balanced, plan_microbatches
 
 
 def lognormal(count: int, *, sigma: float = 1.0, longest: int = 32768, seed: int = 0) -> list[int]:

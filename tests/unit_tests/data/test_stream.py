@@ -16,9 +16,7 @@ import pytest
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import PromptReading, load_prompts
 from mega_rl.data.sampling.mixture import MixtureSampler
-from mega_rl.data.stream.blocks import Position, StreamPlan, StreamReader
-from mega_rl.data.stream.order import StreamSampler
-from mega_rl.data.stream.shards import FileShard
+from mega_rl.data.stream import FileShard, Position, StreamPlan, StreamReader, StreamSampler
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.types import Prompt
 
@@ -281,8 +279,7 @@ class Broken(Stalled):
         raise ZeroDivisionError
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_reader_that_fails_ends_the_run_at_once() -> None:
+def test_mistake_of_the_reader_ends_the_run_at_once() -> None:
     order = order_of(StreamReader("data.train_files", [Broken(threading.Event())], reading(), PLAN), timeout_s=60.0)
-    with pytest.raises(RunError, match="the reader of the stream has failed after 0 rows of epoch 0, in shard 1 of 1"):
+    with pytest.raises(ZeroDivisionError):
         order.take(0, 4)
