@@ -142,11 +142,10 @@ def quickstart(
     log.info("training on %d ranks", NUM_RANKS)
     train_s = launch(["train", "--config", chosen.recipe, *overrides])
     with progress.phase("drawing the curves"):
-        from mega_rl.cli.quickstart.report import print_table, summarize
+        from mega_rl.cli.quickstart.report import summarize
 
         seconds = {"train_s": train_s, "warm_start_s": warm_start_s, "total_s": time.perf_counter() - start}
-        summary, plot = summarize(folder, layout=f"{engine} {layout}", seed=seed, **seconds)
-    print_table(summary, plot=plot)
+        summarize(folder, layout=f"{engine} {layout}", seed=seed, **seconds)
     report([folder])
 
 
