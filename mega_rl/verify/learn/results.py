@@ -178,11 +178,10 @@ def _read(file: Path) -> list[tuple[str, str, Curve]]:
 def _judged(task: LearningTask, runs: Mapping[str, Sequence[Curve]]) -> TaskResult:
     """Return the result of a task from the runs of its variants. Raises UserError if they cannot be compared."""
     names = [variant.name for variant in task.variants]
+    needed = [one.variant for one in task.statements] + [one.other for one in task.statements if isinstance(one, Beats)]
     if unknown := [name for name in runs if name not in names]:
         raise UserError(f"{task.name}: {unknown[0]} is no variant of this version; legal: {'; '.join(names)}")
-    judged = {statement.variant for statement in task.statements}
-    judged |= {statement.other for statement in task.statements if isinstance(statement, Beats)}
-    if missing := [name for name in names if name in judged and name not in runs]:
+    if missing := [name for name in needed if name not in runs]:
         raise UserError(f"{task.name}: there are no runs of {missing[0]}, which its statements are about")
     curves = {name: sorted(runs[name], key=lambda run: run.seed) for name in names if name in runs}
     first = [run.seed for run in next(iter(curves.values()))]

@@ -157,14 +157,6 @@ def test_answers_without_torch() -> None:
     assert done.stderr.splitlines()[-1] == "[0, 2, 2, 0, 0, 0, 0] set()"
 
 
-def test_help(capfd: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["--help"]):
-        assert cli.main(arguments) == 0
-        assert "train" in capfd.readouterr().out
-    assert cli.main(["train", "--help"]) == 0
-    assert "--nproc-per-node" in capfd.readouterr().out
-
-
 def test_help_imports_no_command() -> None:
     code = "import sys; from mega_rl.cli import app; app.main(['--help']); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -84,17 +84,6 @@ def test_unknown_task_is_an_error(started: list[list[str]], capfd: pytest.Captur
     assert not started
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_sglang"])
-def test_recipes_reward_differs_between_prompts(recipe: str, started: list[list[str]]) -> None:
-    """Rewards that differ between prompts to the end: of the function that the quickstart writes, in all its parts."""
-    assert cli.main(["quickstart"]) == 0
-    config = load(Path(recipe))
-    assert config.algorithm.advantage == "gae"
-    assert config.reward.function == "runs/quickstart/data/reward.py:points"
-    assert config.reward.weights == {}
-    assert Path("runs/quickstart/data/reward.py").is_file()
-
-
 def test_earlier_quickstart_keeps_its_runs(started: list[list[str]]) -> None:
     assert cli.main(["quickstart", "--run-dir", "q"]) == 0
     checkpoint, weights = Path("q/checkpoints/step_000060/shard"), Path("q/model/old.safetensors")
