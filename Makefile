@@ -240,7 +240,7 @@ test-triton: setup
 WITH ?=
 VERSIONS_TESTS := tests/unit_tests/test_transformers_contract.py tests/unit_tests/test_versions.py tests/unit_tests/rollout \
 	tests/unit_tests/engines tests/unit_tests/converters tests/unit_tests/models tests/unit_tests/data \
-	tests/unit_tests/assemble tests/unit_tests/workers tests/unit_tests/quickstart
+	tests/unit_tests/assemble tests/unit_tests/workers tests/unit_tests/cli/quickstart
 test-versions:
 	@$(PYTHON) -m venv --clear .versions
 	@.versions/bin/python -m pip install -qq -e '.[dev]' $(WITH)

@@ -43,12 +43,12 @@ def run(*, tiny: bool) -> Iterator[Record]:
 
     Samplers of both devices draw alike where their logits, in FP32, round alike.
     """
-    from mega_rl.quickstart import task
+    from mega_rl.cli.quickstart import sums
 
     with tempfile.TemporaryDirectory(prefix="mega_rl_device_") as name:
         folder = Path(name)
-        task.write_dataset(folder / "data", task.make_task(0))
-        task.write_checkpoint(folder / "model", seed=0)
+        sums.write_data(folder / "data", seed=0)
+        sums.write_model(folder / "model", seed=0)
         devices = ("cuda", "cpu") if GPU else ("cpu",)
         steps = {device: _train(folder, device, steps=1 if tiny else 5) for device in devices}
     for device, metrics in steps.items():

@@ -71,7 +71,7 @@ def own_rows(rows: int, *, rank: int, ranks: int) -> Any:
     """This rank's share of the sample's first rows, in their order: an Experience with random tokens and advantages."""
     import torch
 
-    from mega_rl.data.balancing import partition_balanced
+    from mega_rl.data.minibatches import partition_balanced
     from mega_rl.types import Experience, response_mask
 
     lengths = torch.tensor(row_lengths()[:rows])
@@ -442,7 +442,7 @@ def write_checkpoint(folder: Path) -> None:
 
 def fill() -> float:
     """The share of real tokens in packed micro-batches of the whole sample."""
-    from mega_rl.data.balancing import plan_microbatches
+    from mega_rl.data.minibatches import plan_microbatches
 
     lengths = row_lengths()
     return sum(lengths) / (LONGEST * len(plan_microbatches(lengths, max_tokens=LONGEST)))

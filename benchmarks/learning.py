@@ -27,7 +27,7 @@ from typing import Any
 
 from driver import parser_of, run
 
-from mega_rl.bench.learn.results import band
+from mega_rl.verify.learn.results import band
 
 LETTERS, STOP = "abcdefgh", "."
 RESPONSE = 6  # letters of a right response
@@ -88,7 +88,7 @@ def repeats(prompt: str, response: str) -> float:
 
 def write_inputs(folder: Path, *, seed: int, steps: int) -> None:
     """Write the seed's model and its prompts, each step's after the last one's."""
-    from mega_rl.bench.learn.model import write_model
+    from mega_rl.verify.learn.run import write_model
 
     write_model(folder / "model", LETTERS + STOP, stop=STOP, seed=seed)
     generator = random.Random(seed)

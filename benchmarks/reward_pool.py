@@ -17,10 +17,9 @@ from pathlib import Path
 
 from driver import Report, parser_of
 
+from mega_rl.cli.quickstart import sums
+from mega_rl.cli.quickstart.run import NUM_RANKS, TASKS, launch, setting
 from mega_rl.metrics.records import read_metrics
-from mega_rl.quickstart import task
-from mega_rl.quickstart.run import NUM_RANKS, launch
-from mega_rl.quickstart.tasks import TASKS, setting
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import FunctionRewards, TextScorer, ignore
 from mega_rl.workers.reward_calls import Response
@@ -72,10 +71,10 @@ def shares_of_step(num_workers: int, steps: int, folder: Path) -> dict[str, floa
     decodes the responses and computes the metrics of the rollout.
     """
     run_dir = folder / f"workers{num_workers}"
-    task.write_dataset(run_dir / "data", task.make_task(0))
-    task.write_checkpoint(run_dir / "model", seed=0)
+    sums.write_data(run_dir / "data", seed=0)
+    sums.write_model(run_dir / "model", seed=0)
     settings = [setting("trainer.run_dir", str(run_dir)), setting("model.path", str(run_dir / "model"))]
-    settings += [*TASKS["sums"].settings(run_dir), f"reward.pool.workers={num_workers}", f"trainer.steps={steps}"]
+    settings += [*TASKS["sums"].overrides(run_dir), f"reward.pool.workers={num_workers}", f"trainer.steps={steps}"]
     launch(["train", "--config", "quickstart", *settings, "checkpoint.save_final=false"])
     records = [one.metrics for one in read_metrics(run_dir / "metrics.jsonl") if "time/reward_s" in one.metrics]
     of_steps = [

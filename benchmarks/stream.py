@@ -55,9 +55,7 @@ def measure(road: str, files: list[str], rows: int) -> dict[str, float]:
     from mega_rl.data.columns import RowColumns
     from mega_rl.data.prompts import PromptReading, load_prompts
     from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
-    from mega_rl.data.stream.blocks import StreamPlan, StreamReader
-    from mega_rl.data.stream.order import StreamSampler
-    from mega_rl.data.stream.shards import FileShard
+    from mega_rl.data.stream import FileShard, StreamPlan, StreamReader, StreamSampler
 
     columns, words = RowColumns("prompt", "answer"), Words()
     before, begin = peak_mb(), time.perf_counter()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         train,
     )
     from mega_rl.config.schema import Config
-    from mega_rl.data.source import DataContext
+    from mega_rl.data.rows import DataContext
     from mega_rl.errors import RunError, UserError
     from mega_rl.progress import show_progress
     from mega_rl.protocols import RolloutSource
@@ -71,7 +71,7 @@ _MODULES = {
     "PolicyTokens": "mega_rl.algorithms.losses.base",
     "SampledTokens": "mega_rl.algorithms.corrections.base",
     "Config": "mega_rl.config.schema",
-    "DataContext": "mega_rl.data.source",
+    "DataContext": "mega_rl.data.rows",
     "RolloutSource": "mega_rl.protocols",
     **dict.fromkeys(("Prompt", "Rollout"), "mega_rl.types"),
     **dict.fromkeys(("RolloutContext", "Trajectory"), "mega_rl.workers.own_rollouts.context"),

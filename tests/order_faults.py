@@ -7,7 +7,7 @@ from tests.fault import fault
 SUCCESS = "data/sampling/test_success.py"
 MEASURING = "trainer/order/test_measuring.py"
 MIXTURE = "data/sampling/test_mixture.py"
-STREAM = "data/stream/test_stream.py"
+STREAM = "data/test_stream.py"
 RESUMED = "trainer/order/test_resumed_orders.py"
 
 ORDER = (

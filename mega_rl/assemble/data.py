@@ -27,7 +27,7 @@ from mega_rl.config.values import shown
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts, split
-from mega_rl.data.source import RowSource
+from mega_rl.data.rows import RowSource
 from mega_rl.data.tokenizer_identity import check_bounds
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure

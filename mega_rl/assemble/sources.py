@@ -13,7 +13,7 @@ from mega_rl.assemble.roles import Roles
 from mega_rl.config.plugins.choices import DATA, ROLLOUT, Choice, chosen, settings_of
 from mega_rl.config.schema import Config
 from mega_rl.config.values import shown
-from mega_rl.data.source import DataContext, RowSource
+from mega_rl.data.rows import DataContext, RowSource
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RankState, RolloutEngine, RolloutSource, WeightSync
 from mega_rl.rollout.sglang.generation.samples import Sampling

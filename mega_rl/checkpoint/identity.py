@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.checkpoint.changes import changes, in_words
-from mega_rl.data.stream.shards import FileShard
+from mega_rl.data.stream import FileShard
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError
 from mega_rl.storage.safetensors_reader import CheckpointReader, TensorInfo

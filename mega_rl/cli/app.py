@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -23,25 +23,25 @@ from mega_rl.progress.printable import printable
 from mega_rl.workers.user_files import place_in_users_code
 
 EXIT_INTERRUPTED = 130
-# Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. One that is still alive after
-# this found something of its own.
+# Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. A rank that is still alive
+# after this time found a mistake that rank 0 did not.
 OTHER_RANKS_WAIT_S = 5.0
 
-# In the order of the help. The summary is the first sentence of the command's own help; a section "" is not shown.
+# In the order of the help. The summary is the first sentence of the command's help; a section "" is hidden.
 _COMMANDS = (
-    Later("Start", "quickstart", "quickstart:quickstart",
+    Later("Start", "quickstart", "quickstart.run:quickstart",
           "Train a tiny model to add with PPO, or on word problems with GRPO, in a few minutes on two cores."),
     Later("Start", "recipes", "recipes:app", "List, show and copy the recipes that come with the package."),
-    Later("Start", "data", "data:app", "Write the rows of a problem set, or show the prompts of a recipe."),
+    Later("Start", "data", "data.commands:app", "Write the rows of a problem set, or show the prompts of a recipe."),
     Later("Train", "train", "train:train", "Train a policy with the settings of a recipe and of the command line."),
-    Later("Train", "eval", "evaluation.command:evaluate",
+    Later("Train", "eval", "train:evaluate",
           "Sample a model's answers to sets of prompts and report pass@k, avg@k and maj@k with 95 % intervals."),
     Later("Train", "checkpoint", "checkpoint:app", "List, verify, export and remove the checkpoints of a run."),
-    Later("Look", "report", "show.report:report",
+    Later("Look", "report", "look:report",
           "Write curves, warnings, times, settings and samples of runs as one HTML file that needs no network."),
-    Later("Look", "view", "show.view:view", "Show live runs as a page on this machine, from their files only."),
-    Later("Look", "plot", "show.plot:plot", "Draw the curves of a run, or of several runs in the same panels."),
-    Later("Check", "doctor", "show.doctor:doctor",
+    Later("Look", "view", "look:view", "Show live runs as a page on this machine, from their files only."),
+    Later("Look", "plot", "look:plot", "Draw the curves of a run, or of several runs in the same panels."),
+    Later("Check", "doctor", "look:doctor",
           "List versions, devices and optional packages, and what is used where one is missing."),
     Later("Check", "plan", "plan:plan",
           "Say whether a run fits its GPUs, from config.json and its recipe: memory by phase, and what to change."),
@@ -52,7 +52,7 @@ _COMMANDS = (
     Later("Convert", "convert", "convert:app",
           "Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core."),
     Later("Cluster", "launch", "launch:app", "Runs on several nodes, by the scheduler of a cluster."),
-    Later("", "quickstart-warm-start", "quickstart:warm_start", ""),
+    Later("", "quickstart-warm-start", "quickstart.run:warm_start", ""),
 )  # fmt: skip
 
 _HELP = "Post-training of language models by reinforcement learning on Megatron-Core."
@@ -77,10 +77,10 @@ def _commands(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code.
 
-    0; 1 for a run that cannot go on; 2 for a mistake of the user; 130 for Ctrl-C; 128 + signal for a stopped run.
+    0; 1 for a run that cannot continue; 2 for a mistake of the user; 130 for Ctrl-C; 128 + signal for a stopped run.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    word = os.environ.pop(LAST_WORD, "")  # programs that a rank starts have none in how it ends
+    word = os.environ.pop(LAST_WORD, "")  # removed, so that programs which a rank starts do not report its end
     code = run_app(app, given, prog_name="mega-rl")
     if word:
         os.pwrite(int(word), bytes([code + 1]), int(os.environ["RANK"]))
@@ -126,7 +126,7 @@ def _end_of_run(error: Exception) -> int | None:
 
 
 def _in_words(error: typer.TyperException) -> str:
-    """Return an error of the command line; a setting given as an option is shown as it should be."""
+    """Return an error of the command line; for a setting with dashes, the form without them."""
     option = re.search(r"--([a-z_]+(?:\.\w+)+)", str(error))
     return f"settings have no dashes: write {option[1]}=VALUE" if option else str(error)
 
@@ -148,37 +148,28 @@ def _report(problems: Sequence[str], *, code: int = UserError.exit_code) -> int:
 def entry_point(arguments: Sequence[str] | None = None) -> None:
     """Run the command line as a program, which ends with its exit code."""
     if None in (sys.stdin, sys.stdout, sys.stderr):
-        _begin_with_all_streams()
-    end = _End()
-    atexit.register(end)  # the first to be registered is the last to be called
+        # The caller has closed streams, whose numbers the next file would get: start again with /dev/null for them.
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(descriptor, True)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    codes = [1]  # of an error with a traceback
+    atexit.register(_end, codes)  # the first to be registered is the last to be called
     try:
-        end.exit_code = main(arguments)
+        codes.append(main(arguments))
     except SystemExit as error:  # of a user's code
-        end.exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        codes.append(error.code if isinstance(error.code, int) else int(error.code is not None))
         raise
-    sys.exit(end.exit_code)
+    sys.exit(codes[-1])
 
 
-def _begin_with_all_streams() -> NoReturn:
-    """Begin again with /dev/null for streams that the caller has closed: the next file would get their numbers."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+def _end(codes: Sequence[int]) -> None:
+    """End the program with the last code, without the interpreter's teardown.
 
-
-class _End:
-    """End of the program after its threads and exit handlers, without the interpreter's teardown.
-
-    That would walk half a million objects of PyTorch and Megatron-Core, a silent two seconds after the last line, and
-    destroy groups, streams and extension modules in an order that their libraries do not always survive.
+    The teardown would walk half a million objects of PyTorch and Megatron-Core, a silent two seconds after the last
+    line, and destroy groups, streams and extension modules in an order that their libraries do not always survive.
     """
-
-    def __init__(self) -> None:
-        self.exit_code = 1  # of an error with a traceback
-
-    def __call__(self) -> None:
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # a reader that has gone, a closed stream
-                stream.flush()
-        os._exit(self.exit_code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(codes[-1])

@@ -9,21 +9,19 @@ import typer
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
-from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.memory.leftovers import list_memory
 from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
 from mega_rl.cli.help import Commands
+from mega_rl.cli.options import checkpoint as hub_checkpoint
+from mega_rl.cli.options import choose
 from mega_rl.cli.text.convert import print_report, progress_bar
+from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
-from mega_rl.hub.arguments import checkpoint as hub_checkpoint
-from mega_rl.hub.resolve import checkpoint_folder
 
 app = Commands(name="checkpoint", help="List, verify, export and remove the checkpoints of a run.")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (trainer.run_dir), or its checkpoints folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ROLES = ("actor", "critic")
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # model.dtype -> server's dtype
 
 
 @app.command("list")
@@ -97,12 +95,16 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the weights of a checkpoint, of any layout and engine, as a Hugging Face checkpoint."""
-    if role not in ROLES:
-        raise UserError(f"--role={role}: must be one of {', '.join(ROLES)}")
-    folder = _checkpoint(run, step)
-    manifest = folders.read_manifest(folder)
-    source = reference or _model_of(manifest, folder, role)
-    trained = _DTYPES.get(str(_model_settings(manifest).get("dtype")))
+    choose("--role", role, ("actor", "critic"))
+    complete = {folders.step_of(folder): folder for folder in verbs.checkpoints_of(run)}
+    if step is not None and step not in complete:
+        steps = ", ".join(map(str, complete))
+        raise UserError(f"--step={step}: {run} has no complete checkpoint of this step; it has {steps}")
+    folder = list(complete.values())[-1] if step is None else complete[step]
+    manifest = folders.read_manifest(folder).config.get("model")
+    model: dict[str, Any] = manifest if isinstance(manifest, dict) else {}
+    source = reference or _origin(model, folder, role)
+    trained = {"bf16": "bfloat16", "fp32": "float32"}.get(str(model.get("dtype")))
     with progress_bar() as progress:
         from mega_rl.checkpoint.weights import open_weights
         from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
@@ -118,22 +120,12 @@ def export(
     print_report(target, report, as_json)
 
 
-def _checkpoint(run: Path, step: int | None) -> Path:
-    """Return the folder of the checkpoint to export. Raises UserError."""
-    complete = verbs.checkpoints_of(run)
-    if step is None:
-        return complete[-1]
-    matching = [folder for folder in complete if folders.step_of(folder) == step]
-    if not matching:
-        steps = ", ".join(str(folders.step_of(folder)) for folder in complete)
-        raise UserError(f"--step={step}: {run} has no complete checkpoint of this step; it has {steps}")
-    return matching[0]
+def _origin(model: dict[str, Any], folder: Path, role: str) -> Path:
+    """Return the Hugging Face folder that a role's model came from. Raises UserError where it is not there.
 
-
-def _model_of(manifest: Manifest, folder: Path, role: str) -> Path:
-    """Return the Hugging Face folder that a role's model came from. Raises UserError where it is not there."""
-    settings = _model_settings(manifest)
-    text = str((settings.get("critic_path") if role == "critic" else "") or settings.get("path", ""))
+    model: the section of the run's config.
+    """
+    text = str((model.get("critic_path") if role == "critic" else "") or model.get("path", ""))
     path = checkpoint_folder(text, label="model.path")
     if not text or not (path / "config.json").is_file():
         raise UserError(
@@ -141,9 +133,3 @@ def _model_of(manifest: Manifest, folder: Path, role: str) -> Path:
             "by --hf"
         )
     return path
-
-
-def _model_settings(manifest: Manifest) -> dict[str, Any]:
-    """Return the section model of the run's config."""
-    model = manifest.config.get("model")
-    return model if isinstance(model, dict) else {}

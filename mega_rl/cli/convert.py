@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.layout_options import LayoutOptions, choose, with_options
+from mega_rl.cli.options import LayoutOptions, checkpoint, choose, description, with_options
 from mega_rl.cli.text.convert import (
     copies_in_words,
     elements,
@@ -30,7 +30,6 @@ from mega_rl.cli.text.convert import (
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Sharding, check_layout
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.hub.arguments import checkpoint, description
 from mega_rl.parallel.layout import ParallelLayout
 
 EXIT_DIFFERS = 1

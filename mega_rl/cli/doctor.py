@@ -11,7 +11,8 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import mega_rl
 from mega_rl import versions
@@ -25,30 +26,21 @@ from mega_rl.sandbox.limits import Limits, SandboxError
 from mega_rl.sandbox.local import LocalSandbox
 from mega_rl.versions import installed_version
 
-CORE = (
-    "torch",
-    "megatron-core",
-    "transformers",
-    "tensordict",
-    "safetensors",
-    "datasets",
-    "math-verify",
-    "psutil",
-)
-# An import of a package that is not there, was built against another torch, or misses a library of the system.
+CORE = ("torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets", "math-verify", "psutil")
+# Errors of importing a package that is absent, was built against another torch, or misses a library of the system.
 DOES_NOT_LOAD = (ImportError, OSError, RuntimeError, AttributeError)
 
 
-@dataclass(frozen=True)
-class Optional:
+class Optional(NamedTuple):
     """A package that is used if it is installed."""
 
     name: str
-    module: str  # found by this module, which packages of the same name by others do not have
+    module: str  # module that packages of the same name by others do not have
     distribution: str
-    instead: str  # what happens without it
+    instead: str  # replacement without it
 
 
+_TRACKER = "metrics.jsonl and TensorBoard"
 OPTIONAL = (
     Optional(
         "transformer-engine", "transformer_engine.pytorch", "transformer-engine", "local layers on torch operators"
@@ -57,9 +49,9 @@ OPTIONAL = (
     Optional("apex (NVIDIA)", "apex.optimizers", "apex", "torch's AdamW and unfused kernels"),
     # The beta of FlashAttention 4 leaves a folder flash_attn without this module.
     Optional("flash-attn", "flash_attn.flash_attn_interface", "flash-attn", "torch's scaled_dot_product_attention"),
-    Optional("wandb", "wandb", "wandb", "metrics.jsonl and TensorBoard"),
-    Optional("mlflow", "mlflow", "mlflow-skinny", "metrics.jsonl and TensorBoard"),
-    Optional("swanlab", "swanlab", "swanlab", "metrics.jsonl and TensorBoard"),
+    Optional("wandb", "wandb", "wandb", _TRACKER),
+    Optional("mlflow", "mlflow", "mlflow-skinny", _TRACKER),
+    Optional("swanlab", "swanlab", "swanlab", _TRACKER),
 )
 
 
@@ -67,28 +59,23 @@ def report(*, verbose: bool = False) -> Iterator[str]:
     """Yield the lines of the report, section by section. verbose: each patch of Megatron-Core, with its reason."""
     yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"mega_rl              {mega_rl.__version__}"
-    yield from map(_core_line, CORE)
-    problem = megatron_core.problem()
-    if problem:
+    for name in CORE:
+        installed = installed_version(name) or f"MISSING: run {how_to_install_package(name)}"
+        yield f"{name:<20} {'; '.join(filter(None, [installed, versions.remark(name)]))}"
+    if problem := megatron_core.problem():
         yield f"{'':<20} NOT SUPPORTED: {problem}"
     yield ""
     yield from _devices()
     yield ""
-    yield from (_optional_line(package) for package in OPTIONAL)
+    yield from map(_optional_line, OPTIONAL)
     yield _sglang_line()
-    yield _sandbox_line()
+    yield f"{'sandbox':<20} {_no_sandbox() or 'bubblewrap works: programs can be run for rewards'}"
     yield ""
     yield from _patches(verbose=verbose)
 
 
-def _core_line(name: str) -> str:
-    remark = versions.remark(name)
-    installed = installed_version(name) or f"MISSING: run {how_to_install_package(name)}"
-    return f"{name:<20} {installed}{remark and f'; {remark}'}"
-
-
 def how_to_install_package(name: str) -> str:
-    """Return the command that installs a package which mega_rl requires, in the version that it requires."""
+    """Return the command that installs a package which mega_rl requires, in the required version."""
     if made_by_make():
         return "'make setup'"
     try:
@@ -105,16 +92,16 @@ def is_importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except DOES_NOT_LOAD:
-        return False  # a parent is missing, or does not load here
+        return False
 
 
 def _optional_line(package: Optional) -> str:
-    if is_importable(package.module):
-        remark = versions.remark(package.distribution)
-        if package.distribution == "transformer-engine" and (cuda := versions.cuda_of_transformer_engine()):
-            remark = "; ".join(filter(None, [remark, f"kernels for CUDA {cuda}"]))
-        return f"{package.name:<20} {installed_version(package.distribution) or 'found'}{remark and f'; {remark}'}"
-    return f"{package.name:<20} not found; used instead: {package.instead}"
+    if not is_importable(package.module):
+        return f"{package.name:<20} not found; used instead: {package.instead}"
+    words = [installed_version(package.distribution) or "found", versions.remark(package.distribution)]
+    if package.distribution == "transformer-engine" and (cuda := versions.cuda_of_transformer_engine()):
+        words.append(f"kernels for CUDA {cuda}")
+    return f"{package.name:<20} {'; '.join(filter(None, words))}"
 
 
 def _sglang_line() -> str:
@@ -127,19 +114,6 @@ def _sglang_line() -> str:
         tools = [] if installation.folder else [f"; LACKS: {tool}" for tool in missing_tools()]
         status = f"{installation.version}, {where}{wrong}{''.join(tools)}"
     return f"{'sglang':<20} {status}"
-
-
-def _sandbox_line() -> str:
-    problem = _no_sandbox()
-    return f"{'sandbox':<20} {problem or 'bubblewrap works: programs can be run for rewards'}"
-
-
-def _no_sandbox() -> str | None:
-    try:
-        LocalSandbox(Tool.find(), Limits()).check()
-    except SandboxError as error:
-        return str(error)
-    return None
 
 
 def _devices() -> Iterator[str]:
@@ -172,9 +146,9 @@ def _patches(*, verbose: bool) -> Iterator[str]:
 
 
 def missing(names: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each of the `names` that is not there or does not load, with the reason.
+    """Yield a line for each requirement that is absent or does not load, with the reason.
 
-    Raises UserError for no name and for names that are not among REQUIREMENTS, before anything is looked for.
+    Raises UserError for no name and for unknown names, before any check.
     """
     unknown = sorted(set(names) - REQUIREMENTS.keys())
     if unknown or not names:
@@ -220,10 +194,18 @@ def _no_sglang() -> str | None:
     return "; ".join(missing_tools()) or None if installation.folder is None else None
 
 
-def _does_not_load(module: str) -> str | None:
-    """Return why a module cannot be imported, in one line; None if it can. Imports torch before it."""
+def _no_sandbox() -> str | None:
     try:
-        importlib.import_module("torch")  # brings the libraries that extensions of it are linked with
+        LocalSandbox(Tool.find(), Limits()).check()
+    except SandboxError as error:
+        return str(error)
+    return None
+
+
+def _does_not_load(module: str) -> str | None:
+    """Return why a module cannot be imported, in one line; None if it can."""
+    try:
+        importlib.import_module("torch")  # brings the libraries that its extensions are linked with
         importlib.import_module(module)
     except DOES_NOT_LOAD as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -234,16 +216,13 @@ def _does_not_load(module: str) -> str | None:
 # imports what it can: a compiled package that is installed may still not load.
 REQUIREMENTS: Mapping[str, Callable[[], str | None]] = {
     "core": _no_core,
-    "torch": lambda: _does_not_load("torch"),
+    "torch": partial(_does_not_load, "torch"),
     "cuda": _no_cuda,
     "megatron": megatron_core.problem,
     "te": _no_transformer_engine,
-    "apex": lambda: _does_not_load("fused_weight_gradient_mlp_cuda"),  # all of it that is used
-    "flash-attn": lambda: _does_not_load("flash_attn.flash_attn_interface"),
+    "apex": partial(_does_not_load, "fused_weight_gradient_mlp_cuda"),  # the only part of apex that is used
+    "flash-attn": partial(_does_not_load, "flash_attn.flash_attn_interface"),
     "sglang": _no_sglang,
     "sandbox": _no_sandbox,
-    "ray": lambda: _does_not_load("ray"),
-    "wandb": lambda: _does_not_load("wandb"),
-    "mlflow": lambda: _does_not_load("mlflow"),
-    "swanlab": lambda: _does_not_load("swanlab"),
+    **{name: partial(_does_not_load, name) for name in ("ray", "wandb", "mlflow", "swanlab")},
 }

@@ -1,4 +1,4 @@
-"""The form of every command's help: summaries whole, arguments without the names of Python's types, -h as --help."""
+"""Form of every command's help: whole summaries, arguments without names of Python types, -h as --help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class _Command(TyperCommand):
-    """A command whose arguments are shown as they are written."""
+    """A command whose help shows arguments as a user writes them."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and then the options."""
@@ -34,9 +34,9 @@ class _Command(TyperCommand):
 
 @dataclass(frozen=True)
 class Later:
-    """A command, or group of commands, whose module is imported when it is called or its own help is asked for."""
+    """A command, or group of commands, whose module is imported when it is called."""
 
-    section: str  # heading in the help; empty: not shown
+    section: str  # heading in the help; empty: hidden
     name: str
     place: str  # "module:name" of a function or a `Commands` in mega_rl.cli
     summary: str
@@ -52,13 +52,13 @@ class Later:
 
 
 class _Group(TyperGroup):
-    """Commands whose summaries are not cut off; called without a command it shows its help."""
+    """A group whose help shows whole summaries; without a command it shows its help."""
 
     later: ClassVar[Sequence[Later]] = ()
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        for one in self.later:  # only what the help shows
+        for one in self.later:  # the help needs no more
             self.add_command(
                 _Command(name=one.name, help=one.summary, rich_help_panel=one.section, hidden=not one.section)
             )
@@ -81,7 +81,7 @@ class _Group(TyperGroup):
                 formatter.write_dl([(f"{name:{width}}", text) for name, text in rows])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take no arguments for --help, unless the group does something by itself."""
+        """Take no arguments for --help, unless the group itself is a command."""
         return super().parse_args(ctx, args or ([] if self.invoke_without_command else ["--help"]))
 
 
@@ -97,7 +97,7 @@ class Commands(typer.Typer):
     def __init__(
         self, *, name: str | None = None, help: str | None = None, completion: bool = False, later: Sequence[Later] = ()
     ) -> None:
-        """completion: whether there are options that install and show the shell's completion. later: more commands."""
+        """completion: adds options for the shell's completion. later: commands to import when they are called."""
         super().__init__(
             name=name,
             help=help,
@@ -109,5 +109,5 @@ class Commands(typer.Typer):
         )
 
     def command(self, name: str | None = None, **settings: Any) -> Any:
-        """Return a decorator that makes a command of a function, as typer's."""
+        """Return typer's decorator with this form of help."""
         return super().command(name, cls=_Command, **settings)

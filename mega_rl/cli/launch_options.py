@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from mega_rl import progress
-from mega_rl.cli.layout_options import made
+from mega_rl.cli.options import made
 from mega_rl.errors import UserError
 from mega_rl.launcher.launch import Launch, key_of
 from mega_rl.launcher.restarts import DEFAULT_RESTARTS

@@ -1,23 +1,18 @@
-"""`mega-rl plan`: memory, verdict, layouts and traffic of a run before it starts. Imports no torch."""
+"""`mega-rl plan`: memory, verdict, layouts and traffic of a run before it starts."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mega_rl.cli.options import Overrides, Recipe
 from mega_rl.preflight.plan import PlanOptions, plan_lines
 
 
 def plan(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="Recipe: a YAML file, or the name of a packaged one.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as model.path=FOLDER."),
-    ] = None,
+    recipe: Recipe,
+    overrides: Overrides = None,
     gpus: Annotated[
         int, typer.Option("--gpus", min=0, max=4096, help="Ranks of the run; default: the fewest its layout allows.")
     ] = 0,

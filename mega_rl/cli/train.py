@@ -1,30 +1,40 @@
-"""`mega-rl train`: checks the settings without torch, then trains, or becomes the launcher of its ranks."""
+"""`mega-rl train` and `mega-rl eval`: check the settings without torch, then run, or become the launcher of the ranks.
+
+Exit codes of `eval`: 0 when every sample is scored, 1 when the evaluation cannot continue, 2 for mistakes.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mega_rl import progress
 from mega_rl.cli.launch_options import LaunchOptions, become
-from mega_rl.cli.layout_options import with_options
+from mega_rl.cli.options import Overrides, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.origins import pinned_overrides
+from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
+from mega_rl.errors import UserError
+from mega_rl.health.interruption import StoppedBySignal
 from mega_rl.schedulers.slurm.tasks import become_rank
+
+if TYPE_CHECKING:
+    from mega_rl.accelerator import Accelerator
+    from mega_rl.types import JsonObject
 
 
 @with_options
 def train(
     launch: LaunchOptions,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as optim.lr=2e-6."),
-    ] = None,
+    overrides: Overrides = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="Recipe: a YAML file, or the name of a packaged one, as quickstart.")
     ] = None,
@@ -55,13 +65,123 @@ def train(
     if not resolved.metrics.progress_bar:
         progress.show_progress(live=False)
     with progress.importing("PyTorch and Megatron-Core", announce=True):
-        from mega_rl.accelerator import prepare
-
-        accelerator = prepare(
-            resolved.trainer.device,
-            variables=variables_of(resolved.engine, resolved.rollout, resolved.trainer),
-            deepep=resolved.engine.megatron.moe.dispatcher == "deepep",
-        )
+        accelerator = _prepare(resolved)
         from mega_rl.assemble import train as run
 
     raise typer.Exit(run(resolved, accelerator))
+
+
+def _prepare(config: Config) -> Accelerator:
+    """Prepare the accelerator; Megatron-Core may be imported after it."""
+    from mega_rl.accelerator import prepare
+
+    return prepare(
+        config.trainer.device,
+        variables=variables_of(config.engine, config.rollout, config.trainer),
+        deepep=config.engine.megatron.moe.dispatcher == "deepep",
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Model, prompts and sampling of an evaluation; every field is an option."""
+
+    model: Annotated[str | None, typer.Option("--model", metavar="HF_DIR", help="Checkpoint: model.path.")] = None
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="[NAME=]FILE", help="Prompts, JSONL or Parquet; more than once for more sets."),
+    ] = None
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Samples of each prompt: validation.n.")] = None
+    k: Annotated[str | None, typer.Option("--k", metavar="K,...", help="Of pass@k and maj@k: validation.k.")] = None
+    reward: Annotated[str | None, typer.Option("--reward", help="Function that scores: reward.function.")] = None
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0.0, help="validation.temperature; 0 is greedy.")
+    ] = None
+    top_p: Annotated[float | None, typer.Option("--top-p", help="validation.top_p.")] = None
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="Longest response: validation.max_new_tokens.")
+    ] = None
+
+    def settings(self) -> Iterator[str]:
+        """Yield the given options as `key=value`. Raises UserError for a set without a file."""
+        given: dict[str, object] = {
+            "model.path": self.model,
+            "validation.n": self.n,
+            "validation.k": None if self.k is None else f"[{self.k}]",
+            "reward.function": self.reward,
+            "validation.temperature": self.temperature,
+            "validation.top_p": self.top_p,
+            "validation.max_new_tokens": self.max_new_tokens,
+        }
+        yield from (f"{key}={value}" for key, value in given.items() if value is not None)
+        unnamed = []
+        for text in self.data or []:
+            name, equals, file = text.partition("=")
+            if not equals or not re.fullmatch(r"\w+", name):
+                unnamed.append("'" + text.replace("'", "''") + "'")
+            elif not file:
+                raise UserError(f"--data={text}: names no file; write NAME=FILE")
+            else:
+                yield f"validation.sets.{name}={file}"
+        if unnamed:
+            yield f"data.val_files=[{', '.join(unnamed)}]"
+
+
+@with_options
+def evaluate(
+    launch: LaunchOptions,
+    options: EvaluationOptions,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as engine.megatron.tp=2.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Recipe whose model, layout, data and rewards are taken.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of samples and results.")] = Path(
+        "runs/eval"
+    ),
+) -> None:
+    """Sample a model's answers to sets of prompts and report pass@k, avg@k and maj@k with 95 % intervals."""
+    settings = [*(overrides or []), *options.settings()]
+    progress.show_progress()
+    launch.check(os.environ)
+    with progress.phase("checking the settings, model and data", announce=True):
+        from mega_rl.preflight.evaluation import checked
+
+        loaded = loader.load(config, settings)
+        if options.temperature == 0 and loaded.validation.n > 1:
+            raise UserError(
+                f"--temperature=0 with {loaded.validation.n} samples of each prompt: greedy ones are all the same; "
+                "raise it, or set --n=1"
+            )
+        launchers = launch.nnodes + launch.spares
+        resolved = checked(loaded, world_size=launch.world_size, out=str(out), launchers=launchers)
+    if launch.needs_launcher:
+        recipe = [] if config is None else ["--config", str(config)]
+        program = ["mega_rl.cli", "eval", *recipe, "--out", str(out), *settings]
+        started = launch.launch(program, run_dir=str(out), resume="never")
+        become(replace(started, max_restarts=launch.max_restarts or 0))
+    with progress.importing("PyTorch and Megatron-Core", announce=True):
+        accelerator = _prepare(resolved)
+        from mega_rl.assemble.evaluation_run import evaluate as run
+    try:
+        results = run(resolved, accelerator)
+    except StoppedBySignal as stop:
+        raise typer.Exit(stop.exit_code) from stop
+    if os.environ.get("RANK", "0") == "0":
+        progress.close()
+        _print_evaluation(results)
+        typer.echo(f"samples: {out / 'samples.jsonl'}, results: {out / 'results.json'}")
+
+
+def _print_evaluation(results: JsonObject) -> None:
+    """Print one line for each number of each set."""
+    for name, one in results["sets"].items():
+        typer.echo(f"{name or 'data'}: {one['prompts']} prompts")
+        for metric, mean in one["means"].items():
+            typer.echo(f"  {metric:<24} {mean:.4f}")
+        for metric, of in one["estimates"].items():
+            interval = f"[{of['low']:.4f}, {of['high']:.4f}]"
+            typer.echo(f"  {metric:<24} {of['mean']:.4f}  {interval}  over {of['prompts']} prompts")
+    if results["right_when"]:
+        typer.echo(f"right: {results['right_when']}")

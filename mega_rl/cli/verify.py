@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mega_rl import progress
 from mega_rl.cli.help import Commands
-from mega_rl.cli.layout_options import choose, made, with_options
-from mega_rl.cli.text.lockstep import print_faults, print_json_faults, print_lockstep
-from mega_rl.cli.text.lockstep import print_json as print_lockstep_json
-from mega_rl.cli.text.verify import print_json, print_verdicts
+from mega_rl.cli.options import choose, made, with_options
+from mega_rl.cli.tables import print_json, print_table
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
-from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
-from mega_rl.verify.plan import Plan
+from mega_rl.verify.plan import Plan, TensorError
 from mega_rl.verify.rl.inputs import STEPS, read_run
-from mega_rl.verify.rl.phases import read_tolerances
+from mega_rl.verify.rl.phases import UPDATES, read_tolerances
 from mega_rl.verify.tolerances import Tolerances, tolerances
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from mega_rl.verify.rl.run import Lockstep, PlantedFault
+    from mega_rl.verify.run import Verdict
 
-EXIT_DIFFERS = 1
+log = logging.getLogger(__name__)
 
 app = Commands(name="verify", help="Check that parallel layouts and engines compute what one rank computes.")
 
@@ -46,7 +46,7 @@ Model = Annotated[
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """The comparison of both commands; every field is an option."""
+    """Options of `layouts` and `engines`; every field is an option."""
 
     twin: Annotated[
         bool, typer.Option("--twin", help="Verify a model of few layers, experts and tokens with the same config.")
@@ -87,19 +87,16 @@ def layouts(
     model, asked = _check(model, options)
     allowed = tolerances(options.dtype, options.tolerance, experts=asked.moe is not None)
     names = usual(asked) if names is None else names
-    layers = 1
+    layers, checked = 1, asked
     if options.twin:
         with progress.importing("PyTorch"):
             from mega_rl.verify.twin.shrink import shrink
 
         layers = stages(names)
-        small = shrink(asked, where=str(model / "config.json"), multiple=layers).hf
-        # What the twin can be cut by and the model itself cannot would prove nothing; its layers may be cut unevenly.
-        resolve_all(names, replace(asked, num_layers=small.num_layers), nproc=nproc)
-        wanted = resolve_all(names, small, nproc=nproc)
-    else:
-        wanted = resolve_all(names, asked, nproc=nproc)
-    _verify(model, wanted, options, allowed=allowed, layers=layers)
+        checked = shrink(asked, where=str(model / "config.json"), multiple=layers).hf
+        # A layout that fits the twin only would prove nothing about the model. The twin's layers may be cut unevenly.
+        resolve_all(names, replace(asked, num_layers=checked.num_layers), nproc=nproc)
+    _verify(model, resolve_all(names, checked, nproc=nproc), options, allowed=allowed, layers=layers)
 
 
 @app.command()
@@ -148,31 +145,37 @@ def rl(
     progress.show_progress()
     refuse_launcher()
     allowed = read_tolerances(tolerance)
-    recipe, overrides = _split(settings or [])
+    settings = settings or []
+    recipes = [text for text in settings if "=" not in text and not text.startswith("~")]
+    if len(recipes) > 1:
+        raise UserError(f"{recipes[1]}: is no KEY=VALUE, and {recipes[0]} is the recipe already; name one recipe")
     if self_check and settings:
         raise UserError(f"{settings[0]}: --self-check has runs of its own; leave recipe and settings out")
-    run = read_run(recipe, overrides, steps=steps)
+    recipe = recipes[0] if recipes else None
+    run = read_run(recipe, [text for text in settings if text not in recipes], steps=steps)
     with progress.importing("PyTorch"):
         from mega_rl.verify.rl import run as lockstep
     with lockstep.working_folder() as folder:
         if self_check:
             faults = list(lockstep.self_check(Path(folder), timeout_s=timeout_s))
-            (print_json_faults if as_json else print_faults)(faults)
-            _end(fault.good for fault in faults)
+            _print_faults(faults, as_json=as_json)
+            end(fault.good for fault in faults)
             return
         log.info("verifying %s", recipe or "the default algorithm")
         config, layouts = lockstep.prepare_run(run, names, Path(folder))
         header = {"recipe": recipe or "none", "model": run.description, "steps": steps}
-        for name, value in {} if as_json else header.items():
-            typer.echo(f"{name}: {value}")
+        if not as_json:
+            _print_header(header)
         results = []
         for result in lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed):
             results.append(result)
             if not as_json:
-                print_lockstep(result, tolerances=allowed)
+                _print_lockstep(result, tolerances=allowed)
     if as_json:
-        print_lockstep_json(results, header=header, tolerances=allowed)
-    _end(result.good for result in results)
+        facts = [_lockstep_facts(result) for result in results]
+        good = all(result.good for result in results)
+        print_json({"good": good, **header, "tolerances": dict(allowed), "layouts": facts})
+    end(result.good for result in results)
 
 
 def _check(model: Path, options: VerifyOptions) -> tuple[Path, HFConfig]:
@@ -192,6 +195,12 @@ def refuse_launcher(command: str = "verify") -> None:
         raise UserError(f"{command} starts its ranks itself; call it without torchrun")
 
 
+def end(good: Iterable[bool]) -> None:
+    """End the command with exit code 1 unless all is good."""
+    if not all(good):
+        raise typer.Exit(1)
+
+
 def _verify(
     model: Path,
     wanted: Sequence[Layout],
@@ -201,7 +210,7 @@ def _verify(
     layers: int = 1,
     steps: int | None = None,
 ) -> None:
-    """Measure the layouts, print what was measured and end with its exit code; steps: None takes the plan's."""
+    """Measure the layouts, print the results and end with the exit code; steps: None takes the plan's."""
     with progress.importing("PyTorch"):
         from mega_rl.verify.run import prepare_model, use_gpus, verify, working_folder
 
@@ -219,21 +228,101 @@ def _verify(
         )
     header: dict[str, object] = {"model": made_model.description, "device": "cuda" if on_gpus else "cpu"}
     header |= {"dtype": options.dtype, "packing": options.packing, **counted}
-    show = print_json if options.as_json else print_verdicts
-    show(verdicts, header=header, tolerances=allowed)
-    if not all(verdict.good for verdict in verdicts):
-        raise typer.Exit(EXIT_DIFFERS)
+    if options.as_json:
+        facts = [
+            {
+                **asdict(verdict.layout),
+                "ranks": verdict.layout.ranks,
+                "good": verdict.good,
+                "problems": verdict.problems,
+                "found": None if verdict.errors is None else asdict(verdict.errors),
+            }
+            for verdict in verdicts
+        ]
+        good = all(verdict.good for verdict in verdicts)
+        print_json({"good": good, **header, "tolerances": asdict(allowed), "layouts": facts})
+    else:
+        _print_header(header)
+        print_verdicts(verdicts, allowed)
+    end(verdict.good for verdict in verdicts)
 
 
-def _end(good: Iterable[bool]) -> None:
-    """End with exit code 1 unless all is good."""
-    if not all(good):
-        raise typer.Exit(EXIT_DIFFERS)
+def _print_header(header: Mapping[str, object]) -> None:
+    for name, value in header.items():
+        typer.echo(f"{name}: {value}")
 
 
-def _split(settings: list[str]) -> tuple[str | None, list[str]]:
-    """Return (recipe, overrides) of the arguments. Raises UserError for a second recipe."""
-    recipes = [text for text in settings if "=" not in text and not text.startswith("~")]
-    if len(recipes) > 1:
-        raise UserError(f"{recipes[1]}: is no KEY=VALUE, and {recipes[0]} is the recipe already; name one recipe")
-    return (recipes[0] if recipes else None), [text for text in settings if text not in recipes]
+def print_verdicts(verdicts: Sequence[Verdict], allowed: Tolerances) -> None:
+    """Print a row for each layout; below the table its worst tensors, the tolerances, and the problems."""
+    rows, worst = [], []
+    for verdict in verdicts:
+        title, errors = verdict.layout.title, verdict.errors
+        numbers, word = ("-", "-", "-"), "failed"
+        if errors is not None:
+            numbers = (f"{errors.logprob_error:.1e}", f"{errors.loss:.6g}", f"{errors.grad_norm_error:.1e}")
+            word = "equal" if verdict.good else "DIFFERS"
+            worst.append(f"{title}: worst gradient: {_worst(errors.gradients)}")
+            worst.append(f"{title}: worst weight after a step: {_worst(errors.weights)}")
+        rows.append((title, str(verdict.layout.ranks), *numbers, word))
+    print_table(("layout", "ranks", "log-prob error", "loss", "grad-norm error", "verdict"), rows)
+    lines = [*worst, "tolerances: " + ", ".join(f"{name} {value:g}" for name, value in asdict(allowed).items())]
+    lines += [f"{verdict.layout.title}: {problem}" for verdict in verdicts for problem in verdict.problems]
+    typer.echo("\n".join(lines))
+
+
+def _worst(errors: Sequence[TensorError]) -> str:
+    return f"{errors[0].error:.1e} {errors[0].name.removeprefix('model.')}" if errors[0].error else "0"
+
+
+def _print_lockstep(lockstep: Lockstep, *, tolerances: Mapping[str, float]) -> None:
+    """Print the errors of every update on one layout, the tolerances below them, and the verdict."""
+    layout = lockstep.layout
+    if lockstep.updates:
+        present = {phase for update in lockstep.updates for phase in update.errors}
+        phases = [phase for phase in tolerances if phase in present - {UPDATES}]
+        rows = []
+        for update in lockstep.updates:
+            errors = [(update.errors.get(phase), tolerances[phase]) for phase in phases]
+            cells = ["-" if error is None else f"{error:.1e}" + " !" * (not error <= most) for error, most in errors]
+            rows.append((update.title, *cells))
+        title = f"{layout.name}, {layout.ranks} rank{'s' * (layout.ranks > 1)}"
+        last = ("tolerance", *(f"{tolerances[phase]:g}" for phase in phases))
+        print_table(("update", *phases), rows, title=title, last=last)
+    verdict = "agrees" if lockstep.good else f"DIFFERS first at {lockstep.problem}" if lockstep.updates else "failed"
+    typer.echo(f"{layout.name}: {verdict}")
+    if not lockstep.updates:
+        typer.echo(f"{layout.name}: {lockstep.problem}")
+
+
+def _lockstep_facts(lockstep: Lockstep) -> dict[str, Any]:
+    """Return all errors on one layout for JSON."""
+    return {
+        "layout": lockstep.layout.name,
+        "ranks": lockstep.layout.ranks,
+        "good": lockstep.good,
+        "problem": lockstep.problem,
+        "updates": [{**asdict(update), "errors": dict(update.errors)} for update in lockstep.updates],
+    }
+
+
+def _print_faults(results: Sequence[PlantedFault], *, as_json: bool) -> None:
+    """Print how the lockstep named each planted fault."""
+    named = [result.good for result in results]
+    if as_json:
+        faults = [
+            {
+                **{"fault": result.fault.name, "run": result.fault.algorithm, "expected": result.fault.phase},
+                **{"phase": result.phase, "where": result.where, "error": result.error, "good": result.good},
+            }
+            for result in results
+        ]
+        print_json({"good": all(named), "faults": faults})
+        return
+    rows = []
+    for result in results:
+        verdict = "named" if result.good else "MISSED" if not result.phase else f"NOT as {result.fault.phase}"
+        error = f"{result.error:.1e}" if result.phase else "-"
+        place = (result.phase or "-", result.where or "-")
+        rows.append((result.fault.name, result.fault.algorithm, *place, error, verdict))
+    print_table(("planted fault", "run", "first off", "at", "error", "verdict"), rows)
+    typer.echo(f"{sum(named)} of {len(results)} planted faults are named by their phase")

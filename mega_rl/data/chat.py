@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
-import functools
-import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,8 +15,7 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.defaults import DEFAULT_NAMESPACE
 
-from mega_rl.data.conversation import Message
-from mega_rl.errors import UserError
+from mega_rl.data.columns import Message
 
 OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run itself sets
 _DATE = "strftime_now"  # function that templates call with a format
@@ -30,9 +25,6 @@ _ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
     jinja2.TemplateError,
 )  # fmt: skip
-DEADLINE_S = 10.0  # seconds for one conversation; a usual one takes some ten microseconds
-_begun: dict[int, float] = {}  # threads that render a template, with the time at which they began
-_begun_lock = threading.Lock()
 
 
 class TemplateRefusal(Exception):
@@ -48,52 +40,21 @@ class TemplateOwner(Protocol):
 
 
 def apply_template(tokenizer: TemplateOwner, messages: list[Message], **settings: object) -> str:
-    """Return the text of a conversation.
-
-    A template's loops are Python code, which an exception from another thread ends.
-
-    Raises:
-        TemplateRefusal: the template refuses the conversation.
-        UserError: it takes too long.
-    """
-    _watch()
-    thread = threading.get_ident()
-    with _begun_lock:
-        _begun[thread] = time.monotonic()
+    """Return the text of a conversation. Raises TemplateRefusal if the template refuses it."""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
     except _ERRORS as error:
-        if thread not in _begun:  # ended by the watch, whatever Jinja has made of the exception
-            raise UserError(f"the chat template has not rendered one conversation in {DEADLINE_S:g} s") from error
         raise TemplateRefusal(" ".join(str(error).split()) or type(error).__name__) from error
-    finally:
-        with _begun_lock:
-            _begun.pop(thread, None)
-
-
-@functools.cache
-def _watch() -> None:
-    """Start the thread that ends late templates, once for a process."""
-
-    def end_late_ones() -> None:
-        while True:
-            time.sleep(DEADLINE_S / 10)
-            with _begun_lock:
-                for thread in [one for one, begun in _begun.items() if time.monotonic() - begun > DEADLINE_S]:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RuntimeError))
-                    del _begun[thread]
-
-    threading.Thread(target=end_late_ones, name="templates", daemon=True).start()
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Rendering of a run's conversations as text, with what data.chat says of it."""
+    """Rendering of a run's conversations as text, by the settings of data.chat."""
 
     tokenizer: TemplateOwner
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str = ""
-    date: datetime.date | None = None  # that the template writes; None is today's
+    date: datetime.date | None = None  # date that the template writes; None: today's
     of_strings: bool = True  # a string is a message of the user; False: it is the text of the prompt
 
     def complete(self, messages: Sequence[Message]) -> list[Message]:
@@ -103,16 +64,16 @@ class ChatTemplate:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def render(self, messages: list[Message], variables: Mapping[str, object]) -> str:
-        """Return the text of the messages, ready for the assistant's turn.
+        """Return the text of the messages, ready for the assistant's turn. Raises TemplateRefusal.
 
-        variables: of the row, over those of the run. Raises TemplateRefusal, and UserError at the deadline.
+        variables: of the row, over those of the run.
         """
         kwargs = {**self.kwargs, **variables} | ({} if self.date is None else {_DATE: self.date.strftime})
         return apply_template(self.tokenizer, messages, add_generation_prompt=True, **kwargs)
 
     @cached_property
     def _reads(self) -> frozenset[str] | None:
-        """Return the variables that the tokenizer's templates read; None where that is not known."""
+        """Return the variables that the tokenizer's templates read; None if that is not known."""
         given = getattr(self.tokenizer, "chat_template", None)
         texts: list[Any] = list(given.values()) if isinstance(given, dict) else [given]
         try:
@@ -121,7 +82,7 @@ class ChatTemplate:
             return None
 
     def unread(self, names: Iterable[str]) -> frozenset[str]:
-        """Return which of these variables no template of the tokenizer reads."""
+        """Return those of the variables that no template of the tokenizer reads."""
         return frozenset() if self._reads is None else frozenset(names) - self._reads
 
     def changes_daily(self) -> bool:
@@ -150,7 +111,7 @@ def _names(template: str) -> frozenset[str]:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The block that transformers adds to Jinja to mark the assistant's tokens: here, its content."""
+    """The block that transformers adds to Jinja to mark the assistant's tokens; here, its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's attribute
 

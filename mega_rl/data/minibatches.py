@@ -1,29 +1,30 @@
-"""Assignment of prompts to mini-batches, and of their rows to ranks."""
+"""Mini-batches of prompts, and rows of different lengths balanced over ranks and into micro-batches."""
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mega_rl.data.balancing import partition_balanced
-from mega_rl.data.ordering import MINIBATCH, permutation
+from mega_rl.data.sampling.epochs import MINIBATCH, permutation
 
 
 def minibatch_prompt_blocks(num_prompts: int, minibatch_size: int, *, seed_key: tuple[int, ...]) -> list[list[int]]:
-    """Positions in the step's global batch of prompts that form each mini-batch, ascending within one.
+    """Return each mini-batch as positions in the step's global batch of prompts, ascending.
 
     A random permutation of 0 .. num_prompts-1, a pure function of seed_key (run seed, step, epoch: say (0, 17, 1)), cut
-    into blocks of `minibatch_size` prompts; the last may be smaller. All samples of a prompt are in one mini-batch, and
-    no layout has a say in it.
+    into blocks of `minibatch_size` prompts; the last may be smaller. All samples of a prompt are in one mini-batch,
+    under every layout.
     """
     order = permutation(num_prompts, key=(*seed_key, MINIBATCH))
     return [sorted(order[first : first + minibatch_size]) for first in range(0, num_prompts, minibatch_size)]
 
 
 def assign_rows(prompt_index: Tensor, lengths: Tensor, *, block: Sequence[int], dp_size: int) -> Tensor:
-    """[B_global] int64: the data-parallel rank that trains each row of this mini-batch, -1 for rows of other ones.
+    """Return [B_global] int64, the data-parallel rank that trains each row of this mini-batch; -1 for other rows.
 
     prompt_index, lengths: [B_global] int64, of the rows of all data-parallel ranks in rank order, the same on every
     rank. Ranks get equal numbers of rows, give or take one, and about equal numbers of tokens.
@@ -34,3 +35,72 @@ def assign_rows(prompt_index: Tensor, lengths: Tensor, *, block: Sequence[int], 
     for rank, rows in enumerate(parts):
         destinations[chosen[rows]] = rank
     return destinations.to(prompt_index.device)
+
+
+def minimum_microbatches(lengths: Sequence[int], max_tokens: int) -> int:
+    """Return how many micro-batches of at most `max_tokens` tokens these sequences need; 0 for none.
+
+    Best-fit decreasing: O(n log n), at most 11/9 of the optimum (which is NP-hard) plus one, and nearly always the
+    optimum. A sequence longer than `max_tokens` is our own bug: the config requires room for the longest one.
+    """
+    return len(_best_fit(lengths, max_tokens))
+
+
+def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, count: int | None = None) -> list[list[int]]:
+    """Return the rows of as few micro-batches as possible, of at most `max_tokens` tokens, about equally many.
+
+    `count` asks for that many instead, at least `minimum_microbatches`: data-parallel ranks agree on the largest of
+    theirs, so that all run the same number of passes. Micro-batches are ordered by tokens, heaviest first (what does
+    not fit in memory fails at once, and equal numbers meet equal work on other ranks); rows inside are in ascending
+    order. With fewer rows than `count` the last micro-batches are empty: `packing` makes a dummy of each.
+    """
+    fitted = _best_fit(lengths, max_tokens)
+    count = len(fitted) if count is None else count
+    assert count >= len(fitted), f"{count} micro-batches of {max_tokens} tokens cannot hold what needs {len(fitted)}"
+    bins = partition_balanced(lengths, count, equal_counts=False) if count else []
+    if max((sum(lengths[row] for row in rows) for rows in bins), default=0) > max_tokens:
+        # Balancing cares for the average and can overfill a bin where the fit is tight.
+        bins = fitted + [[] for _ in range(count - len(fitted))]
+    ordered = sorted(bins, key=lambda rows: (-sum(lengths[row] for row in rows), sorted(rows)))
+    return [sorted(rows) for rows in ordered]
+
+
+def partition_balanced(lengths: Sequence[int], parts: int, *, equal_counts: bool) -> list[list[int]]:
+    """Return the rows of each of `parts` parts with about equal sums of lengths.
+
+    Rows are ascending; deterministic, O(n log n).
+    The longest row goes to the lightest part each time (Graham 1969: at most 4/3 of the optimum). With `equal_counts`
+    the numbers of rows differ by at most one, and a part that has its number takes no more: the parts with the longest
+    rows end up with the shortest ones as company. Fewer rows than parts leave parts empty.
+    """
+    assert parts >= 1, f"cannot divide into {parts} parts"
+    smallest, larger_parts = divmod(len(lengths), parts) if equal_counts else (len(lengths), 0)
+    out: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, part) for part in range(parts)]
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        load, part = loads[0]
+        while len(out[part]) >= smallest + (larger_parts > 0):
+            heapq.heappop(loads)
+            load, part = loads[0]
+        larger_parts -= len(out[part]) == smallest
+        out[part].append(row)
+        heapq.heapreplace(loads, (load + lengths[row], part))
+    return [sorted(rows) for rows in out]
+
+
+def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Fill bins of at most max_tokens by best fit: each row, longest first, goes where it leaves the least room."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        length = lengths[row]
+        assert length <= max_tokens, f"a sequence of {length} tokens is longer than a micro-batch of {max_tokens}"
+        place = bisect_left(rooms, (length, -1))
+        if place < len(rooms):
+            room, index = rooms.pop(place)
+            bins[index].append(row)
+        else:
+            room, index = max_tokens, len(bins)
+            bins.append([row])
+        insort(rooms, (room - length, index))
+    return bins

@@ -1,4 +1,4 @@
-"""Micro-batches: rows of a padded batch in the layout a model reads, and model outputs back in the batch's layout.
+"""Micro-batches: rows of a padded batch in the layout of a model, and model outputs back in the batch's layout.
 
 The model's output at position i belongs to the token at i + 1, while batches are aligned to that token (see
 mega_rl.types). The shift between the two happens here and nowhere else.
@@ -18,13 +18,12 @@ from mega_rl.types import Experience, Rollout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of a batch as one forward pass takes them; packed [1, T] (THD) or padded [b, S].
+    """Rows of a batch for one forward pass; packed [1, T] (THD) or padded [b, S].
 
-    Packed: sequences lie one after another, each followed by the zeros that its length is rounded up with; when T is
-    padded, sequences of zeros stand at the end, counted in `cu_seqlens` and in no row. Padded: each row is followed by
-    zeros, and rows of zeros may follow. Without rows there is a single dummy sequence, so that a rank with fewer rows
-    than its neighbours can still take part in every collective. Under context parallelism a rank has the columns `held`
-    of all this.
+    Packed: sequences stand one after another, each followed by zeros that round its length up; when T is padded,
+    sequences of zeros stand at the end, counted in `cu_seqlens` and in no row. Padded: zeros follow each row, and rows
+    of zeros may follow. Without rows there is a single dummy sequence, so that a rank with fewer rows than the others
+    can still take part in every collective. Under context parallelism a rank has only the columns `held`.
     """
 
     tokens: Tensor  # [1, T] or [b, S] int64
@@ -32,12 +31,12 @@ class MicroBatch:
     targets: Tensor  # like tokens, int64: the token that position i predicts; 0 at sequence ends and on padding
     # [num_sequences + 1] int32 on the host, where packed sequences begin, zeros counted; None if padded
     cu_seqlens: Tensor | None
-    max_seqlen: int  # longest sequence, its zeros included; trailing dummies are no longer
+    max_seqlen: int  # longest sequence with its zeros; trailing dummies are at most as long
     rows: tuple[int, ...]  # rows of the batch, in order
     lengths: tuple[int, ...]  # their lengths, in tokens, without zeros
     fields: dict[str, Tensor]  # like tokens: the batch's value of token i + 1 at position i; 0 as in targets
-    held: Tensor | None = None  # [T / cp] or [S / cp] int64, columns of the whole that this rank has; None: all
-    hidden: Tensor | None = None  # [tokens, H], a teacher's last hidden states at these positions; None without
+    held: Tensor | None = None  # [T / cp] or [S / cp] int64, this rank's columns of the whole; None: all
+    hidden: Tensor | None = None  # [tokens, H], a teacher's last hidden states at these positions
 
     @property
     def packed(self) -> bool:
@@ -123,11 +122,11 @@ def pad(
 
 
 def scatter_back(values: Tensor, micro: MicroBatch, out: Tensor) -> None:
-    """Write a model's outputs for one micro-batch into a padded batch, each at the token it belongs to; in place.
+    """Write a model's outputs for one micro-batch into a padded batch, each at its token; in place.
 
-    values: like micro.tokens, any floating dtype (converted to out's); out [B, S]. Of each row the tokens
-    1 .. length - 1 are written, as far as the micro-batch has the positions that predict them; the first token, which
-    nothing predicts, and the padding keep what they held.
+    values: like micro.tokens, any floating dtype (converted to out's); out [B, S]. The tokens 1 .. length - 1 of each
+    row are written, as far as the micro-batch has the positions that predict them; the first token, which nothing
+    predicts, and the padding keep their values.
     """
     assert values.shape == micro.tokens.shape, f"values are {tuple(values.shape)}, tokens {tuple(micro.tokens.shape)}"
     starts, width = _starts(micro)
@@ -138,9 +137,9 @@ def scatter_back(values: Tensor, micro: MicroBatch, out: Tensor) -> None:
 
 
 def token_places(micro: MicroBatch, *, width: int) -> Tensor:
-    """Return each position's place in a flattened [B, width] batch; in the shape of micro.tokens, int64, -1 on padding.
+    """Return each token's place in a flattened [B, width] batch, without the shift of `fields`.
 
-    Of the tokens themselves, so without the shift of `fields`.
+    In the shape of micro.tokens, int64; -1 on padding.
     """
     starts, columns = _starts(micro)
     cells = _cells(micro.rows, micro.lengths, starts, device=micro.tokens.device)
@@ -152,7 +151,7 @@ def token_places(micro: MicroBatch, *, width: int) -> Tensor:
 
 
 def _starts(micro: MicroBatch) -> tuple[Tensor, int]:
-    """([rows] int64 flat position of each row's first token, columns) in the whole micro-batch, on the host."""
+    """Return ([rows] int64 flat position of each row's first token, columns) of the whole micro-batch, on the host."""
     if micro.cu_seqlens is None:
         return torch.arange(len(micro.rows), dtype=torch.int64) * micro.max_seqlen, micro.max_seqlen
     bounds = micro.cu_seqlens.to(torch.int64)
@@ -171,7 +170,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _cells(rows: Sequence[int], counts: Sequence[int], starts: Tensor, *, device: torch.device) -> _Cells:
-    """The first `counts[k]` columns of batch row `rows[k]`, laid out from flat position `starts[k]` on."""
+    """Return the first `counts[k]` columns of batch row `rows[k]`, from flat position `starts[k]` on."""
     count = torch.tensor(counts, dtype=torch.int64)
     sequence = torch.repeat_interleave(torch.arange(len(counts)), count)
     column = torch.arange(len(sequence)) - (count.cumsum(0) - count)[sequence]
@@ -180,13 +179,13 @@ def _cells(rows: Sequence[int], counts: Sequence[int], starts: Tensor, *, device
 
 
 def _predicted(rows: Sequence[int], lengths: Sequence[int], starts: Tensor, *, device: torch.device) -> _Cells:
-    """Return positions whose output belongs to a token of the same sequence, and that token's place in the batch."""
+    """Return positions that predict a token of the same sequence, and that token's place in the batch."""
     cells = _cells(rows, [length - 1 for length in lengths], starts, device=device)
     return _Cells(flat=cells.flat, row=cells.row, column=cells.column + 1)
 
 
 def _among(cells: _Cells, held: Tensor, *, width: int) -> _Cells:
-    """Return the cells in the columns `held`, their flat positions counted in these columns alone."""
+    """Return the cells in the columns `held`, with flat positions counted in these columns only."""
     place = torch.full((width,), -1, dtype=torch.int64, device=held.device)
     place[held] = torch.arange(len(held), device=held.device)
     column = place[cells.flat % width]
@@ -210,7 +209,7 @@ def _shifted(
     shape: tuple[int, int],
     field_names: Iterable[str],
 ) -> dict[str, Any]:
-    """`targets` and `fields` of a micro-batch: the batch's tokens and per-token tensors, one position earlier."""
+    """Return `targets` and `fields`: the batch's tokens and per-token tensors, one position earlier."""
     cells = _predicted(rows, lengths, starts, device=batch.tokens.device)
     fields = {}
     for name in field_names:

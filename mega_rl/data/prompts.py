@@ -1,4 +1,4 @@
-"""Prompts: rows of files or of a user's source, tokenised, split, and known by a fingerprint."""
+"""Prompts: rows of files or of a user's source, tokenised, split, and identified by a fingerprint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mega_rl.data.chat import ChatTemplate, TemplateOwner
-from mega_rl.data.columns import RowColumns
-from mega_rl.data.conversation import RowProblem
-from mega_rl.data.ordering import SPLIT, permutation
-from mega_rl.data.rows import PromptRow, parse_row, read_rows
-from mega_rl.data.source import RowSource
+from mega_rl.data.columns import RowColumns, RowProblem
+from mega_rl.data.rows import PromptRow, RowSource, parse_row, read_rows
+from mega_rl.data.sampling.epochs import SPLIT, permutation
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
 
@@ -43,7 +41,7 @@ class Tokenizer(TemplateOwner, Protocol):
 
 @dataclass(frozen=True)
 class PromptReading:
-    """Columns, template and tokenizer that rows of prompts are read with, and the fate of rows that do not fit."""
+    """Columns, template and tokenizer for reading rows of prompts, and what happens to rows that do not fit."""
 
     tokenizer: Tokenizer
     vocab_size: int
@@ -69,26 +67,51 @@ class PromptReading:
                 parsed.append(parse_row(content, where, index, self.columns, self.template))
             except RowProblem as problem:
                 bad.append(f"{where}: {problem}")
-        prompts, long = _tokenise(
-            parsed,
-            self.tokenizer,
-            max_tokens=self.max_prompt_tokens,
-            vocab_size=self.vocab_size,
-            fatal=fatal,
-            bad=bad,
-        )
+        prompts, long = self._tokenised(parsed, fatal, bad)
         unread = [row for row in parsed if row.unread]
         if unread and not first:  # for people: once, not for each block of a stream
             names = ", ".join(sorted(unread[0].unread))
             logger.warning(
                 "%s: the row sets %s for a chat template, and its prompt does not show it", unread[0].where, names
             )
-        problems = {
-            "data.malformed_rows": (self.malformed, bad),
-            "data.overlong_prompts": (self.overlong, long),
-        }
+        problems = {"data.malformed_rows": (self.malformed, bad), "data.overlong_prompts": (self.overlong, long)}
         _report(fatal, problems, sizes)
         return prompts, sizes.total()
+
+    def _tokenised(
+        self, parsed: Sequence[PromptRow], fatal: list[str], bad: list[str]
+    ) -> tuple[list[Prompt], list[str]]:
+        """Return (prompts that fit, one line for each that is too long); other problems go to `fatal` and `bad`."""
+        prompts: list[Prompt] = []
+        long: list[str] = []
+        rows = []
+        for row in parsed:
+            if len(row.model_text) > MOST_TEXT:  # tokenizing it could take all memory
+                count = f"{len(row.model_text):,} characters; at most {MOST_TEXT:,} are tokenized"
+                bad.append(f"{row.where}: the prompt has {count}")
+            else:
+                rows.append(row)
+        numbered = enumerate(rows)
+        for (_, is_text), group in groupby(
+            numbered, key=lambda one: (one[0] // TOKENIZER_BATCH, not one[1].prompt.messages)
+        ):
+            chunk = [row for _, row in group]
+            # A template has put the special tokens already.
+            encoded = self.tokenizer([row.model_text for row in chunk], add_special_tokens=is_text)["input_ids"]
+            for row, ids in zip(chunk, encoded, strict=True):
+                if not ids:
+                    bad.append(f"{row.where}: the prompt has no tokens")
+                elif max(ids) >= self.vocab_size:
+                    fatal.append(
+                        f"{row.where}: token id {max(ids)} is outside the model's vocabulary of {self.vocab_size}: "
+                        "the tokenizer does not belong to this model"
+                    )
+                elif len(ids) > self.max_prompt_tokens:
+                    most = f"data.max_prompt_tokens={self.max_prompt_tokens}"
+                    long.append(f"{row.where}: the prompt has {len(ids)} tokens, above {most}")
+                else:
+                    prompts.append(replace(row.prompt, token_ids=tuple(ids)))
+        return prompts, long
 
 
 def load_prompts(
@@ -108,8 +131,8 @@ def load_prompts(
     or a number, or whatever else `columns.reward` allows. Without a chat template the tokenizer adds its special tokens
     (such as a beginning-of-sequence token), with one the template has put them already. `Prompt.text` is the string as
     it stands in the file, or the content of the last message; `Prompt.messages` are all of them, or the string as a
-    user's, with a chat template alone. `Prompt.index` numbers all rows of all files, dropped ones too; blank lines are
-    no rows.
+    user's, only with a chat template. `Prompt.index` numbers all rows of all files, dropped ones too, without blank
+    lines.
 
     Raises UserErrors that names file and line (row in a Parquet file, from 1) of every problem, 20 of them in full:
     unreadable files, rows that cannot be read (`malformed` "drop" drops these instead and logs how many), prompts above
@@ -127,7 +150,7 @@ def load_prompts(
 
 
 def split(prompts: Sequence[Prompt], val_size: int, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return (training, validation): `val_size` random prompts set apart, the same for the same seed; order is kept.
+    """Return (training, validation): `val_size` random prompts are held out, the same for one seed; order is kept.
 
     Raises UserError when nothing would be left to train on.
     """
@@ -138,13 +161,8 @@ def split(prompts: Sequence[Prompt], val_size: int, *, seed: int) -> tuple[list[
     return train, [prompts[position] for position in sorted(held_out)]
 
 
-def _is_giant(row: PromptRow) -> bool:
-    """Return whether a text is so long that tokenizing it could take all memory."""
-    return len(row.model_text) > MOST_TEXT
-
-
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 over content and order of the prompts (hex), by which a resumed run sees changed data."""
+    """Return the SHA-256 over content and order of the prompts (hex), which shows changed data to a resumed run."""
     digest = hashlib.sha256()
     for prompt in prompts:
         columns = [] if prompt.row is None else [prompt.row]
@@ -155,47 +173,10 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _tokenise(
-    rows: Sequence[PromptRow],
-    tokenizer: Tokenizer,
-    *,
-    max_tokens: int,
-    vocab_size: int,
-    fatal: list[str],
-    bad: list[str],
-) -> tuple[list[Prompt], list[str]]:
-    """Return (prompts that fit, one line for each that is too long)."""
-    prompts: list[Prompt] = []
-    long: list[str] = []
-    giant = "the prompt has {:,} characters; at most {:,} are tokenized"
-    bad += [f"{row.where}: {giant.format(len(row.model_text), MOST_TEXT)}" for row in rows if _is_giant(row)]
-    rows = [row for row in rows if not _is_giant(row)]
-    numbered = enumerate(rows)
-    for (_, is_text), group in groupby(
-        numbered, key=lambda one: (one[0] // TOKENIZER_BATCH, not one[1].prompt.messages)
-    ):
-        chunk = [row for _, row in group]
-        # A template puts special tokens by itself.
-        encoded = tokenizer([row.model_text for row in chunk], add_special_tokens=is_text)["input_ids"]
-        for row, ids in zip(chunk, encoded, strict=True):
-            if not ids:
-                bad.append(f"{row.where}: the prompt has no tokens")
-            elif max(ids) >= vocab_size:
-                fatal.append(
-                    f"{row.where}: token id {max(ids)} is outside the model's vocabulary of {vocab_size}: "
-                    "the tokenizer does not belong to this model"
-                )
-            elif len(ids) > max_tokens:
-                long.append(f"{row.where}: the prompt has {len(ids)} tokens, above data.max_prompt_tokens={max_tokens}")
-            else:
-                prompts.append(replace(row.prompt, token_ids=tuple(ids)))
-    return prompts, long
-
-
 def _report(fatal: list[str], problems: Mapping[str, tuple[str, list[str]]], sizes: Counter[str]) -> None:
     """Log the dropped rows, and raise for the other problems.
 
-    problems: of rows by the setting that says what happens to them, each with its value. sizes: rows of each file.
+    problems: setting for such rows -> its value, and a line for each row. sizes: rows of each file.
     """
     lines, hints = list(fatal), []
     for key, (policy, own) in problems.items():
@@ -215,7 +196,7 @@ def _report(fatal: list[str], problems: Mapping[str, tuple[str, list[str]]], siz
 
 
 def _grouped(lines: Sequence[str], sizes: Counter[str]) -> list[str]:
-    """Return one line for each kind of problem of a file: problems that differ only in numbers are of one kind."""
+    """Return one line for each kind of problem of a file. Problems that differ only in numbers have one kind."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         place = _PLACE.match(line)

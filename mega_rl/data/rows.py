@@ -1,31 +1,68 @@
-"""Rows of JSONL and Parquet files: read, checked one by one, and rendered as text; not tokenised yet.
+"""Rows of files and of a user's source: read, checked one by one, and rendered as text; not tokenised yet.
 
-A JSONL file is read line by line here: Hugging Face `datasets` infers one schema for the whole file, fails on columns
-that no setting names, and cannot say which line is at fault.
+A JSONL file is read line by line: Hugging Face `datasets` infers one schema for the whole file, fails on columns that
+no setting names, and cannot say which line is at fault.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mega_rl.data.chat import ChatTemplate, TemplateRefusal
-from mega_rl.data.columns import RewardColumns, RowColumns
-from mega_rl.data.conversation import Message, RowProblem, conversation, kind_of, template_columns
-from mega_rl.data.source import RowSource
+from mega_rl.data.columns import (
+    Message,
+    RewardColumns,
+    RowColumns,
+    RowProblem,
+    conversation,
+    kind_of,
+    template_columns,
+)
 from mega_rl.errors import UserError, no_such
 from mega_rl.types import Answer, Prompt
 
 if TYPE_CHECKING:
     import pyarrow
 
+    from mega_rl.data.prompts import Tokenizer
+
 BATCH_ROWS = 1024  # rows of a Parquet file decoded at once
+MAX_ROWS = 10_000_000  # rows of a user's source; one that yields more is taken for endless
+
+
+@dataclass(frozen=True)
+class DataContext:
+    """Parts of a run for a user's data source, the same on every rank."""
+
+    split: Literal["train", "validation"]
+    seed: int  # trainer.seed
+    tokenizer: Tokenizer  # the actor's
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Rows of a user's data source, read once; their number and content must be the same each time."""
+
+    name: str  # the setting that chose it, with the split: "data.source='sums.py:Sums' (train)"
+    rows: Iterable[object]
+
+    def read(self, fatal: list[str]) -> Iterator[tuple[str, object]]:
+        """Yield (place, row); a problem of the source as a whole goes to `fatal`."""
+        number = 0
+        for number, row in enumerate(self.rows, start=1):
+            if number > MAX_ROWS:
+                fatal.append(f"{self.name}: yields more than {MAX_ROWS:,} rows; let it end")
+                return
+            yield f"{self.name}: row {number}", row
+        if not number:
+            fatal.append(f"{self.name}: yields no rows")
 
 
 @dataclass(frozen=True)
@@ -41,35 +78,32 @@ class PromptRow:
 def read_rows(
     files: Sequence[str | Path] | RowSource, columns: RowColumns, fatal: list[str]
 ) -> Iterator[tuple[str, object]]:
-    """Yield (place, row) of every file, or of a source; a RowProblem for an unreadable row, problems of files aside."""
+    """Yield (place, row) of every file, or of a source, a RowProblem for an unreadable row.
+
+    Problems of a file go to `fatal`.
+    """
     if isinstance(files, RowSource):
         yield from files.read(fatal)
         return
     for file in map(Path, files):
-        yield from _read(file, columns, fatal)
-
-
-def _read(file: Path, columns: RowColumns, fatal: list[str]) -> Iterator[tuple[str, object]]:
-    """Yield (place, row) of one file, a RowProblem for an unreadable row; problems of the file go to `fatal`."""
-    if file.suffix not in (".jsonl", ".parquet"):
-        fatal.append(f"{file}: unknown suffix {file.suffix!r}: prompt files are .jsonl or .parquet")
-        return
-    if not file.is_file():
-        fatal.append(f"{file}: {'is a folder, not a file' if file.is_dir() else no_such('file', file)}")
-        return
-    empty = True
-    try:
-        for place in read_parquet(file, columns) if file.suffix == ".parquet" else read_jsonl(file):
-            empty = False
-            yield place
-    except OSError as error:
-        fatal.append(f"{file}: cannot be read: {one_line(error)}")
-        return
-    except UserError as error:
-        fatal.append(str(error))
-        return
-    if empty:
-        fatal.append(f"{file}: holds no rows")
+        if file.suffix not in (".jsonl", ".parquet"):
+            fatal.append(f"{file}: unknown suffix {file.suffix!r}: prompt files are .jsonl or .parquet")
+            continue
+        if not file.is_file():
+            fatal.append(f"{file}: {'is a folder, not a file' if file.is_dir() else no_such('file', file)}")
+            continue
+        empty = True
+        try:
+            for place in read_parquet(file, columns) if file.suffix == ".parquet" else read_jsonl(file):
+                empty = False
+                yield place
+        except OSError as error:
+            fatal.append(f"{file}: cannot be read: {one_line(error)}")
+        except UserError as error:
+            fatal.append(str(error))
+        else:
+            if empty:
+                fatal.append(f"{file}: holds no rows")
 
 
 def one_line(error: Exception) -> str:
@@ -100,7 +134,7 @@ def read_jsonl(file: Path, *, skip: int = 0) -> Iterator[tuple[str, object]]:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object. Raises ValueError for a key that stands in it twice."""
+    """Return a JSON object. Raises ValueError for a key that it has twice."""
     members = dict(pairs)
     if len(members) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -109,9 +143,9 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def read_parquet(file: Path, columns: RowColumns, *, skip: int = 0) -> Iterator[tuple[str, object]]:
-    """Yield (place, row) of a Parquet file from row `skip` on, with the columns that are read.
+    """Yield (place, row) of a Parquet file from row `skip` on, with the columns to read.
 
-    Row groups that lie before `skip` are not read. Raises UserError, and OSError.
+    Row groups before `skip` are not read. Raises UserError, and OSError.
     """
     from pyarrow import ArrowException, parquet
 
@@ -120,26 +154,21 @@ def read_parquet(file: Path, columns: RowColumns, *, skip: int = 0) -> Iterator[
             names = table.schema_arrow.names
             if missing := [key for key in columns.needed if key not in names]:
                 raise UserError(f"{file}: has no column {', '.join(missing)}; its columns are {', '.join(names)}")
-            groups, before = _groups_from(table.metadata, skip)
+            before, first = 0, 0  # rows of earlier row groups, first row group with rows from `skip` on
+            while first < table.num_row_groups and before + table.metadata.row_group(first).num_rows <= skip:
+                before += table.metadata.row_group(first).num_rows
+                first += 1
+            groups = list(range(first, table.num_row_groups))
             batches = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns.read_of(names))
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(islice(rows, skip - before, None), start=skip + 1):
                 yield f"{file}: row {number}", with_short_floats(row, columns.answer, table.schema_arrow)
-    except (ArrowException, OverflowError) as error:  # OverflowError: of a date that Python has no word for
+    except (ArrowException, OverflowError) as error:  # OverflowError: a date beyond Python's
         raise UserError(f"{file}: is not a readable Parquet file: {one_line(error)}") from error
 
 
-def _groups_from(metadata: pyarrow.parquet.FileMetaData, skip: int) -> tuple[list[int], int]:
-    """Return the row groups of a Parquet file that hold rows from `skip` on, and the number of rows before them."""
-    before, first = 0, 0
-    while first < metadata.num_row_groups and before + metadata.row_group(first).num_rows <= skip:
-        before += metadata.row_group(first).num_rows
-        first += 1
-    return list(range(first, metadata.num_row_groups)), before
-
-
 def with_short_floats(row: dict[str, Any], key: str, schema: pyarrow.Schema) -> dict[str, object]:
-    """Return a row whose column `key` has its float32 and float16 as their shortest decimals: 0.1 is 0.1."""
+    """Return a row whose float32 and float16 in column `key` are their shortest decimals: 0.1 stays 0.1."""
     if key in row and key in schema.names:
         row[key] = _short_float(row[key], schema.field(key).type)
     return row
@@ -189,7 +218,7 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
     else:
         messages = template.complete(messages)
         model_text, unread = _render(messages, template, variables), template.unread(variables)
-    _check_unicode((prompt_key, model_text), (answer_key, json.dumps(answer, ensure_ascii=False)))
+    _check_unicode({prompt_key: model_text, answer_key: json.dumps(answer, ensure_ascii=False)})
     prompt = Prompt(
         index,
         token_ids=(),
@@ -203,8 +232,24 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
     return PromptRow(where, prompt, model_text, unread)
 
 
+def _render(messages: list[Message], template: ChatTemplate, variables: Mapping[str, object]) -> str:
+    try:
+        return template.render(messages, variables)
+    except TemplateRefusal as error:
+        raise RowProblem(f"the tokenizer's chat template refuses it: {error}") from error
+
+
+def _check_unicode(texts: Mapping[str, str]) -> None:
+    """Raise RowProblem for half a surrogate pair, which JSON can spell and no tokenizer or log file takes."""
+    for key, text in texts.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RowProblem(f"{key!r} holds {text[error.start]!r}, half a surrogate pair") from error
+
+
 def _answer(value: object, key: str, reward: RewardColumns) -> Answer:
-    """Return a row's answer, a number as a string; None where there is none and none is needed. Raises RowProblem."""
+    """Return a row's answer, a number as a string; None if there is none and none is needed. Raises RowProblem."""
     if isinstance(value, str) or (value is None and not reward.answer):
         return value
     if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
@@ -230,19 +275,3 @@ def _difficulty(value: object, key: str) -> float:
     if not math.isfinite(value):
         raise RowProblem(f"{key!r} (data.curriculum.key) is {value}, not a finite number")
     return float(value)
-
-
-def _check_unicode(*texts: tuple[str, str]) -> None:
-    """Refuse half a surrogate pair, which JSON can spell and which no tokenizer or log file takes."""
-    for key, text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RowProblem(f"{key!r} holds {text[error.start]!r}, half a surrogate pair") from error
-
-
-def _render(messages: list[Message], template: ChatTemplate, variables: Mapping[str, object]) -> str:
-    try:
-        return template.render(messages, variables)
-    except TemplateRefusal as error:
-        raise RowProblem(f"the tokenizer's chat template refuses it: {error}") from error

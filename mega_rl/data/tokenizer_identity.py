@@ -1,6 +1,6 @@
-"""Identity of a tokenizer: all that decides its token ids, read from a checkpoint's files, and one hash of it.
+"""Identity of a tokenizer: everything that decides its token ids, read from a checkpoint's files, and its hash.
 
-Two models share token ids only where their tokenizers agree. Imports neither torch nor a tokenizer library.
+Two models share token ids only if their tokenizers agree. Imports neither torch nor a tokenizer library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from mega_rl.errors import UserError
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # any one of them makes a tokenizer
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # each of them makes a tokenizer
 _WITHOUT_JSON = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 _ADDED = "added_tokens.json"
 MAX_BYTES, MAX_ADDED, MAX_GROWTH = 256 << 20, 1 << 16, 64
@@ -26,19 +26,19 @@ _TEXT_STEPS = ("normalizer", "pre_tokenizer", "decoder")
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """Token ids of a tokenizer: equal for two of equal `digest`, whatever the order and style of their files.
+    """Token ids of a tokenizer. Tokenizers of equal `digest` give equal ids, whatever the order of their files.
 
-    Of tokenizer.json that is the model (kind, vocabulary, merges, options), normalizer, pre_tokenizer, post_processor
-    and added tokens, but no padding, truncation or decoder. A folder without one is known by the files that it has.
+    From tokenizer.json come the model (kind, vocabulary, merges, options), normalizer, pre_tokenizer, post_processor
+    and added tokens, but no padding, truncation or decoder. Without it the other files of a tokenizer count.
     """
 
     source: str  # "tokenizer.json", or "vocab.json + merges.txt"
     parts: Mapping[str, Any]  # part of the source -> its content in canonical form: {"model.type": "BPE", ...}
-    tokens: Mapping[int, str]  # id -> token, added ones too; empty where the files do not list them
+    tokens: Mapping[int, str]  # id -> token, added ones too; empty if the files do not list them
 
     @property
     def largest_id(self) -> int:
-        """Return the largest token id; -1 where the files list no tokens."""
+        """Return the largest token id; -1 if the files list no tokens."""
         return max(self.tokens, default=-1)
 
     @cached_property
@@ -48,34 +48,24 @@ class TokenizerIdentity:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def difference(self, other: TokenizerIdentity) -> str:
-        """Describe how this tokenizer ("here") differs from `other` ("there"); "" where it does not."""
+        """Describe how this tokenizer ("here") differs from `other` ("there"); "" if it does not."""
         if self.digest == other.digest:
             return ""
         if self.source != other.source:
             return f"it is made of {self.source} here, of {other.source} there"
+        here, there = len(self.tokens), len(other.tokens)
+        sizes = "" if here == there else f"it has a vocabulary of {here} entries, not {there}: "
         for number in sorted(self.tokens.keys() | other.tokens.keys()):
             if self.tokens.get(number) != other.tokens.get(number):
-                return (
-                    f"{self._sizes(other)}token id {number} is {self._name(number)} here, {other._name(number)} there"
-                )
-        names = [
-            name for name in sorted(self.parts.keys() | other.parts.keys()) if self._part(name) != other._part(name)
-        ]
-        return f"the tokens are the same, but they differ in {', '.join(names)}"
-
-    def _sizes(self, other: TokenizerIdentity) -> str:
-        here, there = len(self.tokens), len(other.tokens)
-        return "" if here == there else f"it has a vocabulary of {here} entries, not {there}: "
-
-    def _name(self, number: int) -> str:
-        return repr(self.tokens[number]) if number in self.tokens else "nothing"
-
-    def _part(self, name: str) -> Any:
-        return self.parts.get(name)
+                own, others = (repr(one.tokens[number]) if number in one.tokens else "nothing" for one in (self, other))
+                return f"{sizes}token id {number} is {own} here, {others} there"
+        names = sorted(self.parts.keys() | other.parts.keys())
+        differing = [name for name in names if self.parts.get(name) != other.parts.get(name)]
+        return f"the tokens are the same, but they differ in {', '.join(differing)}"
 
 
 def read_tokenizer(folder: Path) -> TokenizerIdentity | None:
-    """The tokenizer of a checkpoint folder; None where it has none. Raises UserError for files that are damaged."""
+    """Return the tokenizer of a checkpoint folder; None without one. Raises UserError for damaged files."""
     path = folder / "tokenizer.json"
     if path.is_file():
         try:
@@ -91,9 +81,9 @@ def read_tokenizer(folder: Path) -> TokenizerIdentity | None:
 
 
 def check_bounds(folder: Path) -> None:
-    """Raise UserError for a tokenizer.json that the tokenizers library would answer with all memory, or with an abort.
+    """Raise UserError for a tokenizer.json with which the tokenizers library would take all memory, or abort.
 
-    It must be small, with few added tokens, ids near the number of tokens, and no texts that grow many times.
+    It must be small, with few added tokens, ids near the number of tokens, and texts that do not grow many times.
     """
     path = folder / "tokenizer.json"
     if path.is_file() and path.stat().st_size > MAX_BYTES:
@@ -124,7 +114,7 @@ def _growth(step: object) -> float:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file. Raises UserError."""
+    """Return the object in a JSON file; empty if there is no file. Raises UserError."""
     if not path.is_file():
         return {}
     try:
@@ -143,7 +133,7 @@ def _of_tokenizer_json(content: Mapping[str, Any]) -> TokenizerIdentity:
     ids = vocabulary if isinstance(vocabulary, dict) else {entry[0]: i for i, entry in enumerate(vocabulary)}
     tokens = {int(number): token for token, number in ids.items()}
     if isinstance(vocabulary, dict):
-        # A token may be listed in both places or as an added one alone: its id is the same.
+        # A token may be listed in both places or only among the added ones: its id is the same.
         again = {token["content"] for token in added if ids.get(token["content"]) == token["id"]}
         vocabulary = _by_id({token: number for token, number in ids.items() if token not in again})
     tokens |= {token["id"]: str(token["content"]) for token in added}
@@ -157,19 +147,19 @@ def _of_tokenizer_json(content: Mapping[str, Any]) -> TokenizerIdentity:
 
 
 def _by_id(ids: Mapping[str, int]) -> list[list[Any]]:
-    """[tokens, ids] in the order of ids: sorting what is nearly sorted, and two plain lists, cost next to nothing."""
+    """Return [tokens, ids] in the order of ids; nearly sorted input and plain lists make it fast."""
     pairs = sorted(ids.items(), key=itemgetter(1, 0))
     return [[token for token, _ in pairs], [number for _, number in pairs]]
 
 
 def _added_token(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry without `special`, which matters for decoding only."""
+    """Return the entry without `special`, which only matters for decoding."""
     flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
     return {"id": int(token["id"]), "content": token.get("content"), **flags}
 
 
 def _is_off(value: Any, kind: Any) -> bool:
-    """Return whether an option of a model has the value of its absence; older versions of the library leave it out."""
+    """Return whether an option has the value that older versions of the library leave out."""
     return value is None or value is False or (value == "" and kind == "BPE")  # WordPiece without a prefix has "##"
 
 

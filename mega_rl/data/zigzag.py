@@ -17,7 +17,7 @@ from mega_rl.data.packing import MicroBatch
 
 
 def held_positions(lengths: Sequence[int], *, cp_rank: int, cp_size: int) -> Tensor:
-    """[T / cp] int64: what rank `cp_rank` holds, in its order, of sequences of these lengths that fill T positions."""
+    """Return [T / cp] int64, the positions that rank `cp_rank` holds, in its order; `lengths`: of the sequences."""
     if cp_size == 1:
         return torch.arange(sum(lengths))
     assert all(length % (2 * cp_size) == 0 for length in lengths), f"{lengths} are no multiples of 2 * {cp_size}"
@@ -32,10 +32,10 @@ def held_positions(lengths: Sequence[int], *, cp_rank: int, cp_size: int) -> Ten
 
 
 def cut(micro: MicroBatch, *, cp_rank: int, cp_size: int) -> MicroBatch:
-    """The part of a whole micro-batch that rank `cp_rank` holds, zigzag inside every sequence.
+    """Return the part of a whole micro-batch that rank `cp_rank` holds, zigzag inside every sequence.
 
-    Tensors of tokens become [1, T / cp] or [b, S / cp]; `cu_seqlens`, `max_seqlen`, `rows` and `lengths` go on to
-    speak of the whole.
+    Tensors of tokens become [1, T / cp] or [b, S / cp]; `cu_seqlens`, `max_seqlen`, `rows` and `lengths` stay those of
+    the whole.
     """
     assert micro.held is None, "a micro-batch is cut once"
     if cp_size == 1:

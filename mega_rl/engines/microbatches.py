@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_rl import progress
 from mega_rl.accelerator.transfer import send
-from mega_rl.data.balancing import minimum_microbatches, plan_microbatches
+from mega_rl.data.minibatches import minimum_microbatches, plan_microbatches
 from mega_rl.data.packing import MicroBatch, pack, pad
 from mega_rl.data.zigzag import cut
 from mega_rl.protocols import Ranks

@@ -16,8 +16,8 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.hf.facts import facts_of
+from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.plan.setup import Machine, RunSetup
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -10,8 +10,8 @@ from pathlib import Path
 from mega_rl.config.plugins.files import missing_name
 from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import DataConfig, ValidationConfig
+from mega_rl.data.hub.names import dataset_name
 from mega_rl.errors import UserError, no_such
-from mega_rl.hub.names import dataset_name
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 

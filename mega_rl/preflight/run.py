@@ -13,8 +13,8 @@ from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.facts import facts_of
+from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
 from mega_rl.errors import UserErrors
-from mega_rl.hub.resolve import HubNames, fetch, hub_names, settings_of, with_fetched
 from mega_rl.preflight.checkpoints import (
     check_pipeline,
     check_reference,
@@ -90,7 +90,7 @@ def _of_models(config: Config, checkpoints: Mapping[str, HFConfig], world_size: 
 
 
 def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
-    """Return the config with downloaded folders and files for Hub names, the same on all ranks of a node.
+    """Return the config with downloaded folders and files for Hub names.
 
     A run that could not start is refused first by its settings, then by the models' descriptions, before weights and
     data are downloaded.
@@ -101,12 +101,7 @@ def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
         if problems := [*_of_models(described, checkpoints, world_size), *problems]:
             raise UserErrors(problems)
 
-    def download() -> dict[str, Any]:
-        problems = [*versions.problems(), *check(config, world_size=world_size)]
-        if problems := [*problems, *check_packages(config), *check_folders(config)]:
-            raise UserErrors(problems)
-        return settings_of(fetch(config, names, admit=admit))
-
-    from mega_rl.hub.node import once_per_node  # Hub names alone need its packages
-
-    return with_fetched(config, once_per_node(download, what=str(names)))
+    problems = [*versions.problems(), *check(config, world_size=world_size)]
+    if problems := [*problems, *check_packages(config), *check_folders(config)]:
+        raise UserErrors(problems)
+    return fetch(config, names, admit=admit)

@@ -57,7 +57,6 @@ READ_THE_ENVIRONMENT = [
     "assemble/run.py",
     "checkpoint/saving/writer.py",
     "cli/app.py",
-    "cli/evaluation/command.py",
     "cli/launch/ray.py",
     "cli/launch_options.py",
     "cli/text/convert.py",
@@ -68,7 +67,6 @@ READ_THE_ENVIRONMENT = [
     "cores.py",
     "environment.py",
     "health/flight_recorder.py",
-    "hub/node.py",
     "launcher/launch.py",
     "launcher/peers.py",
     "metrics/tracker_clients.py",
@@ -201,18 +199,16 @@ def test_measures_only_fall(house: House) -> None:
 
 
 def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
-    """It gets the sections that it reads; `hub` replaces names in a Config by folders, `plan` is of a whole run."""
+    """It gets its sections; `data/hub` replaces names in a Config by folders, `plan` is of a whole run."""
     above_or_beside = (
         "__init__",
         "api",
         "assemble",
         "cli",
         "config",
-        "datafiles",
-        "hub",
+        "data/hub",
         "plan",
         "preflight",
-        "quickstart",
         "verify",
     )
     assert [name for name in house.config_takers if not name.startswith(above_or_beside)] == []

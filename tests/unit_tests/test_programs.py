@@ -18,7 +18,6 @@ START_S = 120.0  # for imports of a few seconds
 PROGRAMS = (
     "mega_rl.checkpoint.saving.writer",
     "mega_rl.cli",
-    "mega_rl.hub.rows_program",
     "mega_rl.launcher",
     "mega_rl.launcher.leash",
     "mega_rl.launcher.store",

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from mega_rl.assemble.prompts.stream import TrainStreams
 from mega_rl.config.schema import Config
-from mega_rl.data.sampling.curriculum import Growth, OrderPlan
-from mega_rl.data.sampling.epochs import StepOrder
-from mega_rl.data.sampling.mixture import mixture_of, weights_by_size
+from mega_rl.data.sampling.epochs import Growth, StepOrder
+from mega_rl.data.sampling.mixture import OrderPlan, mixture_of, weights_by_size
 from mega_rl.data.sampling.success import Preference, SuccessRates
 from mega_rl.errors import UserError
 from mega_rl.types import Metrics, Prompt

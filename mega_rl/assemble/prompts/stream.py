@@ -14,14 +14,12 @@ from mega_rl.assemble.data import Tokens, chat_of, chat_template, warn_of_prompt
 from mega_rl.assemble.rewards import check_tests
 from mega_rl.config.schema import Config, SourceConfig
 from mega_rl.data.columns import RewardColumns, RowColumns
+from mega_rl.data.hub.names import dataset_name
+from mega_rl.data.hub.rows import hub_shards
 from mega_rl.data.prompts import PromptReading, fingerprint
 from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.data.sampling.mixture import MixtureSampler, key_of, shares_of
-from mega_rl.data.stream.blocks import StreamPlan, StreamReader
-from mega_rl.data.stream.order import StreamSampler
-from mega_rl.data.stream.shards import FileShard, StreamShard
-from mega_rl.hub.names import dataset_name
-from mega_rl.hub.stream import hub_shards
+from mega_rl.data.stream import FileShard, StreamPlan, StreamReader, StreamSampler, StreamShard
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.types import Prompt

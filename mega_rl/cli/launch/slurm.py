@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.cli.launch.ray import variables
-from mega_rl.cli.layout_options import Overrides, Recipe, made, with_options
+from mega_rl.cli.options import Overrides, Recipe, made, with_options
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check as broken_rules
 from mega_rl.config.schema import Config

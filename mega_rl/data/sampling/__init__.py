@@ -1,5 +1,4 @@
-"""Order in which a run draws its prompts: a function of the seed and of how many were drawn before.
+"""Order in which a run draws its prompts: a function of the seed and of the number of earlier draws.
 
-`epochs.PromptSampler` draws from one list, `curriculum.CurriculumSampler` its easiest prompts first,
-`mixture.MixtureSampler` from several lists by their weights. Imports no torch.
+`epochs` draws from one list, `success` by measured success, `mixture` from several lists by their weights.
 """

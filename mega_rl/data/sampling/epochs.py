@@ -1,12 +1,28 @@
-"""Prompts of each step from one list, epoch after epoch."""
+"""Prompts of each step from one list: epoch after epoch, or the easiest first; and the random numbers of all orders."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from mega_rl.data.ordering import EPOCH, permutation
+import numpy as np
+
 from mega_rl.types import Metrics, Prompt
+
+# Purposes of random orders, which keep their random numbers apart.
+SPLIT, EPOCH, MINIBATCH, CURRICULUM, SUCCESS, STREAM = range(6)
+
+
+def permutation(size: int, *, key: Sequence[int]) -> list[int]:
+    """Return 0 .. size-1 in random order, a pure function of size and key (non-negative integers).
+
+    The order is that of raw Philox numbers. NumPy promises never to change their stream (unlike that of its
+    `Generator.permutation`), so a run resumed on another version continues in the same order.
+    """
+    numbers = np.random.Philox(np.random.SeedSequence(list(key))).random_raw(size)
+    return np.argsort(numbers, kind="stable").tolist()
 
 
 class StepOrder(ABC):
@@ -15,7 +31,7 @@ class StepOrder(ABC):
     def __init__(self, *, batch_size: int, num_prompts: int) -> None:
         assert batch_size >= 1, f"batch_size={batch_size}"
         self._batch_size = batch_size
-        self.num_prompts = num_prompts  # of an epoch
+        self.num_prompts = num_prompts  # prompts of an epoch
 
     def batch(self, step: int) -> list[Prompt]:
         """Return the prompts of one step, counted from 0."""
@@ -31,25 +47,25 @@ class StepOrder(ABC):
         """Return `count` prompts from number `first` of the endless order on, counted from 0."""
 
     def numbers(self) -> dict[str, int]:
-        """Return the numbers that a checkpoint keeps of the order, equal on all ranks; none of a pure function."""
+        """Return the numbers that a checkpoint keeps of the order, equal on all ranks; none for a pure function."""
         return {}
 
     def restore(self, numbers: Mapping[str, int]) -> None:  # noqa: B027
-        """Go on from the `numbers` of a checkpoint; called before the first `take`, with none of one that has none."""
+        """Resume from the `numbers` of a checkpoint, which may have none; called before the first `take`."""
 
     def waits(self) -> Metrics:
-        """Return the seconds that draws have waited for a stream since the last call; nothing of prompts in memory."""
+        """Return the seconds that draws have waited for a stream since the last call; empty for prompts in memory."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """End what the order does in the background."""
+        """End the order's work in the background."""
 
     def epochs(self, drawn: int) -> float:
-        """Return how many epochs the first draws are."""
+        """Return the first draws as a number of epochs."""
         return drawn / self.num_prompts
 
     def metrics(self, drawn: int) -> Metrics:
-        """Return the number of prompts drawn, and how many epochs that is."""
+        """Return the number of prompts drawn, and of epochs."""
         return {"data/prompts": float(drawn), "data/epochs": self.epochs(drawn)}
 
 
@@ -66,10 +82,9 @@ class PromptSampler(StepOrder):
     ) -> None:
         assert prompts, "a sampler needs prompts"
         super().__init__(batch_size=batch_size, num_prompts=len(prompts))
-        self._prompts = prompts
-        self._shuffle = shuffle
+        self._prompts, self._shuffle = prompts, shuffle
         self._seed, self._key = seed, tuple(key)
-        self._order: tuple[int, list[int]] = (-1, [])  # the epoch last asked for, and its order
+        self._order: tuple[int, list[int]] = (-1, [])  # the last epoch, and its order
 
     def take(self, first: int, count: int) -> list[Prompt]:
         return [self._prompts[self.position(number)] for number in range(first, first + count)]
@@ -82,3 +97,52 @@ class PromptSampler(StepOrder):
         if self._order[0] != epoch:
             self._order = (epoch, permutation(len(self._prompts), key=(self._seed, EPOCH, epoch, *self._key)))
         return self._order[1][offset]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Share of the prompts to draw from, which grows evenly from `start` at the first draw to 1 after `draws`."""
+
+    start: float  # above 0, below 1
+    draws: int
+    easy_is_high: bool = False
+
+    def share(self, drawn: int) -> float:
+        """Return the share of the prompts, the easiest, after some draws."""
+        return self.start + (1.0 - self.start) * min(1.0, drawn / self.draws)
+
+
+class CurriculumSampler(StepOrder):
+    """The prompts of each step, the easiest first, a pure function of the arguments and the step.
+
+    Draws come in blocks. A block is drawn at random, none of it twice, from the share that has been reached when it
+    begins; prompts of equal difficulty are in the order of the data. When the share is all, epochs begin.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], growth: Growth, *, batch_size: int, seed: int, key: Sequence[int] = ()
+    ) -> None:
+        super().__init__(batch_size=batch_size, num_prompts=len(prompts))
+        sign = -1.0 if growth.easy_is_high else 1.0
+        self._by_difficulty = sorted(prompts, key=lambda prompt: sign * prompt.difficulty)
+        self._growth = growth
+        self._seed, self._key = seed, tuple(key)
+        self._block_size = min(batch_size, self._pool_size(0))
+        self._blocks = math.ceil(growth.draws / self._block_size)  # before the epochs
+        self._after = PromptSampler(prompts, batch_size=batch_size, shuffle=True, seed=seed, key=key)
+        self._block: tuple[int, list[int]] = (-1, [])  # the last block, and its prompts
+
+    def take(self, first: int, count: int) -> list[Prompt]:
+        return [self._prompt(number) for number in range(first, first + count)]
+
+    def _prompt(self, number: int) -> Prompt:
+        block, offset = divmod(number, self._block_size)
+        if block >= self._blocks:
+            return self._after.take(number - self._blocks * self._block_size, 1)[0]
+        if self._block[0] != block:
+            size = self._pool_size(block * self._block_size)
+            self._block = (block, permutation(size, key=(self._seed, CURRICULUM, block, *self._key)))
+        return self._by_difficulty[self._block[1][offset]]
+
+    def _pool_size(self, drawn: int) -> int:
+        return math.ceil(self._growth.share(drawn) * self.num_prompts)

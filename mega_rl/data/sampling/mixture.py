@@ -1,9 +1,9 @@
 """Prompts of each step from several sources by weight, epoch after epoch of each.
 
-The sources' draws are spread as evenly as can be: after any number of draws each source has had its share of them, less
-or more than one prompt. Which source a draw is from depends on its number alone, and no random number is spent on it;
-what a source gives is random, by its own epochs. A run that goes on with other shares begins their order where it is,
-and each source goes on in its epoch; that point is all there is to keep.
+The sources' draws are spread as evenly as possible: after any number of draws each source has had its share, within one
+prompt. The number of a draw decides its source, without a random number; the source's own order decides the prompt. A
+run that is resumed with other shares begins their order at its next draw, and each source continues in its epoch, so a
+checkpoint keeps that draw only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import hashlib
 import math
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from mega_rl.data.sampling.curriculum import OrderPlan
-from mega_rl.data.sampling.epochs import StepOrder
-from mega_rl.data.sampling.success import SuccessRates, SuccessSampler
+import numpy as np
+
+from mega_rl.data.sampling.epochs import CurriculumSampler, Growth, PromptSampler, StepOrder
+from mega_rl.data.sampling.success import Preference, SuccessRates, SuccessSampler
 from mega_rl.types import Metrics, Prompt
 
 MAX_CYCLE = 1_000_000  # draws after which the order of sources begins again; finer shares are rounded to it
@@ -67,13 +69,13 @@ class DrawOrder:
         self._shares = list(shares)
         self._cycle = sum(shares)
         self._slack = max(1, 2 * len(shares) - 2)
-        self._sources: array[int] = array("H")  # of the cycle's draws so far asked for
-        self._numbers: array[int] = array("L")
+        self._sources = array("H")  # source of each draw of the cycle, as far as they were asked for
+        self._numbers = array("L")  # number of each of these draws within its source
         self._taken = [0] * len(shares)
         self._deadlines = [self._deadline(source) for source in range(len(shares))]
 
     def draw(self, number: int) -> tuple[int, int]:
-        """Return (source, how many draws of it came before) of a draw, counted from 0."""
+        """Return (source, number of its earlier draws) of a draw, counted from 0."""
         cycle, place = divmod(number, self._cycle)
         while len(self._sources) <= place:
             self._extend()
@@ -81,16 +83,12 @@ class DrawOrder:
         return source, cycle * self._shares[source] + self._numbers[place]
 
     def counts(self, draws: int) -> list[int]:
-        """Return how many of the first `draws` draws each source has."""
+        """Return each source's share of the first `draws` draws."""
         cycles, rest = divmod(draws, self._cycle)
         if rest:
             self.draw(rest - 1)
-        latest: dict[int, int] = {}  # source -> its draws, by its last one
-        place = rest
-        while place and len(latest) < len(self._shares):
-            place -= 1
-            latest.setdefault(self._sources[place], self._numbers[place] + 1)
-        return [cycles * share + latest.get(source, 0) for source, share in enumerate(self._shares)]
+        own = np.bincount(np.frombuffer(self._sources, dtype=np.uint16)[:rest], minlength=len(self._shares))
+        return [cycles * share + int(count) for share, count in zip(self._shares, own, strict=True)]
 
     def _extend(self) -> None:
         number = len(self._sources) + 1  # of draws, with this one
@@ -105,7 +103,7 @@ class DrawOrder:
         self._deadlines[source] = self._deadline(source)
 
     def _deadline(self, source: int) -> int:
-        """Return a number in the order of when each source without another draw falls behind by all that is allowed.
+        """Return a number that orders the sources by the draw after which each, without another draw, is too late.
 
         It is late after cycle * late / (slack * share) draws. Fractions late / share of shares up to MAX_CYCLE differ
         by 1e-12 or not at all, so these whole numbers are in their order.
@@ -117,23 +115,25 @@ class DrawOrder:
 class MixtureSampler(StepOrder):
     """The prompts of each step from several sources, a pure function of the arguments and the step.
 
-    Each source runs through epochs of its own, in an order of its own where `shuffle` says so: one that has ended an
-    epoch begins the next while others go on. A curriculum holds within each, one of growth over its share of the draws.
+    Each source runs through its own epochs: a source that has ended an epoch begins the next while others continue.
     """
 
     def __init__(
         self, samplers: Mapping[str, StepOrder], shares: Mapping[str, int], *, batch_size: int,
         rates: SuccessRates | None = None,
     ) -> None:  # fmt: skip
-        """shares: of `shares_of`. rates: of all sources, where their orders follow them."""
+        """shares: from `shares_of`. rates: of all sources, if their orders follow them."""
         assert samplers.keys() == shares.keys()
         super().__init__(batch_size=batch_size, num_prompts=sum(own.num_prompts for own in samplers.values()))
         self._names = sorted(samplers)
         self._samplers = [samplers[name] for name in self._names]
         self.shares = {name: shares[name] for name in self._names}
         self._order = DrawOrder(list(self.shares.values()))
-        self._begin, self._before = 0, [0] * len(self._names)  # draw that the order begins at, and each source's before
-        self._other: DrawOrder | None = None  # order up to here, of a run that goes on with other shares
+        self._begin, self._before = (
+            0,
+            [0] * len(self._names),
+        )  # first draw of the order, and each source's draws before it
+        self._other: DrawOrder | None = None  # order up to here, of a run resumed with other shares
         self._rates = rates
 
     def take(self, first: int, count: int) -> list[Prompt]:
@@ -173,19 +173,21 @@ class MixtureSampler(StepOrder):
 
     def _draw(self, number: int) -> tuple[int, int]:
         """Return (source, number within the source) of a draw."""
-        if self._other is not None:  # the first one of a run that goes on with other shares
+        if self._other is not None:  # the first draw of a run resumed with other shares
             self._before = self._counts(number, self._other)
             self._begin, self._other = number, None
         source, own = self._order.draw(number - self._begin)
         return source, self._before[source] + own
 
     def _counts(self, drawn: int, order: DrawOrder) -> list[int]:
-        """Return how many draws each source has had in all, by an order that holds since `_begin`."""
+        """Return each source's draws in all, by an order that began at `_begin`."""
         counts = order.counts(drawn - self._begin)
         return [before + count for before, count in zip(self._before, counts, strict=True)]
 
     def metrics(self, drawn: int) -> Metrics:
-        metrics = super().metrics(drawn) if self.num_prompts else {"data/prompts": float(drawn)}  # not of streams
+        metrics = (
+            super().metrics(drawn) if self.num_prompts else {"data/prompts": float(drawn)}
+        )  # streams have no epochs in common
         if self._rates is not None:
             metrics |= self._rates.metrics()
         for name, sampler, count in zip(
@@ -199,21 +201,45 @@ class MixtureSampler(StepOrder):
         return metrics
 
 
+@dataclass(frozen=True)
+class OrderPlan:
+    """Order of one list of prompts: epochs, the easiest first, or by measured success."""
+
+    shuffle: bool
+    seed: int
+    growth: Growth | None = None
+    preference: Preference | None = None
+
+    def order(
+        self, prompts: Sequence[Prompt], rates: SuccessRates | None, *, batch_size: int, key: Sequence[int] = ()
+    ) -> StepOrder:
+        """Return the order of a list of prompts; rates: measured success, if there is a preference."""
+        if self.preference is not None and rates is not None:
+            return SuccessSampler(prompts, rates, self.preference, batch_size=batch_size, seed=self.seed, key=key)
+        if self.growth is not None:
+            return CurriculumSampler(prompts, self.growth, batch_size=batch_size, seed=self.seed, key=key)
+        return PromptSampler(prompts, batch_size=batch_size, shuffle=self.shuffle, seed=self.seed, key=key)
+
+
 def mixture_of(
     prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], plan: OrderPlan, *,
     batch_size: int, rates: SuccessRates | None = None,
 ) -> MixtureSampler:  # fmt: skip
-    """Return a mixture of lists of prompts, each in the order of a plan; rates: measured, where it goes by them."""
+    """Return a mixture of lists of prompts, each in the order of a plan; rates: measured success, if it is followed.
+
+    A curriculum of a source grows over the source's share of the draws.
+    """
     shares = shares_of(weights)
     samplers: dict[str, StepOrder] = {}
     for name, own in prompts.items():
         share = shares[name] / sum(shares.values())
+        growth = plan.growth and replace(plan.growth, draws=math.ceil(share * plan.growth.draws))
         size = max(1, round(share * batch_size))
-        samplers[name] = plan.for_share(share).order(own, rates, batch_size=size, key=key_of(name))
+        samplers[name] = replace(plan, growth=growth).order(own, rates, batch_size=size, key=key_of(name))
     return MixtureSampler(samplers, shares, batch_size=batch_size, rates=rates)
 
 
 def key_of(name: str) -> list[int]:
-    """Return non-negative integers that stand for a source's name, whatever its place among the others."""
+    """Return non-negative integers that stand for a source's name."""
     digest = hashlib.sha256(name.encode()).digest()
     return [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 16, 4)]

@@ -5,8 +5,8 @@ Rules of preference, of a prompt whose samples are right with probability p:
     learnable   p (1 - p)   Foster et al. 2025, arXiv:2502.12272: the policy gradient grows with the variance of success
     unsolved    1 - p       Kimi Team 2025 (Kimi k1.5), arXiv:2501.12599, prioritized sampling
 
-A share of the draws goes through epochs all the same, so that prompts that are preferred no more are measured again.
-The order is a function of the seed, of how many prompts were drawn before and of the rates, which a checkpoint keeps.
+A share of the draws still goes through epochs, so that prompts which are no longer preferred are measured again. The
+order is a function of the seed, the number of earlier draws and the rates, which a checkpoint keeps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mega_rl.data.ordering import SUCCESS
-from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
+from mega_rl.data.sampling.epochs import SUCCESS, PromptSampler, StepOrder
 from mega_rl.types import Metrics, Prompt
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
@@ -37,7 +36,7 @@ PREFERENCES: Mapping[str, tuple[Callable[[_Floats], _Floats], float]] = {
 
 @dataclass(frozen=True)
 class Preference:
-    """Rule that prompts are preferred by, and the share of the draws that it leaves to epochs."""
+    """Rule of preference, and the share of the draws that it leaves to epochs."""
 
     rule: str  # one of PREFERENCES
     explore: float  # share of the draws that go through epochs, above 0, below 1

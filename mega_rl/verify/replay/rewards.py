@@ -15,8 +15,8 @@ from mega_rl.assemble.rewards import prepare_reward, reward_columns
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
 from mega_rl.errors import UserError
-from mega_rl.hub.resolve import HubNames, fetch, hub_names
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.records.reader import Array, Record
 from mega_rl.trainer.rows import scored_rows

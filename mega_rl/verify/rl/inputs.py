@@ -17,9 +17,9 @@ from mega_rl.config.needs import unmet
 from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, ReferenceLayoutConfig
+from mega_rl.data.hub.names import model_name
+from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserErrors
-from mega_rl.hub.names import model_name
-from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout
 
 REWARD = "python:mega_rl.verify.rl.inputs.reward"

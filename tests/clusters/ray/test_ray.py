@@ -54,11 +54,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from mega_rl.quickstart import task
+    from mega_rl.cli.quickstart import sums
 
     folder = tmp_path_factory.mktemp("inputs")
-    task.write_dataset(folder / "data", task.make_task(0))
-    task.write_checkpoint(folder / "model", seed=0)
+    sums.write_data(folder / "data", seed=0)
+    sums.write_model(folder / "model", seed=0)
     return folder
 
 

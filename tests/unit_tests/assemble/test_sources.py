@@ -14,7 +14,7 @@ from mega_rl.assemble.sources import load_data_source, load_rollout_source
 from mega_rl.config.loader import load
 from mega_rl.config.plugins.choices import CHOICES, DATA, ROLLOUT
 from mega_rl.config.rules import check
-from mega_rl.data import source
+from mega_rl.data import rows
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserError
 from mega_rl.preflight.data import check_data
@@ -126,7 +126,7 @@ def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:
 def test_mistakes_in_rows_are_one_message(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: str, message: str
 ) -> None:
-    monkeypatch.setattr(source, "MAX_ROWS", 50)
+    monkeypatch.setattr(rows, "MAX_ROWS", 50)
     with pytest.raises(UserError) as error:
         read(folder, name, *settings.split())
     assert any(line.startswith(message.format(folder / "own.py")) for line in str(error.value).splitlines())

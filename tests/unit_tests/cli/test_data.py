@@ -13,10 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.cli.app import main
+from mega_rl.cli.data.problem_sets import boxed, number_after_hashes
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
-from mega_rl.datafiles.problems import boxed, number_after_hashes
-from mega_rl.hub import rows, rows_program
 from mega_rl.workers.reward_functions import math_verify
 from tests.helpers.hub_server import Hub, dataset_card, go_offline, parquet_bytes, serve_hub, use_hub
 
@@ -32,7 +31,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         use_hub(server, tmp_path / "home", monkeypatch)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.url)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
-        monkeypatch.setattr(rows, "_read", lambda request, label: rows_program.answer(request))
         content = parquet_bytes(question=QUESTIONS, answer=SOLUTIONS)
         files = {"main/train.parquet": content, "main/test.parquet": content}
         server.add("datasets", "openai/gsm8k", {"README.md": dataset_card(main=["train", "test"]), **files})

@@ -1,4 +1,4 @@
-"""`mega-rl doctor --require`: a line and exit code 1 for what is missing, 2 for a name that it does not know."""
+"""`mega-rl doctor`: the report, and `--require` with its exit codes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from mega_rl.cli import app as cli
 from mega_rl.cli import doctor
+from mega_rl.config import checkout
 from mega_rl.rollout.sglang.server.installation import Installation
 
 NO_SUCH = "no_such_extension_of_torch"
@@ -59,6 +60,7 @@ def test_a_package_that_is_installed_and_does_not_load_is_missing(
     (tmp_path / f"{NO_SUCH}.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\nin a library')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert doctor.is_importable(NO_SUCH), "the report's look from outside"
+    assert not doctor.is_importable(f"{NO_SUCH}.optimizers"), "a parent that does not load"
     (broken,) = doctor.missing(["apex"])
     assert broken.endswith("MISSING: ImportError: undefined symbol: _ZN3c10 in a library")
 
@@ -117,3 +119,57 @@ def test_cuda_tells_a_build_from_a_machine(build: str | None, reason: str, monke
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert list(doctor.missing(["cuda"])) == []
+
+
+def test_report_lists_everything(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    out = capfd.readouterr().out
+    for word in ("python ", "torch ", "megatron-core", "cuda", "transformer-engine", "sglang", "wandb"):
+        assert word in out
+    assert "MISSING" not in out
+    assert out.splitlines()[-1].endswith("(mega-rl doctor --verbose lists them)")
+    assert cli.main(["doctor", "--verbose"]) == 0
+    assert "norms_of_long_tensors" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("installation", "said"),
+    [
+        (None, "not found; used instead: the embedded Hugging Face rollout engine ("),
+        (Installation("0.5.20", None), "0.5.20, beside the rest"),
+        (Installation("0.5.20", Path("/v/sglang")), "0.5.20, for CPUs, in /v/sglang"),
+        (Installation("0.5.9", None), "0.5.9, beside the rest; mega_rl works with 0.5.20 only"),
+    ],
+)
+def test_report_names_the_sglang(installation: Installation | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_sglang", lambda: installation)
+    assert any(line.startswith("sglang ") and said in line for line in doctor.report())
+
+
+@pytest.mark.parametrize("from_checkout", [True, False])
+def test_report_advises_by_the_installation(from_checkout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "made_by_make", lambda: from_checkout)
+    monkeypatch.setattr("mega_rl.rollout.sglang.server.installation.made_by_make", lambda: from_checkout)
+    monkeypatch.setattr(doctor, "find_sglang", lambda: None)
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torch>=2.13", "wandb; extra == 'wandb'"])
+    lines = {line.split("  ")[0]: line for line in doctor.report()}
+    advice = {True: ("'make setup'", "'make setup'"), False: ('pip install "torch>=2.13"', 'pip install "psutil"')}
+    torch, psutil = advice[from_checkout]
+    assert lines["torch"].endswith(f"MISSING: run {torch}")
+    assert lines["psutil"].endswith(f"MISSING: run {psutil}")
+    assert ("'make sglang'" in lines["sglang"]) == from_checkout
+    assert ("requirements-cpu.txt' installs it on a CPU" in lines["sglang"]) != from_checkout
+    assert "srun" not in "\n".join(lines.values())
+
+
+def test_make_is_advised_in_its_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkout, "SOURCES", tmp_path)
+    monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
+    (tmp_path / ".venv").mkdir()
+    assert not checkout.made_by_make(), "no Makefile"
+    (tmp_path / "Makefile").touch()
+    assert checkout.made_by_make()
+    (tmp_path / "another").mkdir()
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "another"))
+    assert not checkout.made_by_make(), "make would install into the environment that is not used"

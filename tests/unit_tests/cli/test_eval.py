@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from mega_rl.algorithms.evaluation import pass_at_k
+from mega_rl.cli.quickstart.sums import write_data, write_model
 from mega_rl.health.records import read_records
-from mega_rl.quickstart.task import make_task, write_checkpoint, write_dataset
 from tests.helpers.sglang import wait_until
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -24,8 +24,8 @@ REWARD = "def odd(response):\n    return {'odd': float(len(response) % 2), 'shor
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
-    write_checkpoint(folder / "model", seed=1)
-    write_dataset(folder, make_task(0, num_held_out=6, num_demonstrations=8))
+    write_model(folder / "model", seed=1)
+    write_data(folder, seed=0, num_held_out=6)
     (folder / "odd.py").write_text(REWARD)
     return folder
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.data.balancing import minimum_microbatches, partition_balanced, plan_microbatches
+from mega_rl.data.minibatches import minimum_microbatches, partition_balanced, plan_microbatches
 
 
 def lognormal(count: int, *, sigma: float = 1.0, longest: int = 32768, seed: int = 0) -> list[int]:
@@ -56,14 +55,6 @@ def test_loads_are_near_equal(rows: int, parts: int, sigma: float, equal_counts:
         company = sum(sorted(lengths)[: rows // parts - 1]) if equal_counts else 0
         mean = sum(lengths) / parts
         assert max(load) <= max(1.05 * mean, max(lengths) + company)
-
-
-@pytest.mark.parametrize("parts", [8, 1024])
-def test_64k_rows_are_quick(parts: int) -> None:
-    lengths = lognormal(65_536)
-    start = time.process_time()
-    partition_balanced(lengths, parts, equal_counts=True)
-    assert time.process_time() - start < 0.2 * 3  # 0.05 s where it was measured; room for a slow machine
 
 
 def test_plan_by_hand() -> None:
@@ -124,14 +115,6 @@ def test_more_microbatches_than_rows_leave_some_empty() -> None:
     assert plan_microbatches([5, 3], max_tokens=10, count=4) == [[0], [1], [], []]
     assert plan_microbatches([], max_tokens=10, count=2) == [[], []]
     assert plan_microbatches([], max_tokens=10) == []
-
-
-def test_realistic_budgets_are_filled_and_balanced() -> None:
-    lengths = lognormal(512)
-    plan = plan_microbatches(lengths, max_tokens=32768)
-    load = loads(lengths, plan)
-    assert len(plan) <= math.ceil(sum(lengths) / 32768) + 1
-    assert max(load) / (sum(load) / len(load)) <= 1.05
 
 
 def test_a_row_longer_than_the_budget_and_too_small_a_count_are_our_own_bugs() -> None:

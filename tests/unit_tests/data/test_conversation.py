@@ -15,11 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.data.chat import ChatTemplate
-from mega_rl.data.columns import RewardColumns, RowColumns
-from mega_rl.data.conversation import RowProblem, conversation
+from mega_rl.data.columns import RewardColumns, RowColumns, RowProblem, conversation
 from mega_rl.data.prompts import PromptReading, load_prompts, split
-from mega_rl.data.stream.blocks import Position, StreamPlan, StreamReader
-from mega_rl.data.stream.shards import FileShard
+from mega_rl.data.stream import FileShard, Position, StreamPlan, StreamReader
 from mega_rl.errors import UserErrors
 from mega_rl.types import Prompt
 

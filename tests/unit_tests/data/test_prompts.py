@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.data.chat import ChatTemplate
@@ -90,9 +92,6 @@ def test_chat_template(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     file = tmp_path / "a.parquet"
     messages = [{"role": "user", "content": "hi"}]
     pq.write_table(pa.table({"prompt": ["a", "b"], "noise": [1, 2], "answer": [3, 4]}), file)
@@ -104,9 +103,6 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     good = tmp_path / "good.parquet"
     pq.write_table(pa.table({"prompt": ["a" * 1000] * 1000, "answer": [str(i) for i in range(1000)]}), good)
     garbage, truncated = tmp_path / "garbage.parquet", tmp_path / "truncated.parquet"
@@ -172,21 +168,6 @@ def test_bad_rows_can_be_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert f"{len(BAD_ROWS)} rows are dropped, the first is {file}:1" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        ([], "is an empty list of messages"),
-        (["a"], "message 1 of 'prompt' is not an object"),
-        ([{"role": "user", "content": "a"}, {"role": "user", "content": 1}], "message 2 of 'prompt'"),
-        ([{"role": "user", "content": "robot"}], "the tokenizer's chat template refuses it: no robots"),
-    ],
-)
-def test_bad_messages(tmp_path: Path, prompt: Any, expected: str) -> None:
-    file = jsonl(tmp_path / "bad.jsonl", [{"prompt": prompt, "answer": "b"}])
-    with pytest.raises(UserErrors, match=expected):
-        load(file, chat_template=True)
-
-
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "folder.jsonl").mkdir()
@@ -217,9 +198,6 @@ def test_long_lists_of_problems_are_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", [{}, {"vocab_size": 50, "malformed": "drop"}])
 def test_equal_problems_are_counted_once(tmp_path: Path, changed: dict[str, Any]) -> None:
     """In each file; dropping the rows is offered where fewer than half have a problem."""
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     good = {"prompt": "p", "answer": "b"}
     bad = good if changed else {"answer": "b"}
     files = [
@@ -265,46 +243,17 @@ def test_overlong_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         load(file, max_prompt_tokens=2, overlong="drop")
 
 
-def test_token_ids_outside_the_vocabulary_are_never_dropped(tmp_path: Path) -> None:
+def test_foreign_token_ids_are_never_dropped(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "y"}])
     with pytest.raises(UserErrors, match=r"a\.jsonl:1: token id 256 is outside the model's vocabulary of 256"):
         load(file, vocab_size=256, malformed="drop", overlong="drop")
-
-
-def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {symbol: i for i, symbol in enumerate(["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-    messages = [{"role": "user", "content": "hi"}]
-    plain = jsonl(tmp_path / "plain.jsonl", [{"prompt": "é+1", "answer": "b"}])
-    chat = jsonl(tmp_path / "chat.jsonl", [{"prompt": messages, "answer": "b"}])
-    (prompt,) = load(plain, tokenizer=tokenizer)
-    assert prompt.token_ids[0] == 0
-    assert tokenizer.decode(prompt.token_ids[1:]) == "é+1"
-    with pytest.raises(UserErrors, match=r"chat\.jsonl:1: the tokenizer's chat template refuses it: .*chat_template"):
-        load(chat, tokenizer=tokenizer, chat_template=True)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not no') }}{% endif %}"
-        "<s>[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    (prompt,) = load(chat, tokenizer=tokenizer, chat_template=True)
-    assert tokenizer.decode(prompt.token_ids) == "<s>[user]hi[assistant]"  # one <s>, the template's
-    refused = jsonl(tmp_path / "refused.jsonl", [{"prompt": "no", "answer": "b"}])
-    with pytest.raises(UserErrors, match="refuses it: not no"):
-        load(refused, tokenizer=tokenizer, chat_template=True)
 
 
 def some(count: int) -> list[Prompt]:
     return [Prompt(index=i, token_ids=(i,), text=str(i), answer=str(-i)) for i in range(count)]
 
 
-def test_difficulties_are_read_and_are_part_of_the_data(tmp_path: Path) -> None:
+def test_difficulties_are_part_of_the_data(tmp_path: Path) -> None:
     columns = RowColumns("prompt", "answer", difficulty="rate")
     rows = [{"prompt": str(n), "answer": "", "rate": rate} for n, rate in enumerate((0.5, 2, None, True, math.nan))]
     file = jsonl(tmp_path / "rated.jsonl", rows)
@@ -315,9 +264,6 @@ def test_difficulties_are_read_and_are_part_of_the_data(tmp_path: Path) -> None:
     prompts = load(file, columns=columns, malformed="drop")
     assert [prompt.difficulty for prompt in prompts] == [0.5, 2.0]
     assert fingerprint(prompts) != fingerprint([replace(prompt, difficulty=1.0) for prompt in prompts])
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     parquet = tmp_path / "rated.parquet"
     pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"], "rate": [0.25], "other": [1]}), parquet)
     assert load(parquet, columns=columns)[0].difficulty == 0.25
@@ -395,21 +341,20 @@ def test_answers_of_code_tasks(tmp_path: Path) -> None:
     assert problems(error)[0] == f"{file}:1: 'answer' is an object, not a string or a number"
 
 
-def test_answers_that_no_reward_reads_may_be_missing(tmp_path: Path) -> None:
+def test_unread_answers_may_be_missing(tmp_path: Path) -> None:
     file = jsonl(
         tmp_path / "a.jsonl", [{"prompt": "p"}, {"prompt": "q", "answer": None}, {"prompt": "r", "answer": "7"}]
     )
     reward = RewardColumns(answer=False)
     assert [prompt.answer for prompt in load(file, columns=columns_of(reward))] == [None, None, "7"]
     assert [prompt.answer for prompt in load(file, columns=RowColumns("prompt", "", reward))] == [None] * 3
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet", columns=columns_of(reward))[0].answer is None
     with pytest.raises(UserErrors, match="has no 'answer'"):
         load(file)
 
 
 def test_every_column_of_a_row(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rows = [{"prompt": "p", "answer": "7", "difficulty": 3, "tags": ["x"]}]
     table = tmp_path / "a.parquet"
     pq.write_table(pa.table({key: [rows[0][key]] for key in rows[0]}), table)
@@ -420,20 +365,8 @@ def test_every_column_of_a_row(tmp_path: Path) -> None:
     assert fingerprint([prompt]) != fingerprint(load(table))
 
 
-def test_a_parquet_file_without_answers(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
-    (prompt,) = load(tmp_path / "a.parquet", columns=columns_of(RewardColumns(answer=False)))
-    assert prompt.answer is None
-
-
 def test_data_sources_of_rows(tmp_path: Path) -> None:
     """A row need not have one, of either kind of file; a number is read as text; they are part of the fingerprint."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rows = [{"prompt": "a", "answer": "1", "set": name} for name in ("math/x", 7, None)]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": "a", "answer": "1"}\n')

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,11 +193,8 @@ def test_folders_without_tokenizer_json(tmp_path: Path) -> None:
     ("content", "why"),
     [
         ("[", "not JSON; download or copy it again"),
-        ("3", "holds no JSON object"),
         ('{"model": 3}', "not a tokenizer as the tokenizers library writes it"),
         ('{"model": {"vocab": {"a": "b"}}}', "not a tokenizer"),
-        ('{"model": {"vocab": [1]}}', "not a tokenizer"),
-        ('{"model": {"merges": 3}}', "not a tokenizer"),
         ('{"added_tokens": [{"content": "a"}]}', "not a tokenizer"),
         ('{"post_processor": {"type": "Sequence"}}', "not a tokenizer"),
     ],
@@ -209,27 +204,6 @@ def test_damaged_files(tmp_path: Path, content: str, why: str) -> None:
     with pytest.raises(UserError, match=why) as caught:
         read_tokenizer(tmp_path)
     assert str(caught.value).startswith(str(tmp_path / "tokenizer.json"))
-
-
-def test_a_large_file_takes_a_moment(tmp_path: Path) -> None:
-    """150,000 tokens in 10 MB take a quarter of a second; the bound leaves room for a busy machine."""
-    tokens = [f"Ġtoken{number}é" for number in range(150_000)]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    model = {"type": "BPE", "vocab": vocabulary, "merges": [[token[:3], token[3:]] for token in tokens]}
-    text = json.dumps({"model": model}, indent=1, ensure_ascii=False)
-    (tmp_path / "tokenizer.json").write_text(text)
-    assert len(text.encode()) > 10_000_000
-    start = time.process_time()
-    actual = read_tokenizer(tmp_path)
-    assert actual is not None
-    assert actual.digest
-    assert time.process_time() - start < 1.5
-    random.Random(0).shuffle(tokens)
-    model["vocab"] = {token: vocabulary[token] for token in tokens}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
-    shuffled = read_tokenizer(tmp_path)
-    assert shuffled is not None
-    assert shuffled.digest == actual.digest
 
 
 def test_it_needs_neither_torch_nor_a_tokenizer_library() -> None:

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mega_rl.cli.app import app
-from mega_rl.cli.text.replay import in_words
+from mega_rl.cli.replay import in_words
 from mega_rl.config.keys import flat
 from mega_rl.errors import UserError
 from mega_rl.records.format import MODEL_OUTPUTS, RECORD_FILE

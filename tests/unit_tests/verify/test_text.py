@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl.cli.text.verify import print_verdicts
+from mega_rl.cli.verify import print_verdicts
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import LayoutErrors, TensorError
 from mega_rl.verify.run import Verdict
@@ -23,7 +23,7 @@ def test_names_of_tensors_are_whole(
     gradient, weight = (TensorError(name, 1e-6) for name in NAMES)
     actual = LayoutErrors(1e-6, 3.0, 1e-7, 1.0, 1e-7, (gradient,), (weight,), (), 100, 4, 1.0)
     verdict = Verdict(Layout(name="tp2", tp=2), actual, ())
-    print_verdicts([verdict], header={}, tolerances=Tolerances(1e-4, 1e-5, 1e-5, 1e-4, 1e-4))
+    print_verdicts([verdict], Tolerances(1e-4, 1e-5, 1e-5, 1e-4, 1e-4))
     out = capsys.readouterr().out
     for name in NAMES:
         assert name.removeprefix("model.") in out

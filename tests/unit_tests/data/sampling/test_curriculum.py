@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from mega_rl.data.sampling.curriculum import CurriculumSampler, Growth, OrderPlan
-from mega_rl.data.sampling.epochs import PromptSampler
-from mega_rl.data.sampling.mixture import mixture_of
+from mega_rl.data.sampling.epochs import CurriculumSampler, Growth, PromptSampler
+from mega_rl.data.sampling.mixture import OrderPlan, mixture_of
 from mega_rl.types import Prompt
 
 SIZE, BATCH = 40, 5

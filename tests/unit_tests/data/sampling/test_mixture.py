@@ -8,8 +8,15 @@ from collections.abc import Mapping
 
 import pytest
 
-from mega_rl.data.sampling.curriculum import OrderPlan
-from mega_rl.data.sampling.mixture import MAX_CYCLE, DrawOrder, MixtureSampler, mixture_of, shares_of, weights_by_size
+from mega_rl.data.sampling.mixture import (
+    MAX_CYCLE,
+    DrawOrder,
+    MixtureSampler,
+    OrderPlan,
+    mixture_of,
+    shares_of,
+    weights_by_size,
+)
 from mega_rl.types import Prompt
 
 WEIGHTS = {"math": 3.0, "code": 1.0, "chat": 0.5}

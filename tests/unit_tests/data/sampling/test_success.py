@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mega_rl.data.sampling.curriculum import OrderPlan
-from mega_rl.data.sampling.mixture import mixture_of
+from mega_rl.data.sampling.mixture import OrderPlan, mixture_of
 from mega_rl.data.sampling.success import Preference, SuccessRates, SuccessSampler, draw_by_weight
 from mega_rl.types import Prompt
 

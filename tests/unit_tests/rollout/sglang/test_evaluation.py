@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.cli.quickstart import sums
 from mega_rl.metrics.records import read_metrics
-from mega_rl.quickstart import task
 from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
 from tests.unit_tests.rollout.sglang.test_training import REWARD
@@ -29,8 +29,8 @@ COMPARED = ("reward/mean", "actor/loss", "actor/grad_norm", "actor/entropy", "ro
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluation")
-    task.write_dataset(folder, task.make_task(0, num_held_out=6))
-    task.write_checkpoint(folder / "model", seed=0)
+    sums.write_data(folder, seed=0, num_held_out=6)
+    sums.write_model(folder / "model", seed=0)
     (folder / "reward.py").write_text(REWARD)
     return folder
 

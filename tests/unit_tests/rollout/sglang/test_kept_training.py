@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mega_rl.cli.quickstart import sums
 from mega_rl.metrics.records import read_metrics
-from mega_rl.quickstart import task
 from mega_rl.rollout.sglang.server import group, launcher
 from mega_rl.rollout.sglang.server.kept import SCRATCH_PREFIX
 from tests.helpers.selection import FULL
@@ -79,8 +79,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_inputs(folder: Path) -> Path:
     """Write model, data and reward of every run; returns `folder`."""
-    task.write_dataset(folder / "data", task.make_task(0))
-    task.write_checkpoint(folder / "model", seed=0)
+    sums.write_data(folder / "data", seed=0)
+    sums.write_model(folder / "model", seed=0)
     (folder / "reward.py").write_text(REWARD)
     return folder
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mega_rl.cli.quickstart import sums
 from mega_rl.metrics.records import read_metrics
-from mega_rl.quickstart import task
 from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
 
@@ -60,8 +60,8 @@ class Watch:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch, str]:
     """The folder of a finished run, what was seen on the way, and what it printed."""
     folder = tmp_path_factory.mktemp("ppo")
-    task.write_dataset(folder / "data", task.make_task(0))
-    task.write_checkpoint(folder / "model", seed=0)
+    sums.write_data(folder / "data", seed=0)
+    sums.write_model(folder / "model", seed=0)
     (folder / "reward.py").write_text(REWARD)
     (folder / "tmp").mkdir()
     overrides = [

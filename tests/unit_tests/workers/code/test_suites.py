@@ -16,7 +16,7 @@ from mega_rl.assemble.rewards import check_sources
 from mega_rl.config.schema import Config, DataConfig, RewardConfig
 from mega_rl.config.schema.data import StreamConfig
 from mega_rl.data.columns import RewardColumns
-from mega_rl.data.stream.blocks import Position
+from mega_rl.data.stream import Position
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Prompt

@@ -1,1 +1,0 @@
-"""Benchmarks of the product itself, as commands: `mega-rl bench learn`."""

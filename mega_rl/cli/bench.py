@@ -1,0 +1,126 @@
+"""`mega-rl bench`: exit code 0 when every statement holds, 1 when one does not, 2 for mistakes.
+
+128 + signal, 130 for Ctrl-C, when a signal stopped it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mega_rl import progress
+from mega_rl.cli.help import Commands
+from mega_rl.cli.look import check_picture
+from mega_rl.cli.tables import print_table
+from mega_rl.cli.verify import end, refuse_launcher
+from mega_rl.errors import UserError
+from mega_rl.health.interruption import StoppedBySignal, stop_on_signals
+from mega_rl.verify.learn.results import (
+    MOST_SEEDS,
+    TaskResult,
+    markdown_table,
+    plot_tasks,
+    read_results,
+    record,
+    summarize,
+)
+from mega_rl.verify.learn.tasks import TASKS
+
+log = logging.getLogger(__name__)
+
+app = Commands(name="bench", help="Tasks that show whether the trainer learns.")
+
+Picture = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the curves: .svg, .png or .pdf.")]
+PICTURES = (".svg", ".png", ".pdf")
+
+
+@app.command()
+def learn(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="TASK", help=f"Of {', '.join(TASKS)}; all unless given.")
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=MOST_SEEDS, help="Runs of each variant.")] = 5,
+    first_seed: Annotated[
+        int,
+        typer.Option(
+            "--first-seed", min=0, help="Of consecutive ones. The tasks were tuned on 0 to 14 and 100 to 104."
+        ),
+    ] = 20,
+    ablations: Annotated[
+        bool, typer.Option("--ablations", help="Also train the variants that no statement is about.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results.")] = None,
+    picture: Picture = None,
+) -> None:
+    """Train small tasks that a wrong trainer fails, over seeds, and judge the statements about each.
+
+    One process on one core, minutes for each task. Statements are about 95 % intervals over the seeds.
+    """
+    names = list(dict.fromkeys(names or TASKS))
+    if unknown := [name for name in names if name not in TASKS]:
+        raise UserError(f"{unknown[0]}: is no task; legal: {' '.join(TASKS)}")
+    check_picture("--plot", picture, PICTURES)
+    progress.show_progress()
+    refuse_launcher()
+    results = []
+    try:
+        with stop_on_signals():
+            with progress.importing("PyTorch and Megatron-Core", announce=True):
+                from mega_rl.verify.learn.run import run_task
+            for name in names:
+                variants = [variant for variant in TASKS[name].variants if ablations or not variant.ablation]
+                curves = run_task(TASKS[name], variants, seeds=range(first_seed, first_seed + seeds))
+                results.append(summarize(TASKS[name], curves))
+                _print_task(results[-1])
+    except StoppedBySignal as stop:
+        log.warning("stopped by %s: the run in progress does not count, no results are written", stop.signal.name)
+        raise typer.Exit(stop.exit_code) from None
+    _write(results, json_file, picture)
+
+
+@app.command()
+def judge(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Of mega-rl bench learn --json.")],
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results.")] = None,
+    picture: Picture = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print one Markdown table instead.")] = False,
+) -> None:
+    """Judge results of `mega-rl bench learn` again, together where several commands trained parts of them.
+
+    Tasks, variants or seeds may be spread over the files, as when every core trains a task.
+    """
+    check_picture("--plot", picture, PICTURES)
+    results = read_results(files)
+    if markdown:
+        typer.echo(markdown_table(results))
+    else:
+        for result in results:
+            _print_task(result)
+    _write(results, json_file, picture)
+
+
+def _print_task(result: TaskResult) -> None:
+    rows = []
+    for variant in result.variants:
+        final, seeds = variant.final, len(variant.curves)
+        interval = f"{final.low:.4g} to {final.high:.4g}" if seeds > 1 else "-"
+        rows.append((variant.name, str(seeds), str(variant.last_step), f"{final.mean:.4g}", interval))
+    task = result.task
+    print_table(("variant", "seeds", "steps", task.unit, "95 %"), rows, title=f"{task.name}: {task.summary}")
+    for verdict in result.verdicts:
+        typer.echo(f"{'holds' if verdict.holds else 'FAILS'}: {verdict.text}")
+
+
+def _write(results: Sequence[TaskResult], json_file: Path | None, picture: Path | None) -> None:
+    """Write the results and draw the curves; exit code 1 when a statement does not hold."""
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps([record(result) for result in results], indent=1) + "\n", encoding="utf-8")
+    if picture is not None:
+        plot_tasks(results, picture)
+    end(result.holds for result in results)

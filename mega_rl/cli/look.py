@@ -1,0 +1,131 @@
+"""`mega-rl report`, `view`, `plot` and `doctor`: runs as a page, live or as a picture; and this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mega_rl import progress
+from mega_rl.errors import UserError
+from mega_rl.health.overview import overview
+from mega_rl.metrics.plot import plot_runs
+from mega_rl.report.document import page_of
+from mega_rl.report.runs import read_runs
+from mega_rl.report.server import ViewServer
+from mega_rl.storage import disk
+
+METRICS = "metrics.jsonl"
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; seeds of one run become a band.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Page to write; else report.html in the first run.")] = None,
+) -> None:
+    """Write curves, warnings, times, settings and samples of runs as one HTML file that needs no network."""
+    page = out or runs[0] / "report.html"
+    if page.suffix != ".html":
+        raise UserError(f"--out={page}: must end in .html")
+    if page.is_dir():
+        raise UserError(f"--out={page}: is a folder; name a file")
+    progress.show_progress()
+    with progress.phase("reading runs"):
+        text = page_of(read_runs(runs))
+    disk.make_folder(page.parent)
+    disk.replace_text(page, text)
+    typer.echo(str(page))
+
+
+def view(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, as of report.")],
+    port: Annotated[int, typer.Option("--port", help="Port on 127.0.0.1; 0 takes a free one.", min=0, max=65535)] = 0,
+    refresh: Annotated[int, typer.Option("--refresh", help="Seconds between two looks at the files.", min=1)] = 5,
+) -> None:
+    """Show live runs as a page on this machine, from their files only; Ctrl-C ends it."""
+    progress.show_progress()
+    with progress.phase("reading runs"):
+        server = ViewServer(runs, port=port, refresh_s=refresh)
+    with server:
+        typer.echo(server.address)
+        typer.echo("the address is for you alone: it carries the token; Ctrl-C ends the viewer", err=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("", err=True)
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or files as metrics.jsonl.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Picture to write: .png, .svg or .pdf; else curves.png in the run.")
+    ] = None,
+    metrics: Annotated[
+        str, typer.Option("--metrics", metavar="NAME,...", help="Metrics to draw, a panel each; else the usual ones.")
+    ] = "",
+    smooth: Annotated[
+        float,
+        typer.Option(
+            "--smooth", min=0.0, max=0.999, help="Weight of the past in an exponential moving average; 0 draws raw."
+        ),
+    ] = 0.0,
+) -> None:
+    """Draw the curves of a run, or of several runs in the same panels."""
+    files = {}  # name in the legend -> file
+    for run in runs:
+        file = run / METRICS if run.is_dir() else run
+        if not file.is_file():
+            reason = f"has no {METRICS}" if run.is_dir() else "no such file or folder"
+            raise UserError(f"{run}: {reason}; give the folder of a run (trainer.run_dir)")
+        files[str(file.parent) if file.name == METRICS else str(file)] = file
+    picture = out or next(iter(files.values())).parent / "curves.png"
+    check_picture("--out", picture, PICTURES)
+    progress.show_progress()
+    with progress.phase("drawing"):
+        plot_runs(files, picture, names=[name.strip() for name in metrics.split(",") if name.strip()], smooth=smooth)
+    typer.echo(str(picture))
+
+
+def check_picture(option: str, picture: Path | None, formats: tuple[str, ...]) -> None:
+    """Raise UserError for a picture in another format."""
+    if picture is not None and picture.suffix not in formats:
+        raise UserError(f"{option}={picture}: must end in {', '.join(formats)}")
+
+
+def doctor(
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", help="Folder of a run: show its ranks while it lives, else its newest report."),
+    ] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="With --run: stacks of the ranks on this machine.")] = False,
+    require: Annotated[
+        str | None,
+        typer.Option(
+            "--require", metavar="NAME,...", help="Instead fail with a line for each of these that is missing: te,cuda."
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Also list the changes that make Megatron-Core run without CUDA.")
+    ] = False,
+) -> None:
+    """List versions, devices and optional packages, and what is used where one is missing; or look at a run.
+
+    With --run the exit code is 1 if the run's last end was a hang or a failure.
+    """
+    if run is not None:
+        if require is not None:
+            raise UserError("--require and --run: one looks at this machine, the other at a run; give one of them")
+        lines, code = overview(run, stacks=stacks)
+        typer.echo("\n".join(lines))
+        raise typer.Exit(code)
+    if stacks:
+        raise UserError("--stacks: shows the ranks of a run; give its folder with --run")
+    from mega_rl.cli import doctor as machine
+
+    if require is not None:
+        lines = list(machine.missing([name for name in require.replace(" ", "").split(",") if name]))
+        typer.echo("\n".join(lines) or f"all there: {require}")
+        raise typer.Exit(1 if lines else 0)
+    for line in machine.report(verbose=verbose):
+        typer.echo(line)

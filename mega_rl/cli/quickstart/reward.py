@@ -1,0 +1,15 @@
+"""Reward of the quickstart's sums. The quickstart copies this file next to its data, where the recipe names it."""
+
+from __future__ import annotations
+
+
+def points(prompt: str, response: str, answer: str) -> dict[str, float]:
+    """Return the reward's components for a right answer: one point, and one for every carry of the sum; else zeros."""
+    correct = float(response == answer)
+    return {"correct": correct, "carries": correct * carries(prompt)}
+
+
+def carries(prompt: str) -> int:
+    """Count the carries of a sum of two numbers of two digits: `37+45=` has one, `99+99=` two."""
+    left, right = (int(number) for number in prompt.removesuffix("=").split("+"))
+    return (left % 10 + right % 10 >= 10) + (left + right >= 100)

@@ -1,0 +1,213 @@
+"""`mega-rl quickstart`: data, a fresh model, a supervised warm start and the training, each in its own launch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from mega_rl import progress, versions
+from mega_rl.cli.look import report
+from mega_rl.cli.quickstart import programs, sums, word_problems
+from mega_rl.config.loader import load
+from mega_rl.environment import variables_of
+from mega_rl.errors import RunError, UserError
+from mega_rl.launcher.launch import Launch
+from mega_rl.launcher.launch import launch as start_ranks
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.preflight.launcher import refuse_tasks_of_srun
+
+log = logging.getLogger(__name__)
+
+WARM_START = "quickstart-warm-start"  # the hidden command that runs one rank of the supervised part
+NUM_RANKS = 2
+WARM_START_LR = 3e-3
+INPUTS = ("data", "fresh_model", "model")  # folders that are written before the training, anew by each quickstart
+DEMONSTRATIONS = Path("data", "demonstrations.jsonl")  # a folder with this file belongs to an earlier quickstart
+
+
+@dataclass(frozen=True)
+class QuickstartTask:
+    """A task of the quickstart."""
+
+    recipe: str  # a packaged recipe, whose trainer.run_dir is runs/RECIPE
+    inputs: ModuleType  # with write_data and write_model
+    steps: int  # of the warm start
+    batch_size: int
+    settings: Callable[[Path], Mapping[str, str | list[str]]]  # settings that name data and rewards in a folder
+
+    def overrides(self, run_dir: Path) -> list[str]:
+        """Return the settings for a run folder as `key=value`."""
+        return [setting(key, value) for key, value in self.settings(run_dir / "data").items()]
+
+
+TASKS: Mapping[str, QuickstartTask] = {
+    "sums": QuickstartTask(
+        "quickstart", sums, 400, 256,
+        lambda data: {
+            "data.train_files": [f"{data}/train.jsonl"],
+            "data.val_files": [f"{data}/held_out.jsonl"],
+            "reward.function": f"{data}/reward.py:points",
+        },
+    ),
+    "gsm8k": QuickstartTask(
+        "quickstart_gsm8k", word_problems, 250, 128,
+        lambda data: {
+            "data.train_files": [f"{data}/word_problems:main:train"],
+            "data.val_files": [f"{data}/word_problems:main:test"],
+        },
+    ),
+    "code": QuickstartTask(
+        "quickstart_code", programs, 250, 64,
+        lambda data: {
+            "data.train_files": [f"{data}/programs:default:train"],
+            "data.val_files": [f"{data}/programs:default:test"],
+        },
+    ),
+}  # fmt: skip
+
+Seed = Annotated[int, typer.Option("--seed", help="Seed of data, model, order and sampling.", min=0)]
+RunDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--run-dir",
+        help="Folder of everything that is written, by default runs/quickstart or runs/quickstart_TASK; an earlier "
+        "run in it is kept, in previous/.",
+    ),
+]
+Task = Annotated[
+    str,
+    typer.Option(
+        "--task",
+        help="sums: PPO on additions; gsm8k: GRPO on word problems in the shape of GSM8K; code: GRPO on "
+        "programs that are run in a sandbox.",
+    ),
+]
+
+
+def setting(key: str, value: str | int | list[str]) -> str:
+    """Return `key=value` so that any text, such as a path with a comma, is read back unchanged."""
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+
+
+def _task_and_folder(name: str, run_dir: Path | None) -> tuple[QuickstartTask, Path]:
+    """Return the task and the run's folder. Raises UserError for an unknown task."""
+    if name not in TASKS:
+        raise UserError(f"--task={name}: must be one of {', '.join(TASKS)}")
+    return TASKS[name], run_dir or Path("runs", TASKS[name].recipe)
+
+
+def quickstart(
+    engine: Annotated[
+        str, typer.Option("--engine", help="What PPO runs on: megatron (TP=2) or fsdp (two shards).")
+    ] = "megatron",
+    seed: Seed = 0,
+    run_dir: RunDir = None,
+    task: Task = "sums",
+) -> None:
+    """Train a tiny model to add with PPO, or on word problems with GRPO, in a few minutes on two cores."""
+    versions.require()
+    chosen, folder = _task_and_folder(task, run_dir)
+    progress.show_progress()
+    start = time.perf_counter()
+    refuse_tasks_of_srun()
+    overrides = [
+        setting("trainer.run_dir", str(folder)),
+        setting("trainer.seed", seed),
+        setting("checkpoint.resume", "never"),  # an earlier run in the folder is moved aside, not resumed
+        setting("model.path", str(folder / "model")),
+        *chosen.overrides(folder),
+    ]
+    if engine != "megatron":
+        overrides.append(setting("engine.backend", engine))
+    config = load(Path(chosen.recipe), overrides)
+    layout = ParallelLayout.of_engine(config.engine, world_size=NUM_RANKS, has_experts=False)
+    prepare_folder(folder)
+    with progress.phase(f"writing data and a fresh model to {folder}", announce=True):
+        chosen.inputs.write_data(folder / "data", seed=seed)
+        chosen.inputs.write_model(folder / "fresh_model", seed=seed)
+
+    log.info("warm start: %d supervised steps on %d ranks", chosen.steps, NUM_RANKS)
+    # The warm start is Megatron-Core's, so runs of both engines begin with the same weights.
+    warm_start_s = launch([WARM_START, "--run-dir", str(folder), "--seed", str(seed), "--task", task])
+    log.info("training on %d ranks", NUM_RANKS)
+    train_s = launch(["train", "--config", chosen.recipe, *overrides])
+    with progress.phase("drawing the curves"):
+        from mega_rl.cli.quickstart.report import summarize
+
+        seconds = {"train_s": train_s, "warm_start_s": warm_start_s, "total_s": time.perf_counter() - start}
+        summarize(folder, layout=f"{engine} {layout}", seed=seed, **seconds)
+    report([folder])
+
+
+def warm_start(seed: Seed, run_dir: RunDir, task: Task = "sums") -> None:
+    """Run one rank of the quickstart's supervised warm start."""
+    chosen, folder = _task_and_folder(task, run_dir)
+    fresh = folder / "fresh_model"
+    overrides = [setting("trainer.seed", seed), setting("model.path", str(fresh)), *chosen.overrides(folder)]
+    config = load(Path(chosen.recipe), overrides)
+    progress.show_progress()
+    with progress.importing("PyTorch and Megatron-Core", announce=True):
+        from mega_rl.accelerator import prepare
+
+        accelerator = prepare(
+            config.trainer.device, variables=variables_of(config.engine, config.rollout, config.trainer)
+        )
+        from transformers import AutoTokenizer
+
+        from mega_rl.cli.quickstart import warm_start as supervised  # imports Megatron-Core
+
+    tokenizer = AutoTokenizer.from_pretrained(fresh, trust_remote_code=False)
+    end = tokenizer.eos_token_id
+    rows = [json.loads(line) for line in (folder / DEMONSTRATIONS).read_text(encoding="utf-8").splitlines()]
+    supervised.warm_start(
+        config,
+        accelerator,
+        [(tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["response"]), end]) for row in rows],
+        output=folder / "model",
+        steps=chosen.steps,
+        batch_size=chosen.batch_size,
+        lr=WARM_START_LR,
+    )
+
+
+def prepare_folder(run_dir: Path) -> None:
+    """Make the run's folder, or remove the inputs of an earlier quickstart from it; its runs stay.
+
+    Raises UserError when the folder holds other files or cannot be made.
+    """
+    try:
+        if run_dir.exists() and any(run_dir.iterdir()) and not (run_dir / DEMONSTRATIONS).is_file():
+            raise UserError(
+                f"--run-dir={run_dir}: holds files that no quickstart wrote; give another folder or empty it"
+            )
+        for name in INPUTS:
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--run-dir={run_dir}: cannot be made: {error.strerror}; give another folder") from None
+
+
+def launch(command: list[str]) -> float:
+    """Run a command of `mega-rl` on NUM_RANKS ranks, on the CPU unless there is a GPU for each; return its seconds.
+
+    Raises RunError when it fails; it has shown why.
+    """
+    from mega_rl.accelerator.gpus import environment_of_ranks
+
+    started = time.perf_counter()
+    code = start_ranks(Launch(("mega_rl.cli", *command), NUM_RANKS), variables=environment_of_ranks(NUM_RANKS))
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if code:
+        raise RunError(f"mega-rl {command[0]} ended with exit code {code}; its messages stand above")
+    return time.perf_counter() - started

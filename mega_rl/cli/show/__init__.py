@@ -1,1 +1,0 @@
-"""Commands that show runs and this machine: doctor, plot, report, view."""

@@ -1,0 +1,174 @@
+"""Settings that name models and datasets of the Hub -> the same settings with downloaded folders and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mega_rl.config.keys import flattened, value_of, with_settings
+from mega_rl.config.recipe import read_recipe
+from mega_rl.config.rules.validation import files_of
+from mega_rl.config.schema import Config, MixtureConfig, Origin
+from mega_rl.data.hub.names import (
+    DEFAULT_REVISION,
+    FolderName,
+    ModelName,
+    Role,
+    RowsName,
+    dataset_name,
+    folder_name,
+    model_name,
+)
+from mega_rl.errors import UserError
+
+SOURCES = "data.mixture.sources"  # a mapping of sources, each with a list of files
+SETS = "validation.sets"  # a mapping of files, and of lists of files
+DATA_ROLES: Mapping[str, Role] = {
+    "data.train_files": "train",
+    "data.val_files": "validation",
+    SOURCES: "train",
+    SETS: "validation",
+}
+
+
+@dataclass(frozen=True)
+class HubNames:
+    """The settings of a config that name something on the Hub, or a local folder of its kind; empty without any."""
+
+    models: Mapping[str, ModelName] = field(default_factory=dict)  # key -> name
+    data: Mapping[str, Mapping[str, RowsName]] = field(default_factory=dict)  # key -> file of the setting -> name
+
+    def __bool__(self) -> bool:
+        return bool(self.models or self.data)
+
+
+def hub_names(config: Config) -> HubNames:
+    """Return the names that the run would download; a resumed run takes the commits that it began with."""
+    model, reward = config.model, config.reward
+    paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
+    if reward.source == "model":
+        paths["reward.model.path"] = reward.model.path
+    begun = _begun(config)
+    named = {key: name for key, path in paths.items() if (name := model_name(path)) is not None}
+    models = {key: _model_as_begun(name, begun.get(key)) for key, name in named.items()}
+    data = {}
+    for key in DATA_ROLES:
+        files = _files_by_entry(key, value_of(config, key))
+        texts = [text for own in files.values() for text in own]
+        earlier = [text for own in _files_by_entry(key, begun.get(key) or ()).values() for text in own]
+        rows = {text: row for text in texts if (row := folder_name(text) or dataset_name(text)) is not None}
+        if rows:
+            data[key] = {text: _rows_as_begun(name, earlier) for text, name in rows.items()}
+    return HubNames(models, data)
+
+
+def _files_by_entry(key: str, value: Any) -> dict[str, Sequence[str]]:
+    """Return the files of a setting by its entries; a list is one entry, ""."""
+    if key == SOURCES:
+        return {name: source.files for name, source in MixtureConfig(dict(value)).named().items()}
+    if key == SETS:
+        return {name: files_of(files) for name, files in dict(value).items()}
+    return {"": value}
+
+
+def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -> Config:
+    """Return the config with every name replaced by its download, and the pinned names in `origins`.
+
+    `admit` is called with the models' folders before their weights are there, and raises for a config that cannot run.
+    Raises UserError.
+    """
+    from mega_rl.data.hub.models import fetch_description, fetch_weights, has_weights
+
+    models = {key: fetch_description(name, label=f"{key}={name}") for key, name in names.models.items()}
+    config = with_settings(config, {key: str(folder) for key, (folder, _) in models.items()})
+    if not all(has_weights(folder) for folder, _ in models.values()):
+        admit(config)
+    origins: dict[str, Origin] = {key: str(pinned) for key, (_, pinned) in models.items()}
+    for key, named in names.data.items():
+        value = value_of(config, key)
+        local: dict[str, Any] = {}
+        pinned: dict[str, Any] = {}
+        for entry, texts in _files_by_entry(key, value).items():
+            place = f"{key}.{entry}" if entry else key
+            pairs = [_fetch_rows(place, text, named.get(text), streamed=config.data.stream.rows > 0) for text in texts]
+            local[entry] = [file for files, _ in pairs for file in files]
+            pinned[entry] = [origin for _, origin in pairs]
+        if key == SOURCES:
+            local, pinned = ({name: {**value[name], "files": own[name]} for name in own} for own in (local, pinned))
+        config = with_settings(config, {key: local.get("", local)})
+        origins[key] = pinned.get("", pinned)
+    for key, (folder, commit) in models.items():
+        fetch_weights(commit, folder, label=f"{key}={names.models[key]}")
+    return replace(config, origins=origins)
+
+
+def _fetch_rows(key: str, text: str, name: RowsName | None, *, streamed: bool) -> tuple[list[str], str]:
+    """Return (files, pinned name) for one file of a setting; a stream has its pinned name in the place of files."""
+    if name is None:
+        return [text], text
+    from mega_rl.data.hub.rows import fetch_rows, folder_files, pin_rows
+
+    role, label = role_of(key), f"{key}={text}"
+    if isinstance(name, FolderName):
+        return [str(file) for file in folder_files(name, role=role, label=label)], text
+    if streamed and role == "train":
+        pinned = pin_rows(name, role=role, label=label)
+        return [str(pinned)], str(pinned)
+    path, pinned = fetch_rows(name, role=role, label=label)
+    return [str(path)], str(pinned)
+
+
+def role_of(key: str) -> Role:
+    """Return the role of a setting, or of an entry of it, which decides the split of a name without one."""
+    return next(role for setting, role in DATA_ROLES.items() if key == setting or key.startswith(f"{setting}."))
+
+
+def checkpoint_folder(text: str | Path, *, label: str, weights: bool = True) -> Path:
+    """Return the folder of a checkpoint that an argument names: a local one, or one of the Hub, downloaded.
+
+    Without `weights` only the description of the model is downloaded. Raises UserError.
+    """
+    name = model_name(str(text))
+    if name is None:
+        return Path(text)
+    from mega_rl.data.hub.models import fetch_description, fetch_weights
+
+    asked = f"{label}={name}"
+    folder, pinned = fetch_description(name, label=asked)
+    if weights:
+        fetch_weights(pinned, folder, label=asked)
+    return folder
+
+
+def _begun(config: Config) -> Mapping[str, Any]:
+    """Return the settings that the run in the folder began with; empty where there is none to resume."""
+    run_dir = Path(config.trainer.run_dir)
+    if config.checkpoint.resume != "auto" or not any((run_dir / "checkpoints").glob("step_*")):
+        return {}
+    try:
+        return flattened(read_recipe(run_dir / "config.yaml"))
+    except UserError:
+        return {}
+
+
+def _model_as_begun(name: ModelName, begun: object) -> ModelName:
+    """Return the name at the commit of the run's beginning, unless it names a revision or another model."""
+    earlier = model_name(begun) if isinstance(begun, str) else None
+    if earlier is None or earlier.repo != name.repo or name.revision != DEFAULT_REVISION:
+        return name
+    return earlier
+
+
+def _rows_as_begun(name: RowsName, begun: Sequence[str]) -> RowsName:
+    """Return the name at the commit of the run's beginning, unless it names a revision or other rows."""
+    if isinstance(name, FolderName) or name.revision != DEFAULT_REVISION:
+        return name
+    for text in begun:
+        earlier = dataset_name(str(text))
+        if earlier is None or earlier.repo != name.repo:
+            continue
+        if name.config in ("", earlier.config) and name.split in ("", earlier.split):
+            return earlier
+    return name

@@ -1,0 +1,242 @@
+"""Runs of a learning task with the project's trainer, one after the other in this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from mega_rl import api
+from mega_rl.errors import UserError
+from mega_rl.health.interruption import StoppedBySignal
+from mega_rl.progress.terminal import standard_error
+from mega_rl.protocols import MetricsSink, RolloutSource, TokenModel
+from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.trainer.collect import Collector
+from mega_rl.trainer.policy_gradient import PolicyGradient
+from mega_rl.types import Metrics, Rollout
+from mega_rl.verify.learn.results import Curve
+from mega_rl.verify.learn.task import ClosedFormDistance, LearningTask, StepMetric, Variant
+from mega_rl.workers.rollout import RolloutWorker
+
+log = logging.getLogger(__name__)
+
+# Settings of every task: a small model in fp32 on one CPU, without files that nobody reads.
+SHARED: Mapping[str, object] = {
+    "model.dtype": "fp32",
+    "model.attn_implementation": "sdpa",
+    "trainer.device": "cpu",
+    "trainer.timeout_s": 120.0,
+    "checkpoint.save_final": False,
+    "checkpoint.resume": "never",
+    "data.max_prompt_tokens": 8,
+    "rollout.hf.batch_size": 4096,
+    "metrics.tensorboard": False,
+    "metrics.progress_bar": False,
+    "metrics.rollout_interval": 0,
+}
+
+
+@dataclass
+class CurveRecorder:
+    """Sink of metrics that also measures the trainer after every step."""
+
+    sink: MetricsSink
+    probe: Callable[[int, Metrics], float | None]  # (steps done, metrics) -> value of the curve; None: no point there
+    points: list[tuple[int, float]] = field(default_factory=list)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self.sink.log(step, metrics)
+        value = self.probe(step, metrics)
+        if value is not None:
+            self.points.append((step, value))
+
+    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, object]], *, validation: bool = False) -> None:
+        self.sink.dump_rollouts(step, rows, validation=validation)
+
+    def close(self, *, failed: bool = False) -> None:
+        self.sink.close(failed=failed)
+
+
+def build_probe(task: LearningTask, models: PolicyGradient) -> Callable[[int, Metrics], float | None]:
+    """Return the task's measure of a trainer's models."""
+    measure = task.measure
+    if isinstance(measure, StepMetric):
+        return lambda step, metrics: metrics.get(measure.name)
+    rows, rewards = enumerate_responses(task, length=measure.length)
+
+    def value() -> float:
+        if isinstance(measure, ClosedFormDistance):
+            return closed_form_distance(models, rows, rewards, beta=measure.beta)
+        return expected_reward(models, rows, rewards)
+
+    return lambda step, metrics: None if step % measure.interval else value()
+
+
+def run_variant(task: LearningTask, variant: Variant, *, seed: int) -> Curve:
+    """Train a variant of a task with a seed of model, data order and sampling.
+
+    Raises StoppedBySignal after a signal, even in the last step.
+    """
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="mega-rl-learn-") as name:
+        folder = Path(name)
+        write_model(folder / "model", task.vocabulary, stop=task.stop, seed=seed)
+        for file, rows in {"train": task.prompts, "held_out": task.held_out}.items():
+            lines = (json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows)
+            (folder / f"{file}.jsonl").write_text("".join(lines), encoding="utf-8")
+        settings = {
+            **SHARED,
+            **task.settings,
+            **variant.settings,
+            "model.path": str(folder / "model"),
+            "data.train_files": [str(folder / "train.jsonl")],
+            "data.val_files": [str(folder / "held_out.jsonl")] if task.held_out else [],
+            "trainer.run_dir": str(folder / "run"),
+            "trainer.seed": seed,
+        }
+        with api.Trainer.from_config(None, settings, reward=task.reward) as trainer:
+            loop = trainer.loop
+            if variant.noise:
+                assert isinstance(loop.batches, Collector)
+                mix_with_uniform(loop.batches.source, share=variant.noise)
+            assert isinstance(loop.algorithm, PolicyGradient)
+            loop.log.sink = recorder = CurveRecorder(loop.log.sink, build_probe(task, loop.algorithm))
+            outcome = trainer.fit()
+    if outcome.stopped:
+        raise StoppedBySignal(outcome.exit_code - 128)
+    return Curve(seed, tuple(recorder.points), time.perf_counter() - started)
+
+
+def run_task(task: LearningTask, variants: Sequence[Variant], *, seeds: Sequence[int]) -> dict[str, list[Curve]]:
+    """Train variants of a task with each seed; return the curves by variant."""
+    curves: dict[str, list[Curve]] = {}
+    for variant, seed in product(variants, seeds):
+        with _quiet_trainer():
+            curve = run_variant(task, variant, seed=seed)
+        curves.setdefault(variant.name, []).append(curve)
+        final = curve.final(task.final_points)
+        log.info("%s, %s, seed %d: %.4g in %.0f s", task.name, variant.name, seed, final, curve.seconds)
+    return curves
+
+
+@contextmanager
+def _quiet_trainer() -> Iterator[None]:
+    """Leave out the trainer's lines: a task has dozens of runs."""
+    logger, console = logging.getLogger("mega_rl"), standard_error()
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    console.quiet = True  # for the table of each run's start
+    try:
+        yield
+    finally:
+        console.quiet = False
+        logger.setLevel(before)
+
+
+def write_model(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
+    """Write a random Qwen3 of two layers (safetensors, fp32), and a tokenizer with one token per character.
+
+    stop: the character that ends a response. Without one the end-of-sequence id lies outside the vocabulary, so every
+    response has full length.
+    """
+    end = vocabulary.index(stop) if stop else None
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        initializer_range=0.08,  # the usual 0.02 suits widths of thousands
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=len(vocabulary) if end is None else end)
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    ids = {text: i for i, text in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=vocabulary[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(folder)
+
+
+def mix_with_uniform(source: RolloutSource, *, share: float) -> None:
+    """Make the embedded engine draw this share of its tokens uniformly; its log-probs are those of the mixture.
+
+    The sampler is then not the policy that trains. Raises UserError for rollouts of another engine.
+    """
+    engine = source.engine if isinstance(source, RolloutWorker) else None
+    if not isinstance(engine, HFRolloutEngine):
+        raise UserError("rollout.backend: only the embedded engine can be given noise; set rollout.backend=hf")
+
+    def mix(module: nn.Module, inputs: object, logits: Tensor) -> Tensor:
+        probabilities = logits.float().softmax(-1)
+        return torch.log((1.0 - share) * probabilities + share / logits.size(-1))
+
+    head = engine.model.get_output_embeddings()
+    assert head is not None
+    head.register_forward_hook(mix)
+
+
+def enumerate_responses(task: LearningTask, *, length: int) -> tuple[Rollout, Tensor]:
+    """Return a row for every response of `length` tokens to every prompt, and rewards, [prompts, responses] float64.
+
+    Prompts have one length.
+    """
+    responses = ["".join(characters) for characters in product(task.vocabulary, repeat=length)]
+    ids = {character: i for i, character in enumerate(task.vocabulary)}
+    tokens = torch.tensor([[ids[c] for c in prompt + response] for prompt, _ in task.prompts for response in responses])
+    lengths = torch.full((len(tokens),), tokens.size(1))
+    rows = Rollout.from_rows(tokens, prompt_lengths=lengths - length, lengths=lengths)
+    rewards = [
+        [task.reward(prompt, response, *filter(None, [answer])) for response in responses]
+        for prompt, answer in task.prompts
+    ]
+    return rows, torch.tensor(rewards, dtype=torch.float64)
+
+
+def closed_form_distance(models: PolicyGradient, rows: Rollout, rewards: Tensor, *, beta: float) -> float:
+    """Return KL(pi || pi*) in nats, the mean over prompts, for pi*(y) ~ ref(y) exp(r(y) / beta).
+
+    rows, rewards: from `enumerate_responses`. The trainer's actor and reference evaluate pi and ref.
+    Source of the closed form: Korbak et al. 2022, arXiv:2205.11275, eq. 4.
+    """
+    assert models.reference is not None, "the closed form is relative to a reference"
+    policy, reference = (_logprobs(model, rows).view_as(rewards) for model in (models.actor, models.reference))
+    optimum = (reference + rewards / beta).log_softmax(-1)
+    return float((policy.exp() * (policy - optimum)).sum(-1).mean())
+
+
+def expected_reward(models: PolicyGradient, rows: Rollout, rewards: Tensor) -> float:
+    """Return the actor's expected reward, the mean over prompts; rows, rewards: from `enumerate_responses`."""
+    policy = _logprobs(models.actor, rows).view_as(rewards)
+    return float((policy.exp() * rewards).sum(-1).mean())
+
+
+def _logprobs(model: TokenModel, rows: Rollout) -> Tensor:
+    """Return the log-prob of every row's response, [B] float64."""
+    logprobs = model.evaluate(rows).logprobs
+    assert logprobs is not None
+    return logprobs.double().sum(-1)

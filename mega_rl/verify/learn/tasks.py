@@ -1,0 +1,287 @@
+"""The learning tasks by name."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from mega_rl.verify.learn.task import (
+    Beats,
+    ClosedFormDistance,
+    ExpectedReward,
+    LearningTask,
+    Reaches,
+    StepMetric,
+    Variant,
+)
+
+LETTERS = "abcdefghijklmnop"  # tokens of a response: arms of a bandit
+Rows = list[tuple[str, str]]  # (prompt, answer)
+
+
+def _sizes(*, steps: int, prompts: int, n: int, tokens: int, lr: float) -> dict[str, object]:
+    """Return the settings that every task has; a step has one mini-batch."""
+    return {
+        "trainer.steps": steps,
+        "trainer.prompts_per_step": prompts,
+        "trainer.minibatch_size": prompts,
+        "rollout.n": n,
+        "rollout.max_new_tokens": tokens,
+        "optim.lr": lr,
+    }
+
+
+def _ranked(letter: str, state: str) -> float:
+    """Return a reward of 0 to 1 in an order of the letters that is no smooth function of letter and state."""
+    return ((7 * LETTERS.index(letter) + 5 * LETTERS.index(state)) % 16) / 15
+
+
+# A bandit with a KL penalty: the policy must end at the closed form, pi(a) ~ ref(a) exp(r(a) / beta).
+BETA = 0.5
+
+
+def bandit_reward(prompt: str, response: str) -> float:
+    """Return the reward of an arm in a state."""
+    return _ranked(response, prompt)
+
+
+def _bandit(advantage: str) -> dict[str, object]:
+    kl = {"algorithm.kl.placement": "loss", "algorithm.kl.coef": BETA}
+    return {"algorithm.advantage": advantage, **kl}
+
+
+BANDIT = LearningTask(
+    name="bandit",
+    summary="a KL-constrained bandit ends at ref * exp(reward / beta)",
+    vocabulary=LETTERS,
+    prompts=[(state, "") for state in "abcd"],
+    reward=bandit_reward,
+    settings={
+        **_sizes(steps=100, prompts=4, n=128, tokens=1, lr=3e-3),
+        "optim.schedule": "linear",
+        "optim.min_lr_ratio": 0.0,
+    },
+    variants=[
+        Variant("rloo, KL in the loss", _bandit("rloo")),
+        Variant("grpo, KL in the loss", _bandit("grpo") | {"algorithm.advantage_settings": {"std": "none"}}),
+        Variant(
+            "gae, KL in the reward",
+            {
+                **_bandit("gae"),
+                "algorithm.kl.placement": "reward",
+                "algorithm.advantage_settings": {"whiten": False},
+                "optim.critic_lr": 3e-3,
+            },
+        ),
+        Variant("grpo over the group's deviation", _bandit("grpo"), ablation=True),
+        Variant("rloo, KL of weight 0", _bandit("rloo") | {"algorithm.kl.coef": 0.0}, ablation=True),
+    ],
+    statements=[
+        Reaches(name, 0.01) for name in ("rloo, KL in the loss", "grpo, KL in the loss", "gae, KL in the reward")
+    ],
+    measure=ClosedFormDistance(1, BETA),
+    unit="nats to the closed form",
+    better="lower",
+)
+
+# Delayed credit: the first of 48 tokens decides the reward, which comes with the last one. Without values its share in
+# the first token's advantage is lambda^47 = 0.007, and every other token gets more, though none has earned it. A critic
+# that has learned which first tokens are good gives the whole difference to the first token; later errors vanish.
+CREDIT_STATES = "01"
+CREDIT_LENGTH = 48
+POLICY_LAMBDA = 0.9
+
+
+def credit_reward(prompt: str, response: str) -> float:
+    """Return 1 if the first token is one of the state's eight good letters, else 0."""
+    first = response[0]
+    return float(first in LETTERS and (LETTERS.index(first) + 4 * CREDIT_STATES.index(prompt)) % 16 < 8)
+
+
+DELAYED_CREDIT = LearningTask(
+    name="delayed_credit",
+    summary="the first of 48 tokens decides the reward: with lambda 0.9 only a critic can tell",
+    vocabulary=LETTERS + CREDIT_STATES,
+    prompts=[(state, "") for state in CREDIT_STATES * 2],
+    reward=credit_reward,
+    settings={
+        **_sizes(steps=35, prompts=4, n=16, tokens=CREDIT_LENGTH, lr=1e-3),
+        "algorithm.advantage": "gae",
+        "algorithm.advantage_settings": {"gae_lambda": 1.0, "policy_lambda": POLICY_LAMBDA},
+        "algorithm.critic_warmup_steps": 10,
+        "algorithm.epochs": 4,
+        "optim.critic_lr": 3e-3,
+    },
+    variants=[
+        Variant("critic"),
+        Variant("critic frozen at 0", {"optim.critic_lr": 1e-12}),
+        Variant(
+            "rloo",  # as many updates of the policy
+            {
+                "trainer.steps": 25,
+                "algorithm.advantage": "rloo",
+                "algorithm.advantage_settings": {},
+                "algorithm.critic_warmup_steps": 0,
+                "optim.critic_lr": 1e-5,
+            },
+            ablation=True,
+        ),
+    ],
+    statements=[Beats("critic", "critic frozen at 0"), Reaches("critic", 0.9)],
+    measure=StepMetric("reward/mean"),
+    unit="mean reward of the last 5 steps",
+    final_points=5,
+)
+
+# Sorting two digits from scratch: random weights, no demonstrations, only the reward.
+DIGITS = "0123456789"
+STOP = "."
+NUM_HELD_OUT = 20
+WRONG_ESTIMATOR = Path(__file__).with_name("neighbours_advantage.py")  # not imported: it imports torch
+
+
+def sorting_reward(prompt: str, response: str, answer: str, finish: str) -> float:
+    """Return 0.2 for two digits and a stop, and 0.4 for each of the two digits at its place."""
+    if finish != "stop" or len(response) != 2 or not response.isdigit():
+        return 0.0
+    return 0.2 + 0.4 * sum(a == b for a, b in zip(response, answer, strict=True))
+
+
+def _pairs() -> Rows:
+    """Return every pair of digits with the pair in order, shuffled."""
+    pairs = [a + b for a in DIGITS for b in DIGITS]
+    random.Random(0).shuffle(pairs)
+    return [(f"{pair}=", "".join(sorted(pair))) for pair in pairs]
+
+
+SORTING = LearningTask(
+    name="sorting",
+    summary="GRPO learns to sort two digits from random weights",
+    vocabulary=DIGITS + "=" + STOP + "+-*/",
+    stop=STOP,
+    prompts=_pairs()[NUM_HELD_OUT:],
+    held_out=_pairs()[:NUM_HELD_OUT],
+    reward=sorting_reward,
+    settings={
+        **_sizes(steps=200, prompts=32, n=32, tokens=4, lr=2e-3),
+        "trainer.minibatch_size": 16,
+        "trainer.val_interval": 10,
+        "algorithm.advantage": "grpo",
+        "algorithm.entropy_coef": 0.15,
+        "optim.schedule": "linear",
+        "optim.min_lr_ratio": 0.1,
+        "optim.warmup_steps": 5,
+    },
+    variants=[
+        Variant("grpo"),
+        Variant("advantages of the next row", {"algorithm.advantage": f"{WRONG_ESTIMATOR}:NeighboursAdvantage"}),
+    ],
+    statements=[Beats("grpo", "advantages of the next row"), Reaches("grpo", 0.8)],
+    measure=StepMetric("val/reward_mean"),
+    unit="held-out reward, greedy, of the last 3 validations",
+    final_points=3,
+)
+
+# Off-policy noise: a share of the sampled tokens is drawn at random, as if the engine had an error. A safe response has
+# a fixed reward; of a precise response the second token decides, up to a reward of 1. With the noisy sampler's second
+# token a precise response earns less than a safe one, with the policy's token it earns more. So only a corrected
+# trainer learns the better response.
+SAFE = "ab"  # first tokens that make a response safe
+SAFE_REWARD = 0.8
+NOISE = 0.6  # share of tokens that the sampler draws at random
+
+
+def off_policy_reward(prompt: str, response: str) -> float:
+    """Return the reward of two tokens in a state."""
+    return SAFE_REWARD if response[0] in SAFE else _ranked(response[1], prompt)
+
+
+OFF_POLICY = LearningTask(
+    name="off_policy",
+    summary="with a sampler that is not the policy, importance sampling finds the better response",
+    vocabulary=LETTERS,
+    prompts=[(state, "") for state in "abcd"],
+    reward=off_policy_reward,
+    settings={
+        **_sizes(steps=150, prompts=4, n=128, tokens=2, lr=2e-3),
+        "algorithm.advantage": "rloo",
+        "algorithm.entropy_coef": 0.02,  # keeps both kinds of response in use, so that luck at the start is not the end
+        # The noise is on purpose, so the guards against a wrong engine are open.
+        "rollout.mismatch.mean_limit": 100.0,
+        "rollout.mismatch.share_limit": 1.0,
+        "rollout.mismatch.max_limit": 1000.0,
+    },
+    variants=[
+        Variant(
+            "sequence TIS",
+            {"algorithm.correction": "tis", "algorithm.correction_settings": {"level": "sequence", "cap": 8.0}},
+            noise=NOISE,
+        ),
+        Variant("no correction", noise=NOISE),
+        Variant("no noise, no correction", ablation=True),
+        Variant(
+            "token TIS",
+            {"algorithm.correction": "tis", "algorithm.correction_settings": {"cap": 8.0}},
+            ablation=True,
+            noise=NOISE,
+        ),
+    ],
+    statements=[Beats("sequence TIS", "no correction"), Reaches("sequence TIS", 0.85)],
+    measure=ExpectedReward(2),
+    unit="expected reward of the policy",
+)
+
+# A reused batch: an arm pays on some rows and not on others, and nothing in the prompt tells which. Without a clip the
+# objective is the sum of A ratio over the samples, linear in the policy: its maximum is the arm that was best on the
+# rows of this batch. Once the policy is there, all samples of a prompt are one arm, and nothing is left to learn from.
+REUSED_STATES = "abcdefgh"
+NUM_ROWS = 40  # rows of each state
+BEST_SHARE, SHARE = 0.9, 0.4  # of a state's rows on which its best arm pays, and every other one
+NO_CLIP = {"clip_low": 1.0, "clip_high": 1e6, "dual_clip": 0.0}
+
+
+def best_arm(state: str) -> str:
+    """Return the arm of a state that pays most often."""
+    return LETTERS[(5 * REUSED_STATES.index(state) + 3) % len(LETTERS)]
+
+
+def reused_reward(prompt: str, response: str, answer: str) -> float:
+    """Return 1 for an arm that pays on this row, else 0; answer: the arms that pay."""
+    return float(response in answer)
+
+
+def _reused_rows() -> Rows:
+    """Return rows in which every arm pays on exactly its share, each on other rows."""
+    shuffled = random.Random(0)
+    rows = []
+    for state in REUSED_STATES:
+        pays = {arm: int(NUM_ROWS * (BEST_SHARE if arm == best_arm(state) else SHARE)) for arm in LETTERS}
+        luck = {arm: shuffled.sample(range(NUM_ROWS), count) for arm, count in pays.items()}
+        rows += [(state, "".join(arm for arm in LETTERS if row in luck[arm])) for row in range(NUM_ROWS)]
+    return rows
+
+
+REUSED_BATCH = LearningTask(
+    name="reused_batch",
+    summary="16 updates on every batch: without a clip the policy settles on the luck of a few rows",
+    vocabulary=LETTERS,
+    prompts=_reused_rows(),
+    reward=reused_reward,
+    settings={
+        **_sizes(steps=40, prompts=16, n=16, tokens=1, lr=1e-3),
+        "algorithm.advantage": "rloo",
+        "algorithm.epochs": 16,
+    },
+    variants=[
+        Variant("clip"),
+        Variant("no clip", {"algorithm.loss_settings": NO_CLIP}),
+        Variant("no clip, 1 update", {"algorithm.loss_settings": NO_CLIP, "algorithm.epochs": 1}, ablation=True),
+    ],
+    statements=[Beats("clip", "no clip"), Reaches("clip", 0.75)],
+    measure=ExpectedReward(1),
+    unit="expected reward of the policy",
+)
+
+TASKS: dict[str, LearningTask] = {
+    task.name: task for task in (BANDIT, DELAYED_CREDIT, SORTING, OFF_POLICY, REUSED_BATCH)
+}

@@ -1,0 +1,80 @@
+"""The quickstart's programs: problems, demonstrations, the folder as the Hub has it, and its recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from mega_rl.cli.quickstart.programs import (
+    BLOCK,
+    MAX_POSITIONS,
+    NUM_TEST,
+    demonstrations,
+    make_problems,
+    write_data,
+    write_model,
+)
+from mega_rl.config.loader import load
+from mega_rl.errors import UserError
+from mega_rl.workers.code.blocks import code_format
+from mega_rl.workers.code.cases import read_cases
+from tests.helpers.sandboxes import local_sandbox
+
+PROBLEMS = make_problems(seed=0)
+
+
+def test_problems_differ_and_follow_the_seed() -> None:
+    questions = {problem.row["question"] for problem in PROBLEMS}
+    assert len(questions) == len(PROBLEMS) > 200
+    assert make_problems(seed=0) == PROBLEMS != make_problems(seed=4)
+
+
+def test_right_programs_pass_and_careless_ones_fail() -> None:
+    sandbox = local_sandbox()
+    for problem in {problem.kind: problem for problem in PROBLEMS}.values():
+        cases = read_cases(problem.row["tests"])
+        assert [case.run(sandbox, problem.program(), 5)[0] for case in cases] == [True, True]
+        assert not all(case.run(sandbox, problem.program(careless=True), 5)[0] for case in cases)
+
+
+def test_tokenizer_gives_texts_back_within_the_recipe(tmp_path: Path) -> None:
+    write_model(tmp_path, seed=0)
+    tokenizer, config = AutoTokenizer.from_pretrained(tmp_path), load(Path("quickstart_code"))
+    for problem in PROBLEMS:
+        for careless in (False, True):
+            response = BLOCK.format(problem.program(careless=careless))
+            ids = tokenizer.encode(response)
+            assert tokenizer.unk_token_id not in ids
+            assert tokenizer.decode(ids) == response
+            assert len(ids) < config.rollout.max_new_tokens
+            assert code_format(response) == 1.0
+        question = tokenizer.encode(problem.row["question"])
+        assert tokenizer.unk_token_id not in question
+        assert len(question) <= config.data.max_prompt_tokens
+    assert config.data.max_prompt_tokens + config.rollout.max_new_tokens <= MAX_POSITIONS
+    assert len(tokenizer) % 8 == 0
+
+
+def test_data_are_a_folder_of_the_hub(tmp_path: Path) -> None:
+    write_data(tmp_path, seed=0)
+    card = (tmp_path / "programs/README.md").read_text()
+    questions = {}
+    for split in ("train", "test"):
+        lines = (tmp_path / f"programs/data/{split}.jsonl").read_text().splitlines()
+        questions[split] = {json.loads(line)["question"] for line in lines}
+        assert f"path: data/{split}.jsonl" in card
+    assert len(questions["test"]) == NUM_TEST
+    assert not questions["train"] & questions["test"]
+    lines = (tmp_path / "demonstrations.jsonl").read_text().splitlines()
+    assert {json.loads(line)["prompt"] for line in lines} <= questions["train"]
+    with pytest.raises(UserError, match="is there already"):
+        write_data(tmp_path, seed=0)
+
+
+def test_demonstrations_are_of_mixed_quality() -> None:
+    rows = demonstrations(PROBLEMS, seed=0)
+    in_blocks = sum(code_format(row["response"]) for row in rows[:2000]) / 2000
+    assert 0.55 < in_blocks < 0.65

@@ -1,0 +1,133 @@
+"""`mega-rl quickstart` around its two trainings: its folder, what it starts, and what it says when one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mega_rl.accelerator import gpus
+from mega_rl.cli import app as cli
+from mega_rl.cli.quickstart import run, sums, word_problems
+from mega_rl.config.loader import load
+from mega_rl.config.packaged import file_of
+from mega_rl.data.hub.names import folder_name
+from mega_rl.errors import UserError
+from mega_rl.launcher.launch import Launch
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Programs of ranks, each ending at once with code 0, in a working directory without a source tree."""
+    commands: list[list[str]] = []
+
+    def start(settings: Launch, *, variables: Mapping[str, str]) -> int:
+        assert (settings.nproc_per_node, settings.max_restarts) == (2, 0)
+        assert variables == gpus.environment_of_ranks(2), "a single GPU would be an error on two ranks"
+        commands.append(list(settings.program))
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "start_ranks", start)
+    for task in (sums, word_problems):
+        monkeypatch.setattr(task, "write_model", lambda folder, seed: folder.mkdir())
+    monkeypatch.setattr("mega_rl.cli.quickstart.report.summarize", lambda run_dir, **_: None)
+    monkeypatch.setattr(run, "report", lambda runs: commands.append(["report", *map(str, runs)]))
+    return commands
+
+
+@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
+def test_both_trainings_run_the_packaged_recipe(engine: str, started: list[list[str]]) -> None:
+    assert cli.main(["quickstart", "--engine", engine, "--seed", "3", "--run-dir", "a, b"]) == 0
+    assert [command[0] for command in started] == ["mega_rl.cli", "mega_rl.cli", "report"]
+    warm_start, train, reported = (command[1:] for command in started)
+    assert warm_start == ["quickstart-warm-start", "--run-dir", "a, b", "--seed", "3", "--task", "sums"]
+    assert reported == ["a, b"]
+    assert train[:3] == ["train", "--config", "quickstart"]
+    config = load(Path("quickstart"), train[3:])
+    assert (config.engine.backend, config.engine.megatron.tp) == (engine, 2 if engine == "megatron" else 1)
+    assert (config.trainer.run_dir, config.trainer.seed, config.model.path) == ("a, b", 3, "a, b/model")
+    assert Path(config.data.train_files[0]).is_file()
+    assert Path(config.data.val_files[0]).is_file()
+    file, _, function = config.reward.function.rpartition(":")
+    assert (Path(file), function) == (Path("a, b/data/reward.py"), "points")
+    assert Path(file).is_file()
+
+
+def test_recipe_names_the_folders_of_the_quickstart(started: list[list[str]]) -> None:
+    """So that `mega-rl train --config quickstart` works after it, in the same directory."""
+    assert cli.main(["quickstart"]) == 0
+    assert load(file_of("quickstart"), ["checkpoint.resume=never"]) == load(Path("quickstart"), started[1][4:])
+
+
+def test_word_problems_are_read_from_a_hub_folder(started: list[list[str]]) -> None:
+    """In two parts of a reward, with pass@k; the recipe names the folders that the quickstart writes."""
+    assert cli.main(["quickstart", "--task", "gsm8k"]) == 0
+    warm_start, train, reported = started
+    assert warm_start[-2:] == ["--task", "gsm8k"]
+    assert reported == ["report", "runs/quickstart_gsm8k"]
+    config = load(Path("quickstart_gsm8k"), train[4:])
+    assert config == load(file_of("quickstart_gsm8k"), ["checkpoint.resume=never"])
+    assert config.reward.functions == {"correct": "number_match", "format": "has_final_answer"}
+    assert config.validation.counted == (1, 4)
+    for (text,), split in ((config.data.train_files, "train"), (config.data.val_files, "test")):
+        name = folder_name(text)
+        assert name is not None
+        assert (name.config, name.split) == ("main", split)
+        assert list(Path(name.folder, "main").glob(f"{split}-*.parquet"))
+
+
+def test_unknown_task_is_an_error(started: list[list[str]], capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["quickstart", "--task", "math"]) == 2
+    assert capfd.readouterr().err == "error: --task=math: must be one of sums, gsm8k, code\n"
+    assert not started
+
+
+def test_earlier_quickstart_keeps_its_runs(started: list[list[str]]) -> None:
+    assert cli.main(["quickstart", "--run-dir", "q"]) == 0
+    checkpoint, weights = Path("q/checkpoints/step_000060/shard"), Path("q/model/old.safetensors")
+    for file in (checkpoint, weights):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert cli.main(["quickstart", "--run-dir", "q"]) == 0
+    assert checkpoint.is_file()
+    assert not weights.exists()
+    assert load(Path("quickstart"), started[-2][4:]).checkpoint.resume == "never", "training moves it aside"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "data/mine.jsonl"])
+def test_folder_of_other_files_is_refused(
+    name: str, started: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = Path("work", name)
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    assert cli.main(["quickstart", "--run-dir", "work"]) == 2
+    line = "--run-dir=work: holds files that no quickstart wrote; give another folder or empty it"
+    assert capfd.readouterr().err == f"error: {line}\n"
+    assert file.read_text() == "mine"
+    assert not started
+
+
+def test_run_dir_that_cannot_be_made(started: list[list[str]]) -> None:
+    Path("file").write_text("")
+    for run_dir in ("file", "file/below"):
+        with pytest.raises(UserError, match=f"--run-dir={run_dir}: cannot be made: "):
+            run.prepare_folder(Path(run_dir))
+
+
+def test_wrong_engine_writes_nothing(started: list[list[str]], capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["quickstart", "--engine", "jax"]) == 2
+    assert capfd.readouterr().err == "error: engine.backend='jax': must be one of megatron, fsdp\n"
+    assert list(Path().iterdir()) == []
+    assert not started
+
+
+def test_failed_training_ends_the_quickstart(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "start_ranks", lambda *_, **__: 2)
+    assert cli.main(["quickstart"]) == 1
+    line = "mega-rl quickstart-warm-start ended with exit code 2; its messages stand above"
+    assert capfd.readouterr().err.endswith(f"error: {line}\n")

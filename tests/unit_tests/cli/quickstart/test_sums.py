@@ -1,0 +1,147 @@
+"""The quickstart's sums: rows, reward, tokenizer and checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from mega_rl.cli.quickstart.reward import points
+from mega_rl.cli.quickstart.sums import VOCABULARY, Sums, add, add_without_carry, make_sums, write_data, write_model
+from mega_rl.workers.reward_functions import resolve
+
+
+@pytest.fixture(scope="module")
+def sums() -> Sums:
+    return make_sums(3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_model(directory, seed=5)
+    return directory
+
+
+def operands(prompt: str) -> tuple[int, int]:
+    assert len(prompt) == len("37+45=")
+    left, right = prompt.removesuffix("=").split("+")
+    return int(left), int(right)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "total", "forgetful"),
+    [
+        (37, 45, "280", "270"),
+        (12, 34, "640", "640"),
+        (99, 99, "891", "880"),
+        (0, 7, "700", "700"),
+        (60, 50, "011", "010"),
+    ],
+)
+def test_two_habits_by_hand(left: int, right: int, total: str, forgetful: str) -> None:
+    assert add(left, right) == total
+    assert add_without_carry(left, right) == forgetful
+
+
+def test_answers_are_sums_read_backwards(sums: Sums) -> None:
+    for row in (*sums.train, *sums.held_out):
+        assert int(row["answer"][::-1]) == sum(operands(row["prompt"]))
+        assert len(row["answer"]) == 3
+
+
+def test_held_out_sum_is_trained_in_neither_order(sums: Sums) -> None:
+    assert (len(sums.held_out), len(sums.demonstrations)) == (256, 32_768)
+    assert 10_000 - 2 * 256 <= len(sums.train) <= 10_000 - 256  # both orders of a held-out sum are left out
+    train = {row["prompt"] for row in sums.train}
+    assert len(train) == len(sums.train)
+    assert {row["prompt"] for row in sums.demonstrations} <= train
+    held_out = {frozenset(operands(row["prompt"])) for row in sums.held_out}
+    assert len(held_out) == 256
+    assert held_out.isdisjoint(frozenset(operands(prompt)) for prompt in train)
+
+
+def test_demonstrations_mix_habits_in_their_share(sums: Sums) -> None:
+    def habits(prompt: str) -> tuple[str, str]:
+        return add(*operands(prompt)), add_without_carry(*operands(prompt))
+
+    rows = [(row["response"], *habits(row["prompt"])) for row in sums.demonstrations]
+    telling = [(response, right, wrong) for response, right, wrong in rows if right != wrong]
+    assert all(response in (right, wrong) for response, right, wrong in rows)
+    assert len(telling) > 20_000
+    # Five standard deviations of a binomial proportion with p=0.3 and at least 20 000 draws are 0.016.
+    share = sum(response == right for response, right, _ in telling) / len(telling)
+    assert share == pytest.approx(0.3, abs=0.016)
+    harmless = sum(len(set(habits(row["prompt"]))) == 1 for row in sums.held_out) / len(sums.held_out)
+    assert 0.15 < harmless < 0.45  # 0.30 on average: below the half that a warm start may reach
+
+
+def test_seed_fixes_the_rows(sums: Sums) -> None:
+    assert make_sums(3) == sums
+    other = make_sums(4)
+    assert other.held_out != sums.held_out
+    assert other.train != sums.train
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "carries"),
+    [("12+34=", "640", 0), ("37+45=", "280", 1), ("60+50=", "011", 1), ("57+45=", "201", 2), ("99+99=", "891", 2)],
+)
+def test_right_answer_earns_a_point_per_carry(prompt: str, answer: str, carries: int) -> None:
+    assert points(prompt, answer, answer) == {"correct": 1.0, "carries": carries}
+    for wrong in ("999", answer[:2], answer + "0", ""):
+        assert points(prompt, wrong, answer) == {"correct": 0.0, "carries": 0.0}
+
+
+def test_files_hold_the_rows_in_order(tmp_path: Path) -> None:
+    write_data(tmp_path / "new/folder", seed=1, num_held_out=10)
+    for name, rows in make_sums(1, num_held_out=10)._asdict().items():
+        lines = (tmp_path / f"new/folder/{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line) for line in lines] == rows
+    function = resolve(f"{tmp_path}/new/folder/reward.py:points")
+    assert function("37+45=", "280", "280") == {"correct": 1.0, "carries": 1.0}
+
+
+def test_tokenizer_has_one_token_per_character(sums: Sums, checkpoint: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    for row in sums.train[:50]:
+        text = row["prompt"] + row["answer"]
+        ids = tokenizer(text).input_ids
+        assert ids == [VOCABULARY.index(character) for character in text]
+        assert tokenizer.decode(ids) == text
+    assert len(tokenizer) == len(VOCABULARY) == 16
+    ids = tokenizer("12<eos><pad>").input_ids
+    assert ids[2:] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "12"
+    assert tokenizer("1 a\n").input_ids[1:] == [tokenizer.unk_token_id] * 3
+
+
+def test_checkpoint_loads_and_its_ids_agree(checkpoint: Path) -> None:
+    model, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    config, generation = AutoConfig.from_pretrained(checkpoint), GenerationConfig.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert config.eos_token_id == generation.eos_token_id == tokenizer.eos_token_id == VOCABULARY.index("<eos>")
+    assert config.pad_token_id == generation.pad_token_id == tokenizer.pad_token_id == VOCABULARY.index("<pad>")
+    assert config.vocab_size == len(tokenizer)
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers, config.intermediate_size)
+    assert all(size % 2 == 0 for size in (*sizes, config.vocab_size)), "two ranks share it both ways"
+    response = model.generate(torch.tensor([tokenizer("37+45=").input_ids]), max_new_tokens=2, do_sample=False)
+    assert 7 <= response.shape[1] <= 8
+
+
+def test_seed_fixes_the_weights_and_leaves_random_state(checkpoint: Path, tmp_path: Path) -> None:
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    write_model(tmp_path / "same", seed=5)
+    assert torch.equal(torch.rand(3), expected)
+    write_model(tmp_path / "other", seed=6)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (checkpoint, tmp_path / "same")]
+    assert weights[0] == weights[1] != (tmp_path / "other/model.safetensors").read_bytes()

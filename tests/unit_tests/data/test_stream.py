@@ -1,0 +1,285 @@
+"""Streams of prompts: shards from any row on, blocks that depend on their position alone, draws, errors, stalls."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mega_rl.data.columns import RewardColumns, RowColumns
+from mega_rl.data.prompts import PromptReading, load_prompts
+from mega_rl.data.sampling.mixture import MixtureSampler
+from mega_rl.data.stream import FileShard, Position, StreamPlan, StreamReader, StreamSampler
+from mega_rl.errors import RunError, UserError, UserErrors
+from mega_rl.types import Prompt
+
+COLUMNS = RowColumns("prompt", "answer")
+PLAN = StreamPlan(block_rows=8, shuffle=True, seed=0)
+ROWS = [{"prompt": f"question {number}", "answer": str(number), "extra": [number]} for number in range(50)]
+
+
+class Letters:
+    """Tokenizer of one id for each letter."""
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> dict[str, Any]:
+        return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **settings: Any) -> str:
+        raise AssertionError
+
+
+def reading(**changes: Any) -> PromptReading:
+    return replace(PromptReading(Letters(), 200, COLUMNS, None, 20), **changes)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """A JSONL file of 13 rows with blank lines, and Parquet files of 20 and 17 in groups of 6."""
+    jsonl, *parquet = [tmp_path / name for name in ("a.jsonl", "b.parquet", "c.parquet")]
+    jsonl.write_text("\n\n".join(json.dumps(row) for row in ROWS[:13]) + "\n")
+    for path, rows in zip(parquet, (ROWS[13:33], ROWS[33:]), strict=True):
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=6)
+    return [jsonl, *parquet]
+
+
+def reader_of(files: list[Path], plan: StreamPlan = PLAN, **changes: Any) -> StreamReader:
+    return StreamReader("data.train_files", [FileShard(file) for file in files], reading(**changes), plan)
+
+
+def order_of(reader: StreamReader, **settings: float) -> StreamSampler:
+    def share(work: Callable[[], Any]) -> Any:
+        return json.loads(json.dumps(work()))  # as ranks send it
+
+    return StreamSampler(reader, share, batch_size=4, timeout_s=settings.get("timeout_s", 20.0))
+
+
+@pytest.fixture
+def order(files: list[Path]) -> Iterator[StreamSampler]:
+    sampler = order_of(reader_of(files))
+    yield sampler
+    sampler.close()
+
+
+def texts(prompts: list[Prompt]) -> list[str]:
+    return [prompt.text for prompt in prompts]
+
+
+@pytest.mark.parametrize("skip", [0, 1, 5, 6, 7, 12, 13, 16, 17, 20, 25])
+def test_a_shard_is_read_from_any_row_on(files: list[Path], skip: int) -> None:
+    for file in files:
+        shard = FileShard(file)
+        everything = list(shard.rows(COLUMNS, skip=0))
+        assert list(shard.rows(COLUMNS, skip=skip)) == everything[skip:]
+
+
+def test_row_groups_before_a_row_are_not_read(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    iter_batches = pq.ParquetFile.iter_batches
+
+    def spy(self: Any, *args: Any, row_groups: list[int], **settings: Any) -> Any:
+        asked.append(row_groups)
+        return iter_batches(self, *args, row_groups=row_groups, **settings)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
+    ((where, row),) = FileShard(files[1]).rows(COLUMNS, skip=19)
+    assert (asked, where, row) == ([[3]], f"{files[1]}: row 20", {"prompt": "question 32", "answer": "32"})
+
+
+def test_an_epoch_has_every_prompt_once_and_those_of_memory(files: list[Path], order: StreamSampler) -> None:
+    in_memory = load_prompts(files, tokenizer=Letters(), vocab_size=200, columns=COLUMNS, max_prompt_tokens=20)
+    first, second = order.take(0, 50), order.take(50, 50)
+
+    def content(prompt: Prompt) -> tuple[Any, ...]:
+        return prompt.text, prompt.token_ids, prompt.answer
+
+    assert sorted(map(content, first)) == sorted(map(content, second)) == sorted(map(content, in_memory))
+    assert texts(first) != texts(second) != texts(in_memory)
+    assert sorted(prompt.index for prompt in first) == list(range(50))
+
+
+def test_without_shuffle_rows_come_in_their_order(files: list[Path]) -> None:
+    order = order_of(reader_of(files, replace(PLAN, shuffle=False)))
+    assert texts(order.take(0, 53)) == [row["prompt"] for row in [*ROWS, *ROWS[:3]]]
+    order.close()
+
+
+def test_the_order_depends_on_the_seed(files: list[Path], order: StreamSampler) -> None:
+    other = order_of(reader_of(files, replace(PLAN, seed=1)))
+    assert texts(other.take(0, 50)) != texts(order.take(0, 50))
+    other.close()
+
+
+@pytest.mark.parametrize("drawn", [4, 8, 44, 48, 52, 96, 100])
+def test_a_run_goes_on_from_its_position(files: list[Path], order: StreamSampler, drawn: int) -> None:
+    """As a run that never stopped, whatever the sizes of the draws, and reading no more than a block before."""
+    for first in range(0, drawn, 4):
+        order.take(first, 4)
+    numbers = json.loads(json.dumps(order.numbers()))
+    resumed = order_of(reader_of(files))
+    resumed.restore(numbers)
+    assert drawn - numbers["first"] <= 4 + PLAN.block_rows
+    assert resumed.take(drawn, 7) == order.take(drawn, 7)
+    resumed.close()
+
+
+def test_the_last_draw_may_be_asked_for_again(order: StreamSampler) -> None:
+    """Of a step whose rollout a checkpoint keeps."""
+    once = order.take(0, 4), order.take(4, 30)
+    assert order.take(4, 30) == once[1]
+    assert order.take(34, 4) != once[1][:4]
+
+
+def test_metrics_say_where_the_stream_is(order: StreamSampler) -> None:
+    order.take(0, 4)
+    assert order.metrics(4) == {"data/prompts": 4.0, "data/epochs": 0.0}
+    order.take(4, 50)
+    assert 1.0 <= order.metrics(54)["data/epochs"] < 2.0
+
+
+def test_rows_that_cannot_be_used_are_named_or_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    rows = [*ROWS[:10], {"prompt": 7, "answer": "7"}, {"prompt": "p" * 30, "answer": "1"}, *ROWS[12:16]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    order = order_of(reader_of([file]))
+    order.take(0, 8)
+    with pytest.raises(UserErrors, match=r"bad\.jsonl:11: 'prompt' is a number"):
+        order.take(8, 4)
+    order.close()
+    order = order_of(reader_of([file], malformed="drop", overlong="drop"))
+    assert len(set(texts(order.take(0, 14)))) == 14
+    order.close()
+
+
+def test_rows_of_every_block_are_checked(files: list[Path]) -> None:
+    def check(prompts: Sequence[Prompt]) -> None:
+        if bad := [prompt.index for prompt in prompts if prompt.text == "question 20"]:
+            raise UserError(f"row {bad[0]} is of no use")
+
+    blocks = replace(reader_of(files, replace(PLAN, shuffle=False)), check=check).blocks(Position())
+    assert [len(next(blocks).prompts) for _ in range(2)] == [8, 8]
+    with pytest.raises(UserError, match="row 20 is of no use"):
+        next(blocks)
+
+
+def test_an_epoch_without_a_prompt_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "long.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "p" * 30, "answer": "1"}) + "\n" for _ in range(20)))
+    with pytest.raises(UserError, match=r"data\.train_files: no usable prompt is left of 20 rows"):
+        order_of(reader_of([file], overlong="drop")).take(0, 1)
+
+
+def test_a_file_that_has_gone_is_an_error(files: list[Path]) -> None:
+    order = order_of(reader_of(files, replace(PLAN, shuffle=False, block_rows=4)))
+    order.take(0, 4)
+    files[2].unlink()
+    with pytest.raises(UserError, match=r"c\.parquet: cannot be read: .*No such file"):
+        order.take(4, 46)
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """A shard that gives ten rows, and then nothing until it is let go."""
+
+    release: threading.Event
+    name: str = "stalled"
+
+    def identity(self) -> str:
+        return self.name
+
+    def rows(self, columns: RowColumns, *, skip: int) -> Iterator[tuple[str, object]]:
+        yield from ((f"stalled {number}", ROWS[number]) for number in range(10))
+        self.release.wait(60)
+
+
+def test_a_stream_that_stalls_ends_the_run_by_name() -> None:
+    release = threading.Event()
+    order = order_of(StreamReader("data.train_files", [Stalled(release)], reading(), PLAN), timeout_s=0.3)
+    order.take(0, 8)
+    with pytest.raises(RunError) as caught:
+        order.take(8, 4)
+    release.set()
+    assert str(caught.value) == (
+        "data.train_files: the stream has given no block for data.stream.timeout_s=0.3 s, after 8 rows of epoch 0, in "
+        "shard 1 of 1; the same command goes on from the last checkpoint"
+    )
+
+
+def test_columns_travel_as_json(files: list[Path], tmp_path: Path) -> None:
+    every = RowColumns("prompt", "answer", RewardColumns(every=True))
+    order = order_of(reader_of(files, columns=every))
+    (prompt,) = order.take(0, 1)
+    assert prompt.row == {"prompt": prompt.text, "answer": prompt.answer, "extra": [int(str(prompt.answer))]}
+    order.close()
+    dated = tmp_path / "dated.parquet"
+    pq.write_table(pa.table({"prompt": ["p"], "answer": ["1"], "day": pa.array([0], pa.date32())}), dated)
+    with pytest.raises(
+        UserError, match=r"data\.train_files: the column 'day' holds a date, which a stream cannot send"
+    ):
+        order_of(reader_of([dated], columns=every)).take(0, 1)
+
+
+def test_a_file_is_known_by_its_content(files: list[Path]) -> None:
+    before = [FileShard(file).identity() for file in files]
+    text = files[0].read_text()
+    files[0].write_text(text.replace("question 6", "question 7"))
+    after = [FileShard(file).identity() for file in files]
+    assert before[0] != after[0]
+    assert before[1:] == after[1:]
+
+
+def test_a_mixture_of_streams_keeps_its_shares_and_positions(files: list[Path]) -> None:
+    def mixed(shares: dict[str, int]) -> MixtureSampler:
+        readers = {"a": reader_of(files[:1]), "b": reader_of(files[1:])}
+        samplers = {name: order_of(replace(reader, source=name)) for name, reader in readers.items()}
+        return MixtureSampler(samplers, shares, batch_size=4)
+
+    order = mixed({"a": 1, "b": 3})
+    first = order.take(0, 40)
+    assert [prompt.source for prompt in first].count("b") == 30
+    same, other = mixed({"a": 1, "b": 3}), mixed({"a": 3, "b": 1})
+    for resumed in (same, other):
+        resumed.restore(json.loads(json.dumps(order.numbers())))
+    after = order.take(40, 8)
+    assert same.take(40, 8) == after
+    changed = other.take(40, 8)
+    seen = {name: [p.text for p in first if p.source == name] for name in ("a", "b")}
+    assert [p.text for p in changed if p.source == "b"] == [p.text for p in after if p.source == "b"][:2]
+    assert not {p.text for p in changed if p.source == "b"} & set(seen["b"])
+    assert order.metrics(40)["data/a/prompts"] == 10
+    assert "data/epochs" not in order.metrics(40)
+    for each in (order, same, other):
+        each.close()
+
+
+def test_a_position_is_where_a_block_begins(files: list[Path]) -> None:
+    blocks = reader_of(files).blocks(Position())
+    first, second = next(blocks), next(blocks)
+    assert next(reader_of(files).blocks(first.after)) == second
+
+
+def test_each_block_has_an_order_of_its_own(files: list[Path]) -> None:
+    blocks = reader_of(files[1:2]).blocks(Position())
+    orders = [[prompt.index - block.begin.rows for prompt in block.prompts] for block in (next(blocks), next(blocks))]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(8))
+    assert orders[0] != orders[1]
+
+
+@dataclass(frozen=True)
+class Broken(Stalled):
+    """A shard with a mistake in its code."""
+
+    def rows(self, columns: RowColumns, *, skip: int) -> Iterator[tuple[str, object]]:
+        raise ZeroDivisionError
+
+
+def test_mistake_of_the_reader_ends_the_run_at_once() -> None:
+    order = order_of(StreamReader("data.train_files", [Broken(threading.Event())], reading(), PLAN), timeout_s=60.0)
+    with pytest.raises(ZeroDivisionError):
+        order.take(0, 4)
