@@ -300,12 +300,11 @@ def export_save_file_unsynced(folder: Path, rank: int, world: int) -> dict[str, 
 def import_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
     """Offline import into a distributed checkpoint."""
     from mega_rl.converters.offline.convert import import_hf
-    from mega_rl.parallel.layout import ParallelLayout
 
     out = folder.with_name("import_mega_rl")
 
     def go() -> dict[str, Any]:
-        import_hf(folder, out, layout=ParallelLayout(), format="torch_dist")
+        import_hf(folder, out)
         return {}
 
     return {"go": go, "prepare": lambda: shutil.rmtree(out, ignore_errors=True)}

@@ -13,7 +13,7 @@ from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.memory.leftovers import list_memory
 from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
 from mega_rl.cli.help import Commands
-from mega_rl.cli.text.convert import print_report, progress_bar
+from mega_rl.cli.text.convert import print_report, showing
 from mega_rl.errors import UserError
 from mega_rl.hub.arguments import checkpoint as hub_checkpoint
 from mega_rl.hub.resolve import checkpoint_folder
@@ -103,7 +103,7 @@ def export(
     manifest = folders.read_manifest(folder)
     source = reference or _model_of(manifest, folder, role)
     trained = _DTYPES.get(str(_model_settings(manifest).get("dtype")))
-    with progress_bar() as progress:
+    with showing():
         from mega_rl.checkpoint.weights import open_weights
         from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
 
@@ -112,7 +112,7 @@ def export(
             target,
             reference=source,
             options=ExportOptions(dtype=dtype or trained),
-            writing=WriteOptions(overwrite, jobs, progress),
+            writing=WriteOptions(overwrite, jobs),
             opened=lambda: open_weights(folder, role=role, reference=source),
         )
     print_report(target, report, as_json)

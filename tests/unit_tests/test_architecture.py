@@ -26,8 +26,7 @@ DEEP_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS: dict[str, int] = {
     "cli/checkpoint.py: export": 9,
     "cli/convert.py: export": 10,
-    "cli/convert.py: import_": 13,
-    "cli/convert.py: reshard": 10,
+    "cli/convert.py: import_": 9,
     "cli/plan.py: plan": 11,
     "engines/fsdp/attention.py: _attention": 11,  # upstream: AttentionInterface of transformers
     "models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core

@@ -21,7 +21,7 @@ from mega_rl.converters.live.export import export_hf, join_pieces, usual_dtype
 from mega_rl.converters.live.load import weights_of
 from mega_rl.converters.live.place import ModelPlace
 from mega_rl.converters.plan.export import ExportPiece, export_plan
-from mega_rl.converters.plan.parameters import as_on_disk, ignored_tensors, mtp_tensors
+from mega_rl.converters.plan.parameters import as_on_disk, kept_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.output_folder import check_target, output_folder
@@ -112,7 +112,12 @@ def _write_folder(
     left: words on the files of the source that are not copied.
     """
     hf = model.sharding.hf
-    kept = _kept(reader, model.sharding, model.dtype) if options.mtp == "keep" and reader is not None else []
+    kept = []
+    if options.mtp == "keep" and reader is not None:
+        kept = [
+            TensorSpec(name, torch.float32 if float32 else model.dtype, reader.tensors[name].shape)
+            for name, float32 in kept_tensors(hf, model.sharding.head, reader.tensors).items()
+        ]
     name = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
     changes = config_changes(hf, dtype=name, mtp_dropped=options.mtp == "drop")
     with output_folder(directory, overwrite=options.overwrite) as work:
@@ -143,19 +148,6 @@ def _specs(sharding: Sharding, usual: torch.dtype) -> Iterator[TensorSpec]:
     for unit in export_plan(sharding):
         for name, shape, _ in unit.tensors:
             yield TensorSpec(name, torch.float32 if unit.float32 else usual, shape)
-
-
-def _kept(reader: CheckpointReader, sharding: Sharding, usual: torch.dtype) -> list[TensorSpec]:
-    """Return the tensors of the source's multi-token prediction layers, where those are no part of the model."""
-    hf = sharding.hf
-    if hf.mtp == "load" or not hf.mtp_layers or sharding.head != "lm":
-        return []
-    names = ignored_tensors(hf, head="lm") - ignored_tensors(replace(hf, mtp_layers=0), head="lm")
-    known = mtp_tensors(hf)
-    return [
-        TensorSpec(name, torch.float32 if name in known and known[name].float32 else usual, reader.tensors[name].shape)
-        for name in sorted(names & reader.tensors.keys())
-    ]
 
 
 class _Task(NamedTuple):

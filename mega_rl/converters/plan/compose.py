@@ -35,12 +35,6 @@ class ColumnRange(NamedTuple):
 Homes = Mapping[str, Sequence[Home]]  # by canonical parameter name
 
 
-def homes_of(stored: str, plan: ParamPlan) -> list[Home]:
-    """Return the homes of a rank's parameter, without padding; its plan has origin "canonical"."""
-    assert not any(copy.transposed for copy in plan.copies), plan.name
-    return [Home(stored, copy) for copy in plan.copies if copy.hf_name is not None]
-
-
 def home_faults(name: str, shape: tuple[int, ...], homes: Sequence[Home]) -> list[str]:
     """Return the gaps and overlaps of a parameter's homes, in words; empty if they hold every element exactly once."""
     rectangles = [(c.src_row, c.src_row + c.rows, c.src_col, c.src_col + c.cols) for _, c in homes]

@@ -5,7 +5,7 @@ Derived from the family's rules and the architecture. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -100,6 +100,18 @@ def mtp_tensors(hf: HFConfig) -> dict[str, HFTensor]:
     loaded = hf_tensors(replace(hf, mtp="load"), head="lm")
     rest = hf_tensors(replace(hf, mtp="drop"), head="lm")
     return {name: tensor for name, tensor in loaded.items() if name not in rest}
+
+
+def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, bool]:
+    """Return the tensors of prediction layers that a model leaves out, among `names`, each with whether it is float32.
+
+    An export takes them over from the model's source.
+    """
+    if hf.mtp == "load" or not hf.mtp_layers or head != "lm":
+        return {}
+    known = mtp_tensors(hf)
+    layers = ignored_tensors(hf, head="lm") - ignored_tensors(replace(hf, mtp_layers=0), head="lm")
+    return {name: name in known and known[name].float32 for name in sorted(layers.intersection(names))}
 
 
 def rules_of(hf: HFConfig, head: Head) -> list[Rule]:

@@ -266,28 +266,6 @@ def test_shard_then_unshard_is_the_identity(family: str) -> None:
     assert len(fitting) >= 15, "too few of the drawn layouts fit the drawn models"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_whole_parameters_are_an_origin_too(name: str) -> None:
-    """Copies out of whole canonical parameters cut the same shards as copies out of tensors on disk."""
-    hf = dataclasses.replace(parse_hf_config(TINY[name]), mtp="load")
-    state = hf_state(hf)
-    whole: State = {}
-    for param in build_plan(Sharding(hf), RankCoordinates()):
-        whole[param.canonical] = shard_by_plan(param.copies, param.shape, state)
-    for layout in (ALL_LAYOUTS["tp2-pp2"], ALL_LAYOUTS["tp2-pp2-ep2"]):
-        if hf.moe is None and layout.ep > 1:
-            continue
-        sharding = Sharding(hf, layout)
-        for at in ranks(layout):
-            direct = build_plan(sharding, at)
-            composed = build_plan(sharding, at, origin="canonical")
-            for one, other in zip(direct, composed, strict=True):
-                assert one.name == other.name
-                expected = shard_by_plan(one.copies, one.shape, state)
-                padded = {n: t for n, t in whole.items()}
-                assert torch.equal(shard_by_plan(other.copies, other.shape, padded), expected), one.name
-
-
 def test_fewer_key_value_heads_than_ranks_cuts_a_group() -> None:
     # One group of (2 query + 2) heads * 6 rows over two ranks: the second holds key and value only.
     hf, layout = small_config(num_heads=2, num_kv_heads=1), LAYOUTS["tp2"]
