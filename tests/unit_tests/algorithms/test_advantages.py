@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.gae import GAE, gae
-from mega_rl.algorithms.advantages.grpo import grpo
-from mega_rl.algorithms.advantages.tokens import (
+from mega_rl.algorithms.advantages.groups import grpo
+from mega_rl.algorithms.advantages.returns import (
+    GAE,
+    gae,
     last_response_token,
     length_adaptive_lambda,
     response_order,

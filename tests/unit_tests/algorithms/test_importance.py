@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.corrections.base import SampledTokens
-from mega_rl.algorithms.corrections.tis import TIS
+from mega_rl.algorithms.corrections import TIS, SampledTokens
 from mega_rl.algorithms.kl import FixedKL, k2
-from mega_rl.algorithms.losses.ppo import PPO
+from mega_rl.algorithms.losses.objectives import PPO
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
 from mega_rl.types import TokenOutputs, row_numbers

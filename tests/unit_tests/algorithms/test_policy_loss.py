@@ -11,11 +11,8 @@ from torch import Tensor
 
 from mega_rl.algorithms.kl import k1, k3
 from mega_rl.algorithms.losses import policy
-from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
-from mega_rl.algorithms.losses.cispo import CISPO
-from mega_rl.algorithms.losses.dppo import DPPOKL, DPPOTV
+from mega_rl.algorithms.losses.objectives import CISPO, DPPOKL, DPPOTV, PPO, PolicyObjective, PolicyTokens
 from mega_rl.algorithms.losses.policy import KLTerm
-from mega_rl.algorithms.losses.ppo import PPO
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 import mega_rl
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.gae import GAE
-from mega_rl.algorithms.losses.base import PolicyTokens
-from mega_rl.algorithms.losses.ppo import PPO
+from mega_rl.algorithms.advantages.returns import GAE
+from mega_rl.algorithms.losses.objectives import PPO, PolicyTokens
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.algorithms.statistics import identity
 from mega_rl.bench.learn import run

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
-from mega_rl.algorithms.advantages.gae import GAE
-from mega_rl.algorithms.advantages.grpo import GRPO
+from mega_rl.algorithms.advantages.groups import GRPO
+from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.registry import ESTIMATORS
 from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rewards
 from mega_rl.types import Experience
 from tests.helpers.fakes import FakeRanks

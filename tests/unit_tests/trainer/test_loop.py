@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.distillation import Distillation
-from mega_rl.algorithms.advantages.gae import GAE
-from mega_rl.algorithms.advantages.grpo import GRPO
-from mega_rl.algorithms.advantages.registry import ESTIMATORS
+from mega_rl.algorithms.advantages import ESTIMATORS
+from mega_rl.algorithms.advantages.groups import GRPO
+from mega_rl.algorithms.advantages.returns import GAE, Distillation
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.config.schema.algorithms import ADVANTAGES

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.gae import GAE
+from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.kl import FixedKL, RewardKL, k1
 from mega_rl.config.attention import Role
 from mega_rl.trainer import RunSettings
