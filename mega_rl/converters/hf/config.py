@@ -19,6 +19,7 @@ from mega_rl.converters.families.base import Scales, Wrapper
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.hf.rope import read_rope
 from mega_rl.errors import UserError, UserErrors, no_such
+from mega_rl.storage.strict_json import parse_object
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_MTP_LAYERS = 64
@@ -152,13 +153,9 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
             raise UserError(f"{path}: no such file; a Hugging Face checkpoint directory has a config.json")
         return {}
     try:
-        # ValueError: not JSON, not UTF-8, or an integer of thousands of digits.
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); copy the file from the model's source again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a JSON {type(value).__name__}, must be an object")
-    return value
+        return parse_object(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; copy the file from the model's source again") from error
 
 
 def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:

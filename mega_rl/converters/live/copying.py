@@ -1,8 +1,8 @@
 """Parameters written from the tensors of a checkpoint by the copies of a plan, with several threads.
 
-One way for live models and for offline conversion, and for any source of tensors that implements `BlockReader`. What
-needs no change on the way (whole rows of equal dtype for a parameter on the CPU) is read straight into the parameter;
-everything else passes through a small staging buffer per thread.
+It serves live models, offline conversion and any source of tensors that implements `BlockReader`. Whole rows of equal
+dtype for a parameter on the CPU are read straight into the parameter; everything else passes through a small staging
+buffer per thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mega_rl.converters.plan.blocks import Copy
 from mega_rl.errors import UserError
 from mega_rl.storage.matrix import matrix_shape
 
-# Of one thread. Eight threads together stay below 64 MiB.
+# Staging buffer of one thread. Eight threads together stay below 64 MiB.
 STAGING_BYTES = 4 << 20
-# What one thread reads at a time: small enough that all threads end together, large enough that calls do not count.
+# Bytes that one thread reads at a time: all threads end together, and the number of calls does not matter.
 PIECE_BYTES = 16 << 20
 
 Task = TypeVar("Task")
@@ -66,11 +66,18 @@ class BlockReader(Protocol):
         """
 
 
+def blocks_of(tensor: TensorLike) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield (rows, columns) of blocks of whole rows, each of bounded size, to read a tensor one by one."""
+    rows, cols = matrix_shape(tensor.shape)
+    step = max(1, PIECE_BYTES // max(1, cols * tensor.dtype.itemsize))
+    return (((low, min(low + step, rows)), (0, cols)) for low in range(0, rows, step))
+
+
 class FillStep(NamedTuple):
     """A share of the work: copies that read consecutive rows of the same columns, and the parameter they write."""
 
     matrix: Tensor  # the whole parameter [rows, cols]
-    copies: tuple[Copy, ...]  # one alone if it is transposed
+    copies: tuple[Copy, ...]  # only one if it is transposed
 
 
 def fill(target: Tensor, copies: Sequence[Copy], reader: BlockReader) -> int:
@@ -120,7 +127,7 @@ def _steps(matrix: Tensor, run: Sequence[Copy], reader: BlockReader) -> Iterator
 
 
 def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads: int | None = None) -> None:
-    """Do `work` on every task, in their order as far as threads go; the first error is raised when all have stopped.
+    """Do `work` on every task, roughly in order; the first error is raised when all threads have stopped.
 
     `threads` None: this rank's share of the node's cores, at most 8.
     """

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mega_rl import progress
 from mega_rl.converters.hf.companions import config_changes
-from mega_rl.converters.live.copying import BlockReader, TensorLike, fill
+from mega_rl.converters.live.copying import BlockReader, TensorLike, blocks_of, fill
 from mega_rl.converters.live.export import join_pieces
 from mega_rl.converters.offline.checkpoint import open_checkpoint
 from mega_rl.converters.offline.describe import describe
@@ -35,8 +35,6 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.storage.bits import bits, same_bits
 from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.safetensors_reader import CheckpointReader
-
-CHUNK_BYTES = 16 << 20
 
 Advance = Callable[[int], object]  # takes the bytes compared since the last call
 
@@ -179,8 +177,7 @@ def _compare_tensor(
     digest = xxhash.xxh3_128(_kind(a).encode())
     comparable = b is not None and _kind(a) == _kind(b)
     elements, max_abs, total_abs, max_of_first, has_nan = 0, 0.0, 0.0, 0.0, False
-    for low, high in row_blocks(a):
-        block = (low, high), (0, matrix_shape(a.shape)[1])
+    for block in blocks_of(a):
         x = first.read_block(name, *block)
         digest.update(bits(x).numpy().data)
         y = second.read_block(name, *block) if comparable else x
@@ -197,13 +194,6 @@ def _compare_tensor(
     largest = float("nan") if has_nan else max_abs
     difference = Different(name, elements, numel, largest, total_abs / max(1, numel), max_of_first)
     return digest.hexdigest(), asdict(difference) if elements else None
-
-
-def row_blocks(tensor: TensorLike) -> Iterator[tuple[int, int]]:
-    """Yield the intervals of a tensor's rows that are read one by one, each of bounded size."""
-    rows, cols = matrix_shape(tensor.shape)
-    step = max(1, CHUNK_BYTES // max(1, cols * tensor.dtype.itemsize))
-    return ((low, min(low + step, rows)) for low in range(0, rows, step))
 
 
 def compare_configs(first: Path, second: Path, *, intended: Sequence[str] = ()) -> tuple[str, ...]:
@@ -275,8 +265,8 @@ def _exported(
 def _is_on_disk(reader: BlockReader, name: str, tensor: Tensor) -> bool:
     """Return whether a checkpoint holds this tensor, bit for bit."""
     matrix = tensor.view(matrix_shape(tuple(tensor.shape)))
-    blocks = ((low, high) for low, high in row_blocks(reader.tensors[name]))
-    return all(same_bits(reader.read_block(name, rows, (0, matrix.shape[1])), matrix[slice(*rows)]) for rows in blocks)
+    blocks = blocks_of(reader.tensors[name])
+    return all(same_bits(reader.read_block(name, rows, cols), matrix[slice(*rows)]) for rows, cols in blocks)
 
 
 def _members(sharding: Sharding, pp_rank: int, vp_stage: int) -> tuple[list[dict[str, ParamPlan]], ...]:

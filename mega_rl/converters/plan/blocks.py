@@ -1,6 +1,6 @@
 """Blocks and copies: a family's rule as affine blocks of a parameter, and their cut to one rank's shard.
 
-The only module that stacks tensors into parameters; ranks.py has the overview. Pure arithmetic, no torch.
+The only module that stacks tensors into parameters; ranks.py has the overview.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Composition of index maps: the sources of one plan, looked up where another plan has stored them.
 
 A plan's copies read sources; a source may itself be stored in parts. `compose` replaces every copy by copies of the
-parts, `invert` turns the plan of loading a checkpoint into one of writing it. Pure arithmetic, no torch.
+parts, `invert` turns the plan of loading a checkpoint into one of writing it.
 """
 
 from __future__ import annotations

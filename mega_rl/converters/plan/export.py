@@ -1,7 +1,4 @@
-"""The plans of all ranks read backwards: parameters that are gathered together, and the tensors made of them.
-
-Imports no torch.
-"""
+"""The plans of all ranks read backwards: parameters that are gathered together, and the tensors made of them."""
 
 from __future__ import annotations
 

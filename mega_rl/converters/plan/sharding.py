@@ -1,4 +1,4 @@
-"""A model and how it is cut: what every plan starts from, and when a model cannot be cut so. Imports no torch."""
+"""A model and how it is cut: what every plan starts from, and when a model cannot be cut so."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error(tmp_path: Path) 
     assert "tie_word_embeddings" in text
     assert f"{file}: model.layers.0.mlp.up_proj.weight has shape [27, 10], config.json asks for [28, 10]" in text
     assert "model.norm.weight has dtype I8" in text
-    assert f"{file}: model.layers.4.input_layernorm.weight [10] is no part of" in text
+    assert f"{file}: model.layers.4.input_layernorm.weight [10] is not part of" in text
 
 
 def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
