@@ -41,10 +41,6 @@ class TensorLike(Protocol):
     def dtype(self) -> torch.dtype:
         """Return the dtype of the values that a read gives."""
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes on disk."""
-
 
 class BlockReader(Protocol):
     """A source of tensors by name, each seen as a matrix (`blocks.matrix_shape`); may be used by several threads."""

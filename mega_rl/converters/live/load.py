@@ -53,16 +53,14 @@ def load_hf(
     *,
     sharding: Sharding,
     coordinates: RankCoordinates,
-    allow_missing: Sequence[str] = (),
     threads: int | None = None,
 ) -> LoadReport:
     """Copy this rank's part of the checkpoint into `chunks`, one unwrapped GPTModel per virtual pipeline stage.
 
     Values are cast to each parameter's dtype. No collectives: ranks load independently, each taking the bytes of its
-    own parameters and no others (see CheckpointReader.bytes_read for what is counted). The output layer of a tied
-    model that spans several stages is filled from the embedding's tensor. Parameters made of tensors that match a
-    pattern of `allow_missing` ("*.bias") and are not there keep their values. Beyond the parameters it needs at most
-    12 MiB per thread; `threads` None: its share of the cores, at most 8.
+    own parameters and no others (`CheckpointReader.bytes_read` counts them). The output layer of a tied model that
+    spans several stages is filled from the embedding's tensor. Beyond the parameters it needs at most 12 MiB per
+    thread; `threads` None: its share of the cores, at most 8.
 
     Raises UserErrors, the same on every rank and before any weight is read, that lists every missing, unexpected and
     mis-shaped tensor, and every reason why the model cannot be cut into `layout`.
@@ -76,7 +74,7 @@ def load_hf(
         hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = replace(sharding, hf=hf)
         prove_complete(sharding)
-        ignored, absent = check_tensors(reader, hf, sharding.head, allow_missing=allow_missing)
+        ignored, absent = check_tensors(reader, hf, sharding.head)
         jobs: list[tuple[ParamPlan, Tensor]] = []
         for vp_stage, chunk in enumerate(chunks):
             plan = build_plan(sharding, coordinates, vp_stage=vp_stage)

@@ -10,16 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from mega_rl.converters.hf.companions import companions, config_changes, copy_companions, not_copied
 from mega_rl.converters.live.copying import in_threads, rectangle
-from mega_rl.converters.live.export import export_hf, join_pieces, usual_dtype
+from mega_rl.converters.live.export import ModelPlace, export_hf, join_pieces, usual_dtype
 from mega_rl.converters.live.load import weights_of
-from mega_rl.converters.live.place import ModelPlace
 from mega_rl.converters.plan.export import ExportPiece, export_plan
 from mega_rl.converters.plan.parameters import as_on_disk, kept_tensors
 from mega_rl.converters.plan.sharding import Sharding
@@ -41,7 +39,6 @@ class SaveOptions:
     """Choices of `save_hf`."""
 
     dtype: torch.dtype | None = None  # None: that of the parameters
-    mtp: Literal["keep", "drop"] = "keep"  # multi-token prediction layers that are no part of the model
     shard_bytes: int = SHARD_BYTES  # of a file
     overwrite: bool = False
 
@@ -58,8 +55,8 @@ def save_hf(
 
     Collective over the ranks that hold the first copy of all weights; the first of them writes, other ranks return at
     once, unless data parallelism has cut the parameters (`place.is_sharded`): then it is collective over all. Experts
-    and value heads are spelled as in `source`. Multi-token prediction layers that are no part of the model are kept as
-    they are in `source`, or dropped. config.json is copied byte for byte unless one of its keys is not true any more
+    and value heads are spelled as in `source`, and its multi-token prediction layers are kept if they are not part of
+    the model. config.json is copied byte for byte except for keys that are no longer true
     (`companions.config_changes`).
 
     Needs the memory of `export_hf` and 64 MiB. On a single rank, where nothing is gathered, parameters are written from
@@ -107,7 +104,7 @@ def _write_folder(
     usual: dtype of weights that are not float32 in every model. reader, files: weights and companions of the source.
     """
     kept: list[TensorSpec] = []
-    if options.mtp == "keep" and reader is not None:
+    if reader is not None:
         kept = [
             TensorSpec(name, torch.float32 if float32 else usual, reader.tensors[name].shape)
             for name, float32 in kept_tensors(sharding.hf, sharding.head, reader.tensors).items()
@@ -119,7 +116,7 @@ def _write_folder(
     }
     name = None if options.dtype is None else str(options.dtype).removeprefix("torch.")
     with output_folder(directory, overwrite=options.overwrite) as work:
-        copy_companions(work, files, config_changes(sharding.hf, dtype=name, mtp_dropped=options.mtp == "drop"))
+        copy_companions(work, files, config_changes(sharding.hf, dtype=name))
         with CheckpointWriter(work, [*specs.values(), *kept], shard_bytes=options.shard_bytes) as writer:
             if chunks is None:
                 _write_stream(writer, stream)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -91,11 +90,6 @@ class ShapeAndDtype(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of its elements."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass

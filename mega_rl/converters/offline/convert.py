@@ -114,7 +114,7 @@ def import_hf(
             write_file(work / MANIFEST_FILE, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
 
         chunk_files = group_outputs(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")
-        return Conversion(chunk_files, complete, [origin], ignored, manifest.absent)
+        return Conversion(chunk_files, complete, [origin], Report(ignored=ignored, absent=manifest.absent))
 
     return convert(prepare, target, [source], options=writing, label="import")
 
@@ -215,8 +215,8 @@ def _to_hf(
             weight_map = {output.spec.name: shard.name for shard in shards for output in shard.outputs}
             write_index(work, weight_map, total_bytes=sum(shard.nbytes for shard in shards))
 
-    readers = [origin] if weights is None else [origin, weights]
-    return Conversion(shards, complete, readers, origin.ignored, origin.absent, tuple(kept), tuple(changes))
+    report = Report(ignored=origin.ignored, absent=origin.absent, kept=tuple(kept), config_changes=tuple(changes))
+    return Conversion(shards, complete, [origin] if weights is None else [origin, weights], report)
 
 
 def _hf_outputs(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:

@@ -47,8 +47,7 @@ class Slab(NamedTuple):
 
 def whole_model(sharding: Sharding) -> tuple[ParamPlan, ...]:
     """Return the plans of one rank that holds the whole model, under Transformer Engine's names and without padding."""
-    whole = replace(sharding, layout=ParallelLayout(), spec="te", padded_vocab=sharding.hf.vocab_size)
-    return build_plan(whole, RankCoordinates())
+    return build_plan(replace(sharding, layout=ParallelLayout(), spec="te"), RankCoordinates())
 
 
 def is_stacked(hf: HFConfig) -> bool:

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -52,10 +52,10 @@ class WriteOptions:
 class Report:
     """Result of a conversion, over all ranks."""
 
-    num_tensors: int  # written
-    num_files: int
-    num_bytes: int  # of tensors written
-    seconds: float
+    num_tensors: int = 0  # written
+    num_files: int = 0
+    num_bytes: int = 0  # of tensors written
+    seconds: float = 0.0
     ignored: tuple[str, ...] = ()  # tensors of the source left out
     absent: tuple[str, ...] = ()  # parameters of the model that neither source nor target has
     kept: tuple[str, ...] = ()  # tensors taken from the reference
@@ -86,15 +86,12 @@ class OutputFile(NamedTuple):
 
 @dataclass
 class Conversion:
-    """A planned conversion: the files to write, and how the folder is completed."""
+    """A planned conversion: the files to write, how the folder is completed, and what to report."""
 
     files: list[OutputFile]
     complete: Callable[[Path, Sequence[Written]], None]
     readers: Sequence[WeightFiles]
-    ignored: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    config_changes: tuple[str, ...] = ()
+    report: Report
 
 
 def convert(
@@ -132,11 +129,15 @@ def convert(
         places = [Written(key, tuple(place), *at) for one in shares for key, place, *at in one]
         on_first(lambda: job.complete(work, places), world)
         on_first(folder.close, world)
-    seconds = perf_counter() - start
-    num_tensors = sum(len(file.outputs) for file in job.files)
-    logger.info("wrote %s: %d tensors, %d bytes, %.1f s", target, num_tensors, num_bytes, seconds)
-    changes = job.config_changes
-    return Report(num_tensors, len(job.files), num_bytes, seconds, job.ignored, job.absent, job.kept, changes)
+    report = replace(
+        job.report,
+        num_tensors=sum(len(file.outputs) for file in job.files),
+        num_files=len(job.files),
+        num_bytes=num_bytes,
+        seconds=perf_counter() - start,
+    )
+    logger.info("wrote %s: %d tensors, %d bytes, %.1f s", target, report.num_tensors, num_bytes, report.seconds)
+    return report
 
 
 def _check_apart(target: Path, source: Path) -> None:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import MOST_BYTES, companions, copy_companions, not_copied
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.converters.live.export import assemble_bucket, buckets, export_hf
+from mega_rl.converters.live.export import ModelPlace, assemble_bucket, buckets, export_hf
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.live.model_config import gpt_model_kwargs, transformer_config_kwargs
-from mega_rl.converters.live.place import ModelPlace
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.export import export_plan
 from mega_rl.converters.plan.sharding import Head, Sharding

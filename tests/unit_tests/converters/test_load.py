@@ -257,26 +257,6 @@ def test_the_bias_of_a_value_head_must_be_zero(tmp_path: Path) -> None:
         load_one(tmp_path, hf, state, head="value")
 
 
-def test_what_may_be_missing_keeps_its_values(tmp_path: Path) -> None:
-    hf = small_config()
-    state = hf_state(hf)
-    gone = ["model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.down_proj.weight"]
-    write(tmp_path, {name: t for name, t in state.items() if name not in gone})
-    sharding = Sharding(hf)
-    with pytest.raises(UserErrors, match="down_proj"):
-        load_hf(
-            chunks_of_rank(hf, state, LAYOUTS["one"], FIRST), tmp_path, sharding=sharding, coordinates=FIRST,
-            allow_missing=["*.k_proj.weight"],
-        )  # fmt: skip
-    chunks = chunks_of_rank(hf, state, LAYOUTS["one"], FIRST, fill=3.0)
-    patterns = ["*.k_proj.weight", "model.layers.2.mlp.*"]
-    report = load_hf(chunks, tmp_path, sharding=sharding, coordinates=FIRST, allow_missing=patterns)
-    kept = {"decoder.layers.1.self_attention.linear_qkv.weight", "decoder.layers.2.mlp.linear_fc2.weight"}
-    assert set(report.kept_init) == kept
-    for name, param in chunks[0].named_parameters():
-        assert bool((param == 3.0).all()) == (name in kept), name
-
-
 # Experts and 8-bit blocks.
 
 
