@@ -173,12 +173,6 @@ def test_every_family_is_proved_complete_in_every_layout(name: str) -> None:
     assert proved >= 16 * 7
 
 
-def test_biases() -> None:
-    check_against_reference(small_config(family="qwen2", qkv_bias=True, qk_norm=False), LAYOUTS["tp2-pp2"])
-    both = small_config(family="llama", qkv_bias=True, linear_bias=True, qk_norm=False)
-    check_against_reference(both, LAYOUTS["tp2-pp2"])
-
-
 @st.composite
 def layouts(draw: st.DrawFn, *, experts: bool) -> ParallelLayout:
     """A layout of at most 4 x 2 ranks per stage, its pipeline even or not, over `num_layers` to be read off it."""
@@ -369,16 +363,6 @@ def test_both_specs_name_the_same_parameters() -> None:
         experts = [param.name for param in te if param.of_expert]
         assert not any("local_experts" in param for param in experts)
         assert bool(experts) == (hf.moe is not None)
-
-
-def test_down_projections_of_latent_attention_are_one_unit() -> None:
-    """SGLang fuses q_a_proj and kv_a_proj_with_mqa as they arrive in one call, so no bucket may lie between them."""
-    for layout in (LAYOUTS["one"], LAYOUTS["tp2-pp2"]):
-        units = export_plan(Sharding(small_mla(), layout))
-        pairs = [[name for name, _, _ in unit.tensors] for unit in units]
-        together = [names for names in pairs if any("q_a_proj" in name for name in names)]
-        assert len(together) == 5
-        assert all(len(names) == 2 and "kv_a_proj_with_mqa" in names[1] for names in together)
 
 
 def test_the_norm_before_a_mixture_keeps_its_name() -> None:
