@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe, Window
+from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe
 
 # Constants of the code of GPT-OSS; its alpha of 1.702 is that of Megatron-Core's quick_gelu.
 SWIGLU_LIMIT, SWIGLU_OFFSET = 7.0, 1.0
@@ -50,7 +50,9 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         **_activation_kwargs(hf.activation),
     }
     if hf.window is not None:
-        kwargs |= _window_kwargs(hf.window)
+        # Megatron-Core counts the tokens before the present one, and marks layers with a window by 1.
+        layers = None if all(hf.window.layers) else [int(windowed) for windowed in hf.window.layers]
+        kwargs |= {"window_size": (hf.window.size - 1, 0), "window_attn_skip_freq": layers}
     if hf.moe is not None:
         kwargs |= _moe_kwargs(hf.moe)
     if hf.mla is not None:
@@ -70,12 +72,6 @@ def _activation_kwargs(activation: Activation) -> dict[str, Any]:
         "activation_func_clamp_value": SWIGLU_LIMIT,
         "glu_linear_offset": SWIGLU_OFFSET,
     }
-
-
-def _window_kwargs(window: Window) -> dict[str, Any]:
-    """Return the window: Megatron-Core counts the tokens before the present one, and marks layers by 1."""
-    layers = None if all(window.layers) else [int(windowed) for windowed in window.layers]
-    return {"window_size": (window.size - 1, 0), "window_attn_skip_freq": layers}
 
 
 def _moe_kwargs(moe: Moe) -> dict[str, Any]:

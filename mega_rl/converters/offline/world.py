@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import run_on_all, run_on_one
 from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
 
@@ -27,15 +26,12 @@ World = SingleRank | GroupRanks
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """Yield the ranks that RANK and WORLD_SIZE describe; an existing process group is used and kept.
-
-    Raises UserError when a variable is not a number.
-    """
-    joins = not dist.is_initialized() and _number("WORLD_SIZE", 1) > 1
+    """Yield the ranks that RANK and WORLD_SIZE describe; an existing process group is used and kept."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    joins = not dist.is_initialized() and size > 1
     if joins:
         # New keys each time: under the old ones gloo would find the addresses of a group that was destroyed.
         store = PrefixStore(f"mega_rl/conversion/{next(_generation)}", _store())
-        rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=DEADLINE)
     try:
         yield ranks_of(dist.group.WORLD) if dist.group.WORLD is not None else SingleRank()
@@ -63,10 +59,3 @@ def _store() -> Store:
     """Return torchrun's store, kept as long as the process: a second one would race with the end of the first."""
     store: Store = next(rendezvous("env://", timeout=DEADLINE))[0]
     return store
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise UserError(f"environment variable {name}={text}: must be a number, as torchrun sets it")
-    return int(text)
