@@ -58,7 +58,7 @@ READ_THE_ENVIRONMENT = [
     "cli/train.py",
     "cli/verify.py",
     "converters/live/copying.py",
-    "converters/offline/world.py",
+    "converters/offline/writing.py",
     "cores.py",
     "environment.py",
     "health/flight_recorder.py",

@@ -83,11 +83,10 @@ def _single(
     stacked: bool = False,
     transposed: bool = False,
     together: str = "",
-    float32: bool = False,
 ) -> Rule:
     """Return the rule of a parameter that one tensor fills."""
     source = Source(name, shape, stacked, transposed)
-    return Rule(param, primitive, (source,), te, tuple(when), together=together, float32=float32)
+    return Rule(param, primitive, (source,), te, tuple(when), together=together)
 
 
 copy = partial(_single, "copy")  # every tensor-parallel rank holds the whole parameter

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from mega_rl.config.facts import ModelFacts
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, REFUSED, Family
-from mega_rl.converters.families.base import Scales, Wrapper
+from mega_rl.converters.families.base import Scales
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.hf.rope import read_rope
 from mega_rl.errors import UserError, UserErrors, no_such
@@ -159,19 +159,19 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 
 def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the part that describes the language model: a text-only one may be wrapped as its image model is."""
+    """Return the part that describes the language model, which may be wrapped as in its image model.
+
+    Refuses a model of images.
+    """
     for family in FAMILIES.values():
         if family.wrapper is not None and family.wrapper.model_type == raw.get("model_type"):
-            return _unwrapped(raw, family, family.wrapper, where)
-    return raw
-
-
-def _unwrapped(raw: Mapping[str, Any], family: Family, wrapper: Wrapper, where: str) -> Mapping[str, Any]:
-    """Return `text_config` with what the wrapper says for both; refuse a model of images."""
+            break
+    else:
+        return raw
     text = raw.get("text_config")
     if raw.get("vision_config") is not None or not isinstance(text, dict):
-        given = f'model_type="{wrapper.model_type}" is a model of images and text, which is not supported'
-        fix = f"save its language model on its own ({wrapper.language_model}) and convert that"
+        given = f'model_type="{family.wrapper.model_type}" is a model of images and text, which is not supported'
+        fix = f"save its language model on its own ({family.wrapper.language_model}) and convert that"
         raise UserError(f"{where}: {given}; {fix}")
     shared = ["eos_token_id", "pad_token_id"]
     if "dtype" not in text and "torch_dtype" not in text:

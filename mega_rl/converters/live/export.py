@@ -250,12 +250,9 @@ def _exchange(gathered: Tensor, members: Members, unit: ExportUnit, *, pp_group:
 
 
 def usual_dtype(chunks: Sequence[nn.Module]) -> torch.dtype:
-    """Return the dtype of all parameters but those that are float32 in every model."""
+    """Return the dtype of all parameters, except those that are float32 in every model."""
     live = [weights_of(chunk) for chunk in chunks]
-    dtypes = {param.dtype for params in live for name, param in params.items() if not _is_float32(name)}
+    always = (".router.expert_bias", "output_layer.weight")
+    dtypes = {param.dtype for params in live for name, param in params.items() if not name.endswith(always)}
     assert len(dtypes) == 1, f"parameters of several dtypes {dtypes}: say which to export"
     return dtypes.pop()
-
-
-def _is_float32(name: str) -> bool:
-    return name.endswith(".router.expert_bias") or name == "output_layer.weight"

@@ -82,8 +82,8 @@ def load_hf(
             _assert_covers(plan, params)
             _assert_layer_numbers(chunk, layout.layers_of(coordinates.pp_rank, hf.num_layers, vp_stage))
             jobs += [(param, params[param.name]) for param in plan]
-        kept = [param.name for param, _ in jobs if _is_absent(param, absent)]
-        jobs = [job for job in jobs if not _is_absent(job[0], absent)]
+        kept = [param.name for param, _ in jobs if any(copy.hf_name in absent for copy in param.copies)]
+        jobs = [job for job in jobs if job[0].name not in kept]
         planned = perf_counter()
         written = fill_all([(target, param.copies) for param, target in jobs], reader, threads=threads)
         expected = sum(prod(param.shape) for param, _ in jobs)
@@ -193,10 +193,6 @@ def _dtype_faults(info: TensorInfo) -> list[str]:
         rule = f"must be one of {names}; other quantised weights cannot be loaded"
         return [f"{where} has dtype {DTYPE_NAMES[info.dtype]}, {rule}"]
     return []
-
-
-def _is_absent(param: ParamPlan, absent: frozenset[str]) -> bool:
-    return any(copy.hf_name in absent for copy in param.copies)
 
 
 def weights_of(chunk: nn.Module) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_manifest(folder: Path) -> ConversionManifest:
-    """Return the manifest of a folder. Raises UserErrors naming every field that is missing or wrong."""
+    """Return the manifest of a folder. Raises UserError naming every field that is missing, unknown or wrong."""
     path = folder / MANIFEST_FILE
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -71,17 +71,14 @@ def read_manifest(folder: Path) -> ConversionManifest:
         raise UserError(f"{path}: cannot be read ({error.strerror}); convert the checkpoint again") from error
     except ValueError as error:
         raise UserError(f"{path}: {error}; convert the checkpoint again") from error
-    known = {field.name for field in fields(ConversionManifest)}
-    problems = [f"{name} is missing" for name in sorted(known - raw.keys())]
-    problems += [f"{name!r} is unknown" for name in sorted(raw.keys() - known)]
+    wrong = sorted({field.name for field in fields(ConversionManifest)} ^ raw.keys())
     for name, values in _ALLOWED.items():
-        if name in raw and not any(type(raw[name]) is type(value) and raw[name] == value for value in values):
-            problems.append(f"{name}={raw[name]!r} must be one of {', '.join(map(str, values))}")
-    absent = raw.get("absent", [])
-    if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
-        problems.append(f"absent={absent!r} must be a list of names")
-    if problems:
-        raise UserErrors([f"{path}: {problem}; convert the checkpoint again" for problem in problems])
+        if not any(type(raw.get(name)) is type(value) and raw.get(name) == value for value in values):
+            wrong.append(f"{name}={raw.get(name)!r}")
+    absent = raw.get("absent")
+    if wrong or not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
+        faults = ", ".join(wrong) or f"absent={absent!r}"
+        raise UserError(f"{path}: is not what version {VERSION} writes ({faults}); convert the checkpoint again")
     return ConversionManifest(**raw | {"absent": tuple(absent)})
 
 

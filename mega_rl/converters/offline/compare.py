@@ -24,7 +24,7 @@ from mega_rl.converters.live.copying import BlockReader, TensorLike, blocks_of, 
 from mega_rl.converters.live.export import join_pieces
 from mega_rl.converters.offline.checkpoint import open_checkpoint
 from mega_rl.converters.offline.describe import describe
-from mega_rl.converters.offline.world import World, joined_world, on_all
+from mega_rl.converters.offline.writing import World, joined_world, on_all
 from mega_rl.converters.plan.export import ExportUnit, export_plan
 from mega_rl.converters.plan.parameters import hf_tensors, ignored_tensors
 from mega_rl.converters.plan.proof import prove_complete

@@ -121,12 +121,6 @@ class _Record:
             vars(self).update((name, value) for name, value in state.items() if isinstance(name, str))
 
 
-def _layout(name: Any) -> str:
-    if name != "torch.strided":
-        raise ValueError(f"tensor layout {name!r}")
-    return "strided"
-
-
 _DCP = "torch.distributed.checkpoint"
 _RECORDS = {
     f"{_DCP}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata "
@@ -140,7 +134,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     **{(module, name): type(name, (_Record,), {}) for module, names in _RECORDS.items() for name in names.split()},
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPE_NAMES},
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _layout,
+    ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): OrderedDict,
 }
 

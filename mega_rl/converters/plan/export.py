@@ -142,9 +142,8 @@ def _unit(
             if plan.replicated and plan.canonical in seen:
                 continue
             seen.add(plan.canonical)
-            for copy in plan.copies:
-                if copy.hf_name is not None:
-                    pieces.setdefault(copy.hf_name, []).append(ExportPiece(member, position, copy))
+            for copy in (copy for copy in plan.copies if copy.hf_name is not None):
+                pieces.setdefault(str(copy.hf_name), []).append(ExportPiece(member, position, copy))
     return ExportUnit(
         pp_rank,
         vp_stage,
