@@ -226,8 +226,8 @@ def _mbridge(folder: Path, rank: int, world: int) -> tuple[Any, Any]:
 
 def export_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
     """`save_hf` into a new folder: everything is on disk when it returns."""
+    from mega_rl.converters.live.export import ModelPlace
     from mega_rl.converters.live.load import load_hf
-    from mega_rl.converters.live.place import ModelPlace
     from mega_rl.converters.live.save import SaveOptions, save_hf
 
     model, sharding, at = module_tree(folder, rank, world, spec="local")
@@ -248,9 +248,8 @@ def export_stream(folder: Path, rank: int, world: int) -> dict[str, Callable[[],
     from mega_rl import accelerator
 
     device = accelerator.prepare("cpu")
-    from mega_rl.converters.live.export import export_hf
+    from mega_rl.converters.live.export import ModelPlace, export_hf
     from mega_rl.converters.live.load import load_hf
-    from mega_rl.converters.live.place import ModelPlace
     from mega_rl.parallel import groups
 
     model, sharding, at = module_tree(folder, rank, world, spec="local")
@@ -300,12 +299,11 @@ def export_save_file_unsynced(folder: Path, rank: int, world: int) -> dict[str, 
 def import_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
     """Offline import into a distributed checkpoint."""
     from mega_rl.converters.offline.convert import import_hf
-    from mega_rl.parallel.layout import ParallelLayout
 
     out = folder.with_name("import_mega_rl")
 
     def go() -> dict[str, Any]:
-        import_hf(folder, out, layout=ParallelLayout(), format="torch_dist")
+        import_hf(folder, out)
         return {}
 
     return {"go": go, "prepare": lambda: shutil.rmtree(out, ignore_errors=True)}

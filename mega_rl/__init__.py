@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mega_rl.algorithms.advantages.base import AdvantageInputs
-    from mega_rl.algorithms.corrections.base import SampledTokens
-    from mega_rl.algorithms.losses.base import PolicyTokens
+    from mega_rl.algorithms.corrections import SampledTokens
+    from mega_rl.algorithms.losses.objectives import PolicyTokens
     from mega_rl.api import (
         Outcome,
         Trainer,
@@ -68,8 +68,8 @@ _OF_API = (
 )  # fmt: skip
 _MODULES = {
     "AdvantageInputs": "mega_rl.algorithms.advantages.base",
-    "PolicyTokens": "mega_rl.algorithms.losses.base",
-    "SampledTokens": "mega_rl.algorithms.corrections.base",
+    "PolicyTokens": "mega_rl.algorithms.losses.objectives",
+    "SampledTokens": "mega_rl.algorithms.corrections",
     "Config": "mega_rl.config.schema",
     "DataContext": "mega_rl.data.rows",
     "RolloutSource": "mega_rl.protocols",

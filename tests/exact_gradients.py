@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.registry import ESTIMATORS
-from mega_rl.algorithms.corrections.registry import CORRECTIONS
+from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, RewardKL
-from mega_rl.algorithms.losses.registry import OBJECTIVES
+from mega_rl.algorithms.losses.objectives import OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.config.schema.algorithms import ADVANTAGES, LOSSES

@@ -1,18 +1,32 @@
-"""Mismatch between the trainer's log-probs and those of the engine that sampled the tokens."""
+"""Mismatch between the trainer's log-probs and those of the engine that sampled the tokens, and importance weights.
+
+The weights of the trainer's policy to what sampled the tokens are measured whether or not a loss uses them:
+
+    token:     w = pi / pi_rollout
+    response:  W = prod w           geometric mean: W^(1 / tokens)
+    effective share of n weights:   (sum w)^2 / (n sum w^2)         Kish 1965: 1 where all are equal, 1/n at worst
+    k3:        mean(w - 1 - log w), an estimate of KL(rollout || trainer)
+    chi2:      mean((w - 1)^2), an estimate of chi^2(trainer || rollout)
+
+Log ratios, also of whole responses, are bounded by +-20 nats.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from mega_rl.algorithms.kl import LOG_RATIO_LIMIT
 
 # Lower ends of the histogram's bins in nats, from the second bin on: the first begins at 0, the last has no end. FP32
 # engines of one kind stay below 1e-5, most tokens of bf16 ones below 0.1.
 BIN_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _NO_TOKENS = (0,) * (len(BIN_EDGES) + 1)
-_NUMBERS = 9  # of a summary, besides its histogram
+_NUMBERS = 9  # numbers of a summary before its histogram
 SUMMARY_SIZE = _NUMBERS + len(_NO_TOKENS)
+IMPORTANCE_SIZE = 15
 
 
 @dataclass(frozen=True)
@@ -32,12 +46,12 @@ class LogprobMismatch:
 
     @property
     def mean(self) -> float:
-        """Mean difference in nats; 0 without tokens."""
+        """Return the mean difference in nats; 0 without tokens."""
         return self.sum / self.count if self.count else 0.0
 
     @property
     def share_of_large(self) -> float:
-        """Share of tokens with a difference of `BIN_EDGES[-1]` = 1 nat or more; 0 without tokens."""
+        """Return the share of tokens with a difference of `BIN_EDGES[-1]` = 1 nat or more; 0 without tokens."""
         return self.histogram[-1] / self.count if self.count else 0.0
 
     def metrics(self, name: str = "rollout/logprob_diff") -> dict[str, float]:
@@ -60,7 +74,7 @@ class LogprobMismatch:
         )
 
     def pack(self, *, rank: int, size: int) -> Tensor:
-        """[size, SUMMARY_SIZE] float64, this rank's summary in row `rank`, zeros elsewhere.
+        """Return [size, SUMMARY_SIZE] float64, this rank's summary in row `rank`, zeros elsewhere.
 
         The elementwise sum over the ranks is what `combine` takes: one collective for everything.
         """
@@ -80,7 +94,7 @@ def logprob_mismatch(
     prompt_index: Tensor,
     sample_index: Tensor,
 ) -> LogprobMismatch:
-    """Mismatch over the masked tokens of one rank.
+    """Return the mismatch over the masked tokens of one rank.
 
     rollout_logprobs, trainer_logprobs: [B, S] floating; loss_mask: [B, S] bool; tokens: [B, S] int64; prompt_index,
     sample_index: [B] int64. The first of several equal differences, row by row, is the worst token.
@@ -107,14 +121,14 @@ def logprob_mismatch(
 
 
 def _histogram(difference: Tensor) -> tuple[int, ...]:
-    """Tokens in each bin; difference: [N] float64, may be infinite."""
+    """Return the number of tokens in each bin; difference: [N] float64, may be infinite."""
     edges = torch.tensor(BIN_EDGES, dtype=torch.float64, device=difference.device)
     bins = torch.bucketize(difference, edges, right=True)
     return tuple(torch.bincount(bins, minlength=len(_NO_TOKENS)).tolist())
 
 
 def combine(packed: Tensor) -> LogprobMismatch:
-    """Mismatch over all ranks.
+    """Return the mismatch over all ranks.
 
     packed: [ranks, SUMMARY_SIZE] float64, the sum over ranks of what each one's `LogprobMismatch.pack` returned. Equal
     worst differences are settled by (prompt, sample, position), so it does not matter which rank held which row.
@@ -124,32 +138,71 @@ def combine(packed: Tensor) -> LogprobMismatch:
     if not filled:
         return LogprobMismatch(sum=0.0, count=0, max=0.0)
     worst = min(filled, key=lambda row: (-row.max, row.prompt_index, row.sample_index, row.position))
-    return LogprobMismatch(
+    return replace(
+        worst,
         sum=sum(row.sum for row in filled),
         count=sum(row.count for row in filled),
-        max=worst.max,
-        prompt_index=worst.prompt_index,
-        sample_index=worst.sample_index,
-        position=worst.position,
-        token_id=worst.token_id,
-        rollout_logprob=worst.rollout_logprob,
-        trainer_logprob=worst.trainer_logprob,
         histogram=tuple(sum(bin_counts) for bin_counts in zip(*(row.histogram for row in filled), strict=True)),
     )
 
 
 def _unpack(values: list[float]) -> LogprobMismatch:
-    numbers, histogram = values[:_NUMBERS], values[_NUMBERS:]
-    total, count, largest, prompt_index, sample_index, position, token_id, rollout_logprob, trainer_logprob = numbers
-    return LogprobMismatch(
-        sum=total,
-        count=int(count),
-        max=largest,
-        prompt_index=int(prompt_index),
-        sample_index=int(sample_index),
-        position=int(position),
-        token_id=int(token_id),
-        rollout_logprob=rollout_logprob,
-        trainer_logprob=trainer_logprob,
-        histogram=tuple(int(tokens) for tokens in histogram),
+    total, count, largest, prompt_index, sample_index, position, token_id, rollout, trainer = values[:_NUMBERS]
+    place = int(prompt_index), int(sample_index), int(position), int(token_id)
+    histogram = tuple(int(tokens) for tokens in values[_NUMBERS:])
+    return LogprobMismatch(total, int(count), largest, *place, rollout, trainer, histogram)
+
+
+def importance_summary(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Return [IMPORTANCE_SIZE] float64: sums and extremes over this rank's tokens and responses.
+
+    logprobs, rollout_logprobs: [B, S] floating, of the trainer and of what sampled; mask: [B, S] bool.
+    """
+    mask = mask.cpu()
+    rows = mask.any(dim=1)
+    if not rows.any():
+        return torch.zeros(IMPORTANCE_SIZE, dtype=torch.float64)
+    trainer, rollout = (torch.where(mask, x.cpu().double(), 0.0) for x in (logprobs, rollout_logprobs))
+    log_ratio = trainer - rollout
+    tokens = log_ratio[mask].clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    weights, distance = tokens.exp(), torch.expm1(tokens)
+    response = log_ratio.sum(dim=1)[rows]
+    geometric = (response / mask.sum(dim=1)[rows]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    products = response.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    numbers = [
+        mask.sum(), trainer.sum(), rollout.sum(), weights.sum(), weights.square().sum(),
+        (distance - tokens).sum(), distance.square().sum(), weights.min(), weights.max(),
+        rows.sum(), products.sum(), products.square().sum(), products.max(), geometric.min(), geometric.max(),
+    ]  # fmt: skip
+    return torch.stack([number.double() for number in numbers])
+
+
+def importance_metrics(summaries: Tensor) -> dict[str, float]:
+    """Return the numbers over all ranks from each one's summary, [ranks, IMPORTANCE_SIZE]; empty without tokens."""
+    filled = summaries[summaries[:, 0] > 0]
+    if not len(filled):
+        return {}
+    tokens, trainer, rollout, weights, squares, k3, chi2, _, _, rows, products, product_squares = (
+        filled[:, :12].sum(dim=0).tolist()
     )
+    least, geometric_least = filled[:, 7].min(), filled[:, 13].min()
+    most, product_most, geometric_most = filled[:, [8, 12, 14]].max(dim=0).values.tolist()
+    return {
+        "importance/weight_min": float(least),
+        "importance/weight_max": most,
+        "importance/weight_mean": weights / tokens,
+        "importance/effective_fraction": weights**2 / (tokens * squares),
+        "importance/k3": k3 / tokens,
+        "importance/chi2": chi2 / tokens,
+        "importance/response_weight_mean": products / rows,
+        "importance/response_weight_max": product_most,
+        "importance/response_effective_fraction": products**2 / (rows * product_squares),
+        "importance/response_geometric_min": float(geometric_least),
+        "importance/response_geometric_max": geometric_most,
+        "importance/trainer_perplexity": _perplexity(trainer / tokens),
+        "importance/rollout_perplexity": _perplexity(rollout / tokens),
+    }
+
+
+def _perplexity(mean_logprob: float) -> float:
+    return float(torch.tensor(-mean_logprob, dtype=torch.float64).exp())

@@ -26,7 +26,7 @@ class Moments:
 
 
 def global_moments(x: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = identity) -> Moments:
-    """Moments of `x[mask]` over all ranks.
+    """Return the moments of `x[mask]` over all ranks.
 
     x: any shape, floating; mask: same shape, bool. Two passes (the mean first, then squared distances to it) with
     float64 sums, because E[x^2] - E[x]^2 loses every digit when the mean is large against the spread. `sum_over_ranks`
@@ -50,7 +50,7 @@ def whiten(
     shift_mean: bool = True,
     eps: float = 1e-8,
 ) -> Tensor:
-    """`x` with mean 0 (unless `shift_mean` is false) and variance 1 over the global batch; 0 off the mask.
+    """Return `x` with mean 0 (unless `shift_mean` is false) and variance 1 over the global batch; 0 off the mask.
 
         y = (x - mean) / sqrt(variance + eps)   [+ mean]
 

@@ -7,13 +7,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
-from mega_rl.algorithms.advantages.registry import ESTIMATORS
-from mega_rl.algorithms.corrections.base import Correction
-from mega_rl.algorithms.corrections.registry import CORRECTIONS
+from mega_rl.algorithms.corrections import CORRECTIONS, Correction
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
-from mega_rl.algorithms.losses.base import PolicyObjective
-from mega_rl.algorithms.losses.registry import OBJECTIVES
+from mega_rl.algorithms.losses.objectives import OBJECTIVES, PolicyObjective
 from mega_rl.config.needs import kl_estimator
 from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects, settings_of
 from mega_rl.config.schema import Config

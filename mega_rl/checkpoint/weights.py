@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -13,11 +12,8 @@ from mega_rl.checkpoint.format.reader import Checkpoint as RunCheckpoint
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.transformers_names import disk_tensors
-from mega_rl.converters.offline import formats as checkpoints
-from mega_rl.converters.offline.dist_keys import whole_model
-from mega_rl.converters.offline.dist_metadata import Chunk, DistTensor
-from mega_rl.converters.offline.formats import ShapeAndDtype, assembled
-from mega_rl.converters.offline.slabs import Slabs
+from mega_rl.converters.offline.checkpoint import ShapeAndDtype, WeightFiles, open_boxes
+from mega_rl.converters.offline.torch_dist import Chunk, DistTensor
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import Home
 from mega_rl.converters.plan.parameters import hf_tensors
@@ -30,7 +26,7 @@ HEADS: Mapping[str, Head] = {"actor": "lm", "critic": "value", "reference": "lm"
 _FSDP_HEAD = "score.weight"  # whatever the checkpoint calls it that the model came from
 
 
-def open_weights(folder: Path, *, role: str, reference: Path) -> checkpoints.WeightFiles:
+def open_weights(folder: Path, *, role: str, reference: Path) -> WeightFiles:
     """Open the weights of a role of `HEADS` in one checkpoint of a run, with all of their checksums compared.
 
     `reference`: folder of the Hugging Face checkpoint that the model came from; its config.json is read.
@@ -62,7 +58,7 @@ def _open_megatron(
     sharding: Sharding,
     pieces: Mapping[str, Sequence[StoredPiece]],
     shapes: Mapping[str, tuple[int, ...]],
-) -> checkpoints.WeightFiles:
+) -> WeightFiles:
     """Open weights under Megatron-Core's names: separate layers, in boxes as in a distributed checkpoint."""
     tensors = {
         key: DistTensor(
@@ -71,23 +67,7 @@ def _open_megatron(
         for key, of_one in pieces.items()
         if of_one
     }
-    slabs = Slabs(folder, sharding, tensors, info=_chunk_info)
-    plans = whole_model(replace(sharding, padded_vocab=sharding.hf.vocab_size), origin="canonical")
-    present = {plan.canonical: slabs.add(plan) for plan in plans}
-    absent = tuple(plan.canonical for plan in plans if plan.optional and not present[plan.canonical])
-    problems = [f"{folder}: {name} is missing" for name, there in present.items() if not there and name not in absent]
-    problems += [f"{folder}: {key} is not part of the {sharding.hf.family} model" for key in set(tensors) - slabs.used]
-    problems += slabs.problems
-    if problems:
-        raise UserErrors(sorted(problems))
-    return assembled(folder, "torch_dist", sharding, slabs.infos, slabs.homes, (), absent, None)
-
-
-def _chunk_info(name: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) -> TensorInfo:
-    """Return where a piece lies, as a matrix or vector."""
-    numel = prod(chunk.sizes)
-    shape = (numel,) if as_vector else (prod(chunk.sizes[:-1]), chunk.sizes[-1])
-    return TensorInfo(name, tensor.dtype, shape, chunk.file, chunk.offset, chunk.length)
+    return open_boxes(folder, sharding, tensors, lambda tensor, chunk: chunk.offset)
 
 
 def _open_fsdp(
@@ -95,7 +75,7 @@ def _open_fsdp(
     sharding: Sharding,
     pieces: Mapping[str, Sequence[StoredPiece]],
     shapes: Mapping[str, tuple[int, ...]],
-) -> checkpoints.WeightFiles:
+) -> WeightFiles:
     """Open weights under transformers' names, in rows; the experts of a layer are in two tensors."""
     hf = sharding.hf
     infos: dict[str, TensorInfo] = {}
@@ -113,7 +93,7 @@ def _open_fsdp(
             homes[on_disk] = list(_homes(on_disk, disk.row, disk.shape, name, of_one, shapes[name]))
     _check_shapes(folder, hf, sharding.head, wholes)
     files = CheckpointReader(folder, tensors=infos)
-    return checkpoints.WeightFiles(folder, "hf", sharding, wholes, files, homes)
+    return WeightFiles(folder, "hf", sharding, wholes, files, homes)
 
 
 def _homes(

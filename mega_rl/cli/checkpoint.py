@@ -14,7 +14,7 @@ from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import checkpoint as hub_checkpoint
 from mega_rl.cli.options import choose
-from mega_rl.cli.text.convert import print_report, progress_bar
+from mega_rl.cli.text.convert import print_report, showing
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
 
@@ -105,16 +105,17 @@ def export(
     model: dict[str, Any] = manifest if isinstance(manifest, dict) else {}
     source = reference or _origin(model, folder, role)
     trained = {"bf16": "bfloat16", "fp32": "float32"}.get(str(model.get("dtype")))
-    with progress_bar() as progress:
+    with showing():
         from mega_rl.checkpoint.weights import open_weights
-        from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
+        from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
+        from mega_rl.converters.offline.writing import WriteOptions
 
         report = export_checkpoint(
             folder,
             target,
             reference=source,
             options=ExportOptions(dtype=dtype or trained),
-            writing=WriteOptions(overwrite, jobs, progress),
+            writing=WriteOptions(overwrite, jobs),
             opened=lambda: open_weights(folder, role=role, reference=source),
         )
     print_report(target, report, as_json)

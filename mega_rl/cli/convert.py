@@ -25,7 +25,7 @@ from mega_rl.cli.text.convert import (
     print_facts,
     print_report,
     print_verification,
-    progress_bar,
+    showing,
 )
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Sharding, check_layout
@@ -69,14 +69,12 @@ def inspect(
     """Show a checkpoint and what each rank of a layout would hold of it. config.json is enough."""
     layout = sizes.layout()
     if not _is_hf(path):
-        from mega_rl.converters.offline.formats import open_checkpoint
+        from mega_rl.converters.offline.checkpoint import open_checkpoint
 
         with open_checkpoint(path) as opened:
             facts = {
                 "kind": opened.kind,
                 "family": opened.hf.family,
-                "layout": str(opened.sharding.layout),
-                "spec": opened.sharding.spec,
                 "head": opened.sharding.head,
                 "parameters": len(opened.tensors),
                 "elements": sum(math.prod(t.shape) for t in opened.tensors.values()),
@@ -105,50 +103,24 @@ def inspect(
 
 
 @app.command("import")
-@with_options
 def import_(
     source: HfDir,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
-    sizes: LayoutOptions = LayoutOptions(),
-    kind: Annotated[
-        str,
-        typer.Option("--format", help="torch_dist (Megatron-Core's, loads in any layout) or ranks (a file per rank)."),
-    ] = "torch_dist",
-    spec: Spec = "te",
     head: Head = "lm",
     mtp: Mtp = "drop",
     dtype: Dtype = None,
-    vocab: Annotated[
-        int | None, typer.Option("--padded-vocab", min=1, help="Rows of the embedding; default: a multiple of --tp.")
-    ] = None,
     allow_missing: AllowMissing = None,
     overwrite: Overwrite = False,
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
-    """Write a Hugging Face checkpoint as a Megatron-Core one."""
-    choose("--format", kind, ("torch_dist", "ranks"))
-    choose("--spec", spec, ("te", "local"))
-    _sharding(source, layout := sizes.layout(), head=head, mtp=mtp)
-    with progress_bar() as progress:
+    """Write a Hugging Face checkpoint as Megatron-Core's distributed one, which loads under any layout."""
+    _sharding(source, ParallelLayout(), head=head, mtp=mtp)
+    with showing():
         from mega_rl.converters.offline.convert import ImportOptions, WriteOptions, import_hf
 
-        options = ImportOptions(
-            spec=spec,  # type: ignore[arg-type]
-            head=head,  # type: ignore[arg-type]
-            mtp=mtp,  # type: ignore[arg-type]
-            dtype=dtype,
-            padded_vocab=vocab,
-            allow_missing=allow_missing or (),
-        )
-        report = import_hf(
-            source,
-            target,
-            layout=layout,
-            format=kind,  # type: ignore[arg-type]
-            options=options,
-            writing=WriteOptions(overwrite, jobs, progress),
-        )
+        options = ImportOptions(head, mtp, dtype, allow_missing or ())  # type: ignore[arg-type]
+        report = import_hf(source, target, options=options, writing=WriteOptions(overwrite, jobs))
     print_report(target, report, as_json)
 
 
@@ -177,61 +149,15 @@ def export(
         choose("--experts", experts, ("per_expert", "fused"))
     choose("--mtp", mtp, ("keep", "drop"))
     shard_bytes = parse_size(shard_size)
-    with progress_bar() as progress:
+    with showing():
         from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
 
-        options = ExportOptions(
-            shard_bytes=shard_bytes,
-            experts=experts,  # type: ignore[arg-type]
-            dtype=dtype,
-            mtp=mtp,  # type: ignore[arg-type]
-        )
         report = export_checkpoint(
             source,
             target,
             reference=reference,
-            options=options,
-            writing=WriteOptions(overwrite, jobs, progress),
-        )
-    print_report(target, report, as_json)
-
-
-@app.command()
-@with_options
-def reshard(
-    source: Annotated[Path, typer.Argument(metavar="CKPT", help="Rank files or a distributed checkpoint.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
-    sizes: LayoutOptions = LayoutOptions(),
-    kind: Annotated[str | None, typer.Option("--format", help="torch_dist or ranks; default: as the source.")] = None,
-    reference: Annotated[
-        Path | None, typer.Option("--hf", metavar="HF_DIR", help="The model's config, where the source holds none.")
-    ] = None,
-    spec: Annotated[str | None, typer.Option("--spec", help="te or local; default: as the source.")] = None,
-    vocab: Annotated[
-        int | None, typer.Option("--padded-vocab", min=1, help="Rows of the embedding; default: a multiple of --tp.")
-    ] = None,
-    overwrite: Overwrite = False,
-    jobs: Jobs = None,
-    as_json: Json = False,
-) -> None:
-    """Write a Megatron-Core checkpoint under another layout or in the other format."""
-    if kind is not None:
-        choose("--format", kind, ("torch_dist", "ranks"))
-    if spec is not None:
-        choose("--spec", spec, ("te", "local"))
-    layout = sizes.layout()
-    with progress_bar() as progress:
-        from mega_rl.converters.offline import convert as offline
-
-        report = offline.reshard(
-            source,
-            target,
-            layout=layout,
-            format=kind,  # type: ignore[arg-type]
-            reference=reference,
-            spec=spec,  # type: ignore[arg-type]
-            padded_vocab=vocab,
-            writing=offline.WriteOptions(overwrite, jobs, progress),
+            options=ExportOptions(shard_bytes, experts, dtype, mtp),  # type: ignore[arg-type]
+            writing=WriteOptions(overwrite, jobs),
         )
     print_report(target, report, as_json)
 
@@ -301,16 +227,13 @@ def verify(
     """Check a conversion: every element planned once, names, every bit, and on request logits against transformers."""
     layout = sizes.layout()
     sharding = _sharding(first, layout, head=head, mtp=mtp)
-    with progress_bar() as progress:
-        from mega_rl.converters.offline.verification import verify_checkpoint
+    with showing():
+        from mega_rl.converters.offline.compare import verify_checkpoint
 
-        report = verify_checkpoint(
-            first, second, sharding=sharding, allow_missing=allow_missing or (), progress=progress
-        )
+        report = verify_checkpoint(first, second, sharding=sharding, allow_missing=allow_missing or ())
     parity = None
     if logits and is_main():
-        with progress_bar() as progress:
-            progress.start(0, "comparing logits with transformers")
+        with showing("comparing logits with transformers"):
             from mega_rl.verify.twin.compare import compare_twin
 
             parity = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
@@ -327,10 +250,10 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show which tensors differ between two checkpoints, and by how much."""
-    with progress_bar() as progress:
-        from mega_rl.converters.offline.verification import compare_checkpoints
+    with showing():
+        from mega_rl.converters.offline.compare import compare_checkpoints
 
-        comparison = compare_checkpoints(first, second, allow_missing=allow_missing or (), progress=progress)
+        comparison = compare_checkpoints(first, second, allow_missing=allow_missing or ())
     print_comparison(comparison, as_json)
     if not comparison.equal:
         raise typer.Exit(EXIT_DIFFERS)

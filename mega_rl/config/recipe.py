@@ -29,11 +29,9 @@ def _parsed(text: str, create: Any) -> Any:
     try:
         for event in yaml.parse(text):
             # A few lines of anchors and aliases can stand for more than a memory holds.
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                line = f"line {event.start_mark.line + 1}"
-                raise UserError(
-                    f"{line}: anchors (&) and aliases (*) are not read: {shown(event.anchor)}; write it out"
-                )
+            if anchor := getattr(event, "anchor", None):
+                line = 1 + (event.start_mark.line if event.start_mark else 0)
+                raise UserError(f"line {line}: anchors (&) and aliases (*) are not read: {shown(anchor)}; write it out")
         return OmegaConf.to_container(create())
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""

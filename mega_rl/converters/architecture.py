@@ -1,6 +1,6 @@
 """The architecture of a decoder-only model, normalised: what every spelling of config.json comes down to.
 
-Nothing here knows a file format or a family's name. Imports the standard library only.
+Nothing here knows a file format or a family's name.
 """
 
 from __future__ import annotations

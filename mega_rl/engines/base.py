@@ -14,8 +14,7 @@ from torch import Tensor
 from mega_rl.config.attention import Role
 from mega_rl.config.schema import EngineConfig, MicrobatchConfig, ModelConfig, OptimConfig
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.live.export import export_hf
-from mega_rl.converters.live.place import ModelPlace
+from mega_rl.converters.live.export import ModelPlace, export_hf
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.engines.microbatches import Batching

@@ -26,7 +26,6 @@ from mega_rl.converters.live.model_config import (
     gpt_model_kwargs,
     transformer_config_kwargs,
     unfused,
-    uses_mla,
 )
 from mega_rl.converters.plan.sharding import Head, Spec
 from mega_rl.errors import UserError
@@ -96,7 +95,7 @@ def transformer_config(
     }
     if settings.megatron.ddp.implementation == "torch_fsdp2":
         kwargs["gradient_accumulation_fusion"] = False  # its kernels add into main_grad, which FSDP2 does not have
-    config = (MLATransformerConfig if uses_mla(hf) else TransformerConfig)(**kwargs)
+    config = (MLATransformerConfig if hf.mla is not None else TransformerConfig)(**kwargs)
     for name, value in extra_config_attributes(hf).items():
         setattr(config, name, value)
     if not attention.startswith(TE):

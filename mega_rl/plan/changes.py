@@ -10,7 +10,7 @@ from mega_rl.config.keys import value_of, with_settings
 from mega_rl.config.needs import has_several_models, unmet
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
-from mega_rl.converters.hf.facts import facts_of
+from mega_rl.converters.hf.config import facts_of
 from mega_rl.plan.generation import weight_bytes
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.verdict import FitVerdict, judge

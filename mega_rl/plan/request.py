@@ -14,8 +14,7 @@ from mega_rl.config.rules import check
 from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.converters.hf.facts import facts_of
+from mega_rl.converters.hf.config import facts_of, read_hf_config
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.setup import Machine, RunSetup

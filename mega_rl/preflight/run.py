@@ -12,7 +12,7 @@ from mega_rl.config.plugins.choices import CHOICES
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.hf.facts import facts_of
+from mega_rl.converters.hf.config import facts_of
 from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
 from mega_rl.errors import UserErrors
 from mega_rl.preflight.checkpoints import (

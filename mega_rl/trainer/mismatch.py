@@ -10,8 +10,15 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.importance import IMPORTANCE_SIZE, importance_metrics, importance_summary
-from mega_rl.algorithms.mismatch import SUMMARY_SIZE, LogprobMismatch, combine, logprob_mismatch
+from mega_rl.algorithms.mismatch import (
+    IMPORTANCE_SIZE,
+    SUMMARY_SIZE,
+    LogprobMismatch,
+    combine,
+    importance_metrics,
+    importance_summary,
+    logprob_mismatch,
+)
 from mega_rl.errors import RunError
 from mega_rl.protocols import Ranks
 from mega_rl.trainer.rows import token_versions

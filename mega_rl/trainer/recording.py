@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.corrections.base import Correction, SampledTokens
+from mega_rl.algorithms.corrections import Correction, SampledTokens
 from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.metrics.records import to_json_value

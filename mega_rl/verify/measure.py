@@ -25,7 +25,7 @@ from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.norms import norm
 from mega_rl.algorithms.kl import FixedKL, k3
-from mega_rl.algorithms.losses.ppo import PPO
+from mega_rl.algorithms.losses.objectives import PPO
 from mega_rl.config.attention import RequestedAttention
 from mega_rl.config.schema import (
     EngineConfig,

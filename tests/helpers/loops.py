@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.algorithms.advantages.gae import GAE
-from mega_rl.algorithms.advantages.grpo import GRPO
+from mega_rl.algorithms.advantages.groups import GRPO
+from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.kl import FixedKL
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.trainer.collect import Batch, Collector, SamplingPlan

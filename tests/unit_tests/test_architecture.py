@@ -31,8 +31,7 @@ DEEP_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS: dict[str, int] = {
     "cli/checkpoint.py: export": 9,
     "cli/convert.py: export": 10,
-    "cli/convert.py: import_": 13,
-    "cli/convert.py: reshard": 10,
+    "cli/convert.py: import_": 9,
     "cli/plan.py: plan": 11,
     "engines/fsdp/attention.py: _attention": 11,  # upstream: AttentionInterface of transformers
     "models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
@@ -63,7 +62,7 @@ READ_THE_ENVIRONMENT = [
     "cli/train.py",
     "cli/verify.py",
     "converters/live/copying.py",
-    "converters/offline/world.py",
+    "converters/offline/writing.py",
     "cores.py",
     "environment.py",
     "health/flight_recorder.py",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from mega_rl.algorithms.statistics import SumOverRanks
@@ -25,7 +26,7 @@ class AdvantageInputs:
     sum_over_ranks: SumOverRanks  # over data parallelism
     # [B] float32, of the greedy response to the row's prompt, NaN where that has failed; None: no estimator needs it
     greedy_rewards: Tensor | None = None
-    reward_parts: RewardParts | None = None  # of which `rewards` is the weighted sum; None of rewards that are numbers
+    reward_parts: RewardParts | None = None  # `rewards` is their weighted sum; None: rewards are single numbers
 
 
 class AdvantageEstimator(Protocol):
@@ -34,3 +35,8 @@ class AdvantageEstimator(Protocol):
     def __call__(self, inputs: AdvantageInputs, /) -> tuple[Tensor, Tensor]:
         """Return (advantages, value targets), [B, S] float32 each, 0 off the loss mask; zeros without a critic."""
         ...
+
+
+def without_values(advantages: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the advantages of an estimator that needs no critic, with value targets of 0."""
+    return advantages, torch.zeros_like(advantages)

@@ -1,4 +1,4 @@
-"""Aggregation of the losses of single tokens into one number.
+"""Aggregate the losses of single tokens into one number.
 
 Every aggregation is a weighted sum: loss = sum over all ranks and micro-batches of weight * token_loss. The
 denominators are those of the whole mini-batch, counted before the backward, so neither the loss nor its gradient
@@ -42,7 +42,7 @@ def sequence_mean_token_mean(row_tokens: Tensor, over: Denominators) -> Tensor:
 
 
 def sequence_mean_token_sum(row_tokens: Tensor, over: Denominators) -> Tensor:
-    """Return 1 / M: a sequence counts as much as it is long."""
+    """Return 1 / M: a sequence counts in proportion to its length."""
     return torch.full_like(row_tokens, 1.0 / over.sequences)
 
 
@@ -70,7 +70,7 @@ AGGREGATIONS: dict[str, Aggregation] = {
 
 
 def token_and_sequence_counts(mask: Tensor) -> Tensor:
-    """[2] float64: response tokens, and rows that have any; sum it over data parallel to get the global counts."""
+    """Return [2] float64: response tokens, and rows that have any; its sum over data parallel has the global counts."""
     per_row = mask.sum(dim=1)
     return torch.stack([per_row.sum(), (per_row > 0).sum()]).double()
 
@@ -85,7 +85,7 @@ def loss_weights(
     prompt_index: Tensor | None = None,
     prompt_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Weight of each token's loss in the mini-batch's loss; [B, S] float32, 0 off the mask.
+    """Return the weight of each token's loss in the mini-batch's loss; [B, S] float32, 0 off the mask.
 
     mask [B, S] bool; this rank's rows, which must hold whole responses. A row without response tokens weighs 0.
     global_tokens and global_sequences are the sums of `token_and_sequence_counts` over the whole mini-batch. A mean

@@ -1,4 +1,4 @@
-"""The loss of a policy: an objective of advantages, an entropy bonus and a KL term."""
+"""The loss of a policy (an objective of advantages, an entropy bonus, a KL term) and maximum likelihood."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.distribution import histogram_where
 from mega_rl.algorithms.kl import KLEstimator, clamped_log_ratio, kl_penalty
-from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
+from mega_rl.algorithms.losses.objectives import PolicyObjective, PolicyTokens
 from mega_rl.protocols import LossOutput
 
 
@@ -79,3 +79,13 @@ def policy_loss(
     minima = {"actor/ratio_min": torch.where(active, ratio, torch.inf).min()}
     histograms = {"actor/ratio": histogram_where(log_ratio.detach(), active)}
     return LossOutput(loss=loss, sums=sums, maxima=maxima, minima=minima, log_histograms=histograms)
+
+
+def nll_loss(logprobs: Tensor, *, loss_weights: Tensor) -> LossOutput:
+    """Return the loss of maximum likelihood on given responses, `-sum(w * logprob)`; reports "sft/loss".
+
+    logprobs, loss_weights: one shape, float32; the weights are those of algorithms.losses.aggregation, so the sum over
+    micro-batches and ranks is the global mean. Tokens of weight 0 touch neither loss nor gradient.
+    """
+    loss = -(loss_weights * logprobs.where(loss_weights != 0, 0.0)).sum()
+    return LossOutput(loss=loss, sums={"sft/loss": loss})

@@ -17,7 +17,7 @@ def clipped_value_loss(
     token_weights: Tensor,
     value_clip: float,
 ) -> LossOutput:
-    """The critic's loss on one micro-batch, a share of the mini-batch's.
+    """Return the critic's loss on one micro-batch, a share of the mini-batch's.
 
         near = old + clip(V - old, -value_clip, value_clip)
         loss = sum w * max((V - R)^2, (near - R)^2) / 2
@@ -25,7 +25,7 @@ def clipped_value_loss(
     w is `token_weights`, 1 / (tokens of the global mini-batch): the mean over tokens, whatever aggregation the policy's
     loss has, whose scale would otherwise be the critic's too (that of a sum over a response is hundreds of times
     larger, and its gradient always clipped). All tensors share one shape, packed or padded; float32. value_clip 0 turns
-    the clipping off. What stands where `token_weights` is 0 touches neither loss nor gradient.
+    the clipping off. Values where `token_weights` is 0 touch neither loss nor gradient.
 
     sums: critic/loss; critic/clip_fraction (tokens whose gradient the clip cut off),
     critic/value_mean, critic/return_mean, token means. maxima: critic/error_max, the largest |V - R|.
@@ -60,7 +60,7 @@ def clipped_value_loss(
 def explained_variance(
     values: Tensor, returns: Tensor, mask: Tensor, *, sum_over_ranks: SumOverRanks = identity
 ) -> Tensor:
-    """1 - Var[returns - values] / Var[returns] over the global batch, scalar float64; at most 1.
+    """Return 1 - Var[returns - values] / Var[returns] over the global batch, scalar float64; at most 1.
 
     values, returns [B, S] float32; mask [B, S] bool. 1 is a perfect critic, 0 one no better than a constant. Where all
     returns are equal (variance 0) the ratio has no meaning and the result is 0.

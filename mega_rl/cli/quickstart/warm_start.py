@@ -15,7 +15,7 @@ from torch import Tensor
 from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.losses.aggregation import loss_weights, token_mean
-from mega_rl.algorithms.losses.supervised import nll_loss
+from mega_rl.algorithms.losses.policy import nll_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.assemble import build_actor, session
 from mega_rl.config.schema import Config

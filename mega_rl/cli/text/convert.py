@@ -18,8 +18,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import in_units
 
 if TYPE_CHECKING:
-    from mega_rl.converters.offline.compare import Comparison
-    from mega_rl.converters.offline.verification import Verification
+    from mega_rl.converters.offline.compare import Comparison, Verification
     from mega_rl.verify.twin.compare import Parity
 
 SHOWN = 20  # names listed of each kind; --json has them all
@@ -30,37 +29,12 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class _Phase:
-    """A conversion as a phase of progress."""
-
-    def __init__(self) -> None:
-        self._phase: progress.Phase | None = None
-
-    def start(self, total_bytes: int, label: str) -> None:
-        self.end()
-        self._phase = progress.begin(label, total=total_bytes or None, unit="B" if total_bytes else "")
-
-    def advance(self, num_bytes: int) -> None:
-        if self._phase is not None:
-            self._phase.advance(num_bytes)
-            seconds = max(self._phase.elapsed_s, 1e-3)
-            self._phase.note = f"{self._phase.done / seconds / 1e6:,.0f} MB/s"
-
-    def end(self) -> None:
-        if self._phase is not None:
-            self._phase.end()
-
-
 @contextmanager
-def progress_bar() -> Iterator[_Phase]:
-    """Show bytes, speed and time on rank 0's terminal while the block runs, and first that PyTorch is imported."""
+def showing(label: str = "importing PyTorch") -> Iterator[None]:
+    """Show the progress of the block on rank 0's terminal, and `label` while nothing in it can be counted."""
     progress.show_progress()
-    phase = _Phase()
-    phase.start(0, "importing PyTorch")
-    try:
-        yield phase
-    finally:
-        phase.end()
+    with progress.phase(label):
+        yield
 
 
 def print_facts(facts: dict[str, Any], as_json: bool) -> None:

@@ -1,7 +1,7 @@
 """The entry of a model family: its table of rules, what its Hugging Face code hard-wires, and where it can be used.
 
 Everything that the package has to know of one family and not of another is a field here, so that no other module names
-a family. Imports neither torch nor transformers.
+a family.
 """
 
 from __future__ import annotations

@@ -49,11 +49,8 @@ LATENT_ATTENTION = in_layers(
     row("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "o"),
 )
 
-EXPERT_BIAS = copy(
-    "mlp.router.expert_bias",
-    "mlp.gate.e_score_correction_bias",
-    "experts",
-    when=["moe", "expert_bias"],
+EXPERT_BIAS = replace(
+    copy("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "experts", when=["moe", "expert_bias"]),
     float32=True,
 )
 SHARED_MOE = in_layers(MOE_NORM, ROUTER, EXPERT_BIAS, *EXPERTS, *shared_experts("mlp.shared_experts"))

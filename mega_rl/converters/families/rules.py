@@ -1,12 +1,11 @@
 """The vocabulary of the family tables: which Hugging Face tensors make which Megatron-Core parameter.
 
 A rule names a parameter, the tensors on disk that fill it, and how a row of the parameter relates to a row of a tensor.
-Loading, export, resharding and the completeness proof are all derived from these rules (see plan.py), so a rule is
-written once and holds in both directions.
+Loading, export and the completeness proof are all derived from these rules (see `plan`), so a rule is written once and
+holds in both directions.
 
 Parameters have the names of a model under a local layer spec, with `{layer}` and `{expert}` for indices; `te` is the
-name under Transformer Engine's spec where it differs, other than an expert's. Tensors on disk are named likewise.
-Imports the standard library only.
+name under Transformer Engine's spec if it differs, except an expert's. Names of tensors on disk have the same form.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 # How tensors are stacked into a parameter and how tensor parallelism cuts it; blocks.py has the arithmetic.
@@ -73,24 +73,30 @@ class Rule:
         return re.sub(r"local_experts\.\{expert\}\.(.*)", r"\1{expert}", self.param)
 
 
-def vocab(param: str, name: str) -> Rule:
-    """Return the rule of a [vocab, hidden] table: rows cut over tensor parallel, zero rows up to the padded size."""
-    return Rule(param, "vocab", (Source(name, ("vocab", "hidden")),))
-
-
-def copy(
+def _single(
+    primitive: Primitive,
     param: str,
     name: str,
     *shape: str,
     te: str = "",
     when: Sequence[str] = (),
     stacked: bool = False,
+    transposed: bool = False,
     together: str = "",
-    float32: bool = False,
 ) -> Rule:
-    """Return the rule of a parameter that every tensor-parallel rank holds whole."""
-    source = Source(name, shape, stacked)
-    return Rule(param, "copy", (source,), te, tuple(when), together=together, float32=float32)
+    """Return the rule of a parameter that one tensor fills."""
+    source = Source(name, shape, stacked, transposed)
+    return Rule(param, primitive, (source,), te, tuple(when), together=together)
+
+
+copy = partial(_single, "copy")  # every tensor-parallel rank holds the whole parameter
+col = partial(_single, "col")  # column-parallel weight or bias: output rows are cut over tensor parallel
+row = partial(_single, "row")  # row-parallel weight: input columns are cut over tensor parallel
+
+
+def vocab(param: str, name: str) -> Rule:
+    """Return the rule of a [vocab, hidden] table: rows cut over tensor parallel, zero rows up to the padded size."""
+    return _single("vocab", param, name, "vocab", "hidden")
 
 
 def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
@@ -101,23 +107,6 @@ def qkv(param: str, name: str, *columns: str, when: Sequence[str] = ()) -> Rule:
     parts = {"q": "q", "k": "kv", "v": "kv"}
     sources = tuple(Source(name.replace("{part}", part), (rows, *columns)) for part, rows in parts.items())
     return Rule(param, "qkv", sources, when=tuple(when))
-
-
-def col(param: str, name: str, *shape: str, when: Sequence[str] = ()) -> Rule:
-    """Return the rule of a column-parallel weight or bias: output rows cut over tensor parallel."""
-    return Rule(param, "col", (Source(name, shape),), when=tuple(when))
-
-
-def row(
-    param: str,
-    name: str,
-    *shape: str,
-    when: Sequence[str] = (),
-    stacked: bool = False,
-    transposed: bool = False,
-) -> Rule:
-    """Return the rule of a row-parallel weight: input columns cut over tensor parallel."""
-    return Rule(param, "row", (Source(name, shape, stacked, transposed),), when=tuple(when))
 
 
 def gated(param: str, name: str, *shape: str, parts: Sequence[str] = ("gate", "up"), when: Sequence[str] = ()) -> Rule:
@@ -141,15 +130,16 @@ def fused_gated(
     return Rule(param, "gated", sources, when=tuple(when))
 
 
-def in_layers(*rules: Rule) -> tuple[Rule, ...]:
+def in_layers(*rules: Rule, prefix: str = DECODER_LAYER, scope: Scope = "layer") -> tuple[Rule, ...]:
     """Return the rules with the prefixes of a layer, each holding once for every layer of the decoder."""
     return tuple(
         replace(
             rule,
-            param=DECODER_LAYER + rule.param,
-            te=DECODER_LAYER + rule.te if rule.te else "",
+            param=prefix + rule.param,
+            te=prefix + rule.te if rule.te else "",
             sources=tuple(replace(source, name=DISK_LAYER + source.name) for source in rule.sources),
-            scope="layer",
+            scope=scope,
+            when=(*rule.when, "mtp") if scope == "mtp" else rule.when,
         )
         for rule in rules
     )
@@ -157,22 +147,13 @@ def in_layers(*rules: Rule) -> tuple[Rule, ...]:
 
 def of_mtp(*rules: Rule) -> tuple[Rule, ...]:
     """Return the rules, with the prefixes of a layer, of what multi-token prediction adds to it."""
-    return tuple(
-        replace(
-            rule,
-            param="mtp.layers.{mtp}." + rule.param,
-            sources=tuple(replace(source, name=DISK_LAYER + source.name) for source in rule.sources),
-            scope="mtp",
-            when=(*rule.when, "mtp"),
-        )
-        for rule in rules
-    )
+    return in_layers(*rules, prefix="mtp.layers.{mtp}.", scope="mtp")
 
 
 def in_mtp_layers(layer_rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules of the decoder's layers once more, for inside every multi-token prediction layer.
 
-    On disk those layers follow the decoder's, so `{layer}` goes on counting; in the model they count from 0 (`{mtp}`).
+    On disk those layers follow the decoder's, so `{layer}` counts on; in the model they count from 0 (`{mtp}`).
     """
     return tuple(
         replace(

@@ -1,4 +1,4 @@
-"""Files beside the weights of a checkpoint (config.json, tokenizer, templates): copied, hardly ever changed."""
+"""Files next to the weights of a checkpoint (config.json, tokenizer, templates): copied, rarely changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import UserError
 from mega_rl.storage.output_folder import copy_files, write_file
 
-# Endings of weights, of code, and of what belongs to other weights: never copied.
+# Endings of weights, code and files of other weights, which are never copied.
 _WEIGHTS = ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .onnx .onnx_data .gguf .npz .npy .distcp .ot .tflite .pkl"
 _CODE = ".py .pyc .so .sh .ipynb .js .exe .dll .jar"
 _ENDINGS = tuple(f"{_WEIGHTS} {_CODE} .index.json".split())
@@ -25,15 +25,17 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 def companions(source: Path) -> dict[str, Path]:
     """Return the files of a checkpoint folder, and of the folders in it, that are copied: name -> path without links.
 
-    That is everything but weights, code, indexes, adapters and hidden files. Raises UserError without a config.json,
-    and for a link that leads out of the folder: what it names could be published with the model.
+    These are all files except weights, code, indexes, adapters and hidden files. Raises UserError without a
+    config.json, and for a link that leads out of the folder: its target could be published with the model.
     """
     if not (source / "config.json").is_file():
         raise UserError(f"{source}: has no config.json to copy into the exported checkpoint")
     return {
         path.relative_to(source).as_posix(): _without_links(path, source)
         for path in _regular_files(source)
-        if not path.name.endswith(_ENDINGS) and not path.name.startswith(_ADAPTERS) and _size(path) <= MOST_BYTES
+        if not path.name.endswith(_ENDINGS)
+        and not path.name.startswith(_ADAPTERS)
+        and path.stat().st_size <= MOST_BYTES
     }
 
 
@@ -64,10 +66,6 @@ def _without_links(path: Path, source: Path) -> Path:
     )
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
-
-
 def config_changes(hf: HFConfig, *, dtype: str | None = None, mtp_dropped: bool = False) -> dict[str, Any]:
     """Return the keys of config.json that an export changes; the value None removes one.
 
@@ -96,7 +94,7 @@ def changed_config(text: bytes, changes: Mapping[str, Any]) -> bytes:
     """Return config.json with these keys changed or (None) removed; without changes, the same bytes."""
     if not changes:
         return text
-    config = json.loads(text)
-    config.update(changes)
-    kept = {key: value for key, value in config.items() if key not in changes or value is not None}
+    kept = {
+        key: value for key, value in (json.loads(text) | changes).items() if key not in changes or value is not None
+    }
     return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()

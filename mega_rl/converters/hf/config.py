@@ -12,17 +12,63 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mega_rl.config.facts import ModelFacts
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, REFUSED, Family
-from mega_rl.converters.families.base import Scales, Wrapper
+from mega_rl.converters.families.base import Scales
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
-from mega_rl.converters.hf.known_keys import HARMLESS, OFF, READ
 from mega_rl.converters.hf.rope import read_rope
 from mega_rl.errors import UserError, UserErrors, no_such
+from mega_rl.storage.strict_json import parse_object
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_MTP_LAYERS = 64
 MTP_KEY = "num_nextn_predict_layers"
+
+# Read by config.py and rope.py.
+_READ = """
+model_type num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size
+vocab_size max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act hidden_activation rope_parameters
+rope_scaling rope_theta initializer_range eos_token_id pad_token_id dtype torch_dtype quantization_config auto_map
+is_encoder_decoder partial_rotary_factor
+"""
+
+# Training, generation, tokenizer, outputs, bookkeeping of tools: nothing of it changes log-probs of the model in
+# evaluation mode, or it is true of every decoder-only language model.
+_HARMLESS = """
+architectures transformers_version name_or_path tokenizer_class prefix bos_token_id sep_token_id unk_token_id
+mask_token_id cls_token_id decoder_start_token_id image_token_id bos_token eos_token pad_token unk_token use_cache
+cache_implementation attn_implementation use_flash_attn use_flash_attention use_sdpa flash_attn attention_dropout
+hidden_dropout resid_pdrop embd_pdrop attn_pdrop dropout classifier_dropout summary_dropout residual_dropout
+embedding_dropout ffn_dropout hidden_dropout_prob attention_probs_dropout_prob output_attentions
+output_hidden_states return_dict return_dict_in_generate output_scores torchscript use_bfloat16 tf_legacy_loss
+pruned_heads tie_encoder_decoder chunk_size_feed_forward is_decoder add_cross_attention cross_attention_hidden_size
+finetuning_task id2label label2id num_labels problem_type task_specific_params do_sample temperature top_k top_p
+min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+num_return_sequences num_beams num_beam_groups diversity_penalty early_stopping max_length min_length max_new_tokens
+min_new_tokens forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+suppress_tokens begin_suppress_tokens generation_config router_aux_loss_coef output_router_logits
+router_jitter_noise router_z_loss_coef aux_loss_alpha seq_aux gradient_checkpointing pretraining_tp ep_size
+initializer_factor seq_length model_max_length max_seq_len max_sequence_length max_window_layers unsloth_version
+unsloth_fixed unsloth_tokenized_full tokenizer_padding_side base_model_name_or_path neftune_noise_alpha
+keys_to_ignore_at_inference trust_remote_code revision commit_hash attention_probs_dropout training_args license
+model_name trained_with sft_config chat_template transformers.js_config
+"""
+
+READ, HARMLESS = frozenset(_READ.split()), frozenset(_HARMLESS.split())
+
+# Keys of other families, with the values at which they change nothing.
+OFF = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "qkv_bias": (False,),
+    "use_sliding_window": (False,),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "rope_interleave": (False,),
+    "use_mrope": (False,),
+    "num_nextn_predict_layers": (0,),
+}
 
 
 def read_hf_config(path: str | Path) -> HFConfig:
@@ -107,29 +153,25 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
             raise UserError(f"{path}: no such file; a Hugging Face checkpoint directory has a config.json")
         return {}
     try:
-        # ValueError: not JSON, not UTF-8, or an integer of thousands of digits.
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error}); copy the file from the model's source again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a JSON {type(value).__name__}, must be an object")
-    return value
+        return parse_object(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; copy the file from the model's source again") from error
 
 
 def _text_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the part that describes the language model: a text-only one may be wrapped as its image model is."""
+    """Return the part that describes the language model, which may be wrapped as in its image model.
+
+    Refuses a model of images.
+    """
     for family in FAMILIES.values():
         if family.wrapper is not None and family.wrapper.model_type == raw.get("model_type"):
-            return _unwrapped(raw, family, family.wrapper, where)
-    return raw
-
-
-def _unwrapped(raw: Mapping[str, Any], family: Family, wrapper: Wrapper, where: str) -> Mapping[str, Any]:
-    """Return `text_config` with what the wrapper says for both; refuse a model of images."""
+            break
+    else:
+        return raw
     text = raw.get("text_config")
     if raw.get("vision_config") is not None or not isinstance(text, dict):
-        given = f'model_type="{wrapper.model_type}" is a model of images and text, which is not supported'
-        fix = f"save its language model on its own ({wrapper.language_model}) and convert that"
+        given = f'model_type="{family.wrapper.model_type}" is a model of images and text, which is not supported'
+        fix = f"save its language model on its own ({family.wrapper.language_model}) and convert that"
         raise UserError(f"{where}: {given}; {fix}")
     shared = ["eos_token_id", "pad_token_id"]
     if "dtype" not in text and "torch_dtype" not in text:
@@ -280,3 +322,21 @@ def _dtype(fields: Fields) -> str | None:
         fields.refuse(name, f"must be one of {', '.join(DTYPES)}")
         return None
     return str(dtype)
+
+
+def facts_of(checkpoint: HFConfig) -> ModelFacts:
+    """Return the sizes of a checkpoint's model that the rules between settings read."""
+    moe = checkpoint.moe
+    return ModelFacts(
+        num_layers=checkpoint.num_layers,
+        num_heads=checkpoint.num_heads,
+        num_kv_heads=checkpoint.num_kv_heads,
+        ffn_hidden_size=checkpoint.ffn_hidden_size,
+        vocab_size=checkpoint.vocab_size,
+        max_position_embeddings=checkpoint.max_position_embeddings,
+        multi_latent_attention=checkpoint.mla is not None,
+        num_experts=0 if moe is None else moe.num_experts,
+        expert_ffn_hidden_size=0 if moe is None else moe.ffn_hidden_size,
+        expert_biases=moe is not None and checkpoint.linear_bias,
+        shared_experts=moe is not None and moe.shared_ffn_hidden_size > 0,
+    )

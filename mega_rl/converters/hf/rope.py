@@ -33,41 +33,15 @@ KEYS: dict[Kind, tuple[str, ...]] = {
 
 
 def read_rope(fields: Fields, family: Family) -> Rope:
-    """Return the rotary settings of the model; refuse what Megatron-Core does not compute exactly so."""
-    name, given = _given(fields)
-    local_theta = None
-    if family.rope_per_layer_type:
-        name, given, local_theta = _per_layer_type(fields, name, given)
-    return _rope(fields, family, fields.inside(name, given), local_theta)
-
-
-def _given(fields: Fields) -> tuple[str, Mapping[str, Any]]:
-    """Return name and content of the object that holds the settings."""
+    """Return the rotary settings of the model; refuse those that Megatron-Core does not compute exactly."""
     old, new = fields.object("rope_scaling"), fields.object("rope_parameters")
     if fields.raw.get("rope_scaling") and fields.raw.get("rope_parameters") and old != new:
         fields.refuse("rope_scaling", "rope_parameters says otherwise, and transformers takes only one; remove one")
-    return ("rope_scaling", old) if old else ("rope_parameters", new)
-
-
-def _per_layer_type(fields: Fields, name: str, given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], float]:
-    """Return name and content of the full layers' settings, and the base of the sliding-window layers, never scaled."""
-    kinds = ("full_attention", "sliding_attention")
-    nested = fields.inside(name, given)
-    if not any(kind in given for kind in kinds):
-        return name, given, fields.number("rope_local_base_freq", default=1e4)
-    for key in given:
-        # Where a model lacks one kind of layer, transformers 5 writes keys of one object beside the others.
-        if key not in kinds and given[key] is not None and key not in SHARED_KEYS:
-            nested.refuse(key, f"must be inside {' or '.join(kinds)}")
-    local = nested.inside("sliding_attention", nested.object("sliding_attention"))
-    if _kind(local) != "default":
-        local.refuse("rope_type", "layers with a window have no scaling in Megatron-Core", value=_stated(local))
-    theta = local.number("rope_theta", default=fields.number("rope_local_base_freq", default=1e4))
-    return f"{name}.full_attention", nested.object("full_attention"), theta
-
-
-def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | None) -> Rope:
-    """Return the settings of one object; `fields` is the whole config."""
+    name, given = ("rope_scaling", old) if old else ("rope_parameters", new)
+    local_theta = None
+    if family.rope_per_layer_type:
+        name, given, local_theta = _per_layer_type(fields, name, given)
+    rope = fields.inside(name, given)
     theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))
     percent = rope.number("partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0))
     if percent > 1 or (percent < 1 and not family.partial_rotary):
@@ -78,7 +52,7 @@ def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | Non
         fix = "set it to default if sequences stay within the original context"
         rope.refuse("rope_type", f"only {', '.join(KEYS)} are reproduced exactly; {fix}", value=_stated(rope))
         return Rope("default", theta)
-    # A setting of another kind without effect may be left over from it.
+    # A setting of another kind may be left over and has no effect.
     known = {*SHARED_KEYS, *(KEYS[kind] if kind != "default" else (key for keys in KEYS.values() for key in keys))}
     for key in rope.raw:
         if key not in known and rope.raw[key] is not None:
@@ -98,6 +72,23 @@ def _rope(fields: Fields, family: Family, rope: Fields, local_theta: float | Non
     elif kind != "default" and family.mla is not None:
         rope.refuse("rope_type", "Megatron-Core's latent attention has default and yarn", value=kind)
     return Rope(kind, theta, factor, percent, family.rope_interleaved, yarn, llama3, local_theta)
+
+
+def _per_layer_type(fields: Fields, name: str, given: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], float]:
+    """Return name and content of the full layers' settings, and the base of the sliding-window layers, never scaled."""
+    kinds = ("full_attention", "sliding_attention")
+    nested = fields.inside(name, given)
+    if not any(kind in given for kind in kinds):
+        return name, given, fields.number("rope_local_base_freq", default=1e4)
+    for key in given:
+        # For a model that lacks one kind of layer, transformers 5 writes keys of one object next to the others.
+        if key not in kinds and given[key] is not None and key not in SHARED_KEYS:
+            nested.refuse(key, f"must be inside {' or '.join(kinds)}")
+    local = nested.inside("sliding_attention", nested.object("sliding_attention"))
+    if _kind(local) != "default":
+        local.refuse("rope_type", "layers with a window have no scaling in Megatron-Core", value=_stated(local))
+    theta = local.number("rope_theta", default=fields.number("rope_local_base_freq", default=1e4))
+    return f"{name}.full_attention", nested.object("full_attention"), theta
 
 
 def _stated(rope: Fields) -> Any:
@@ -145,7 +136,7 @@ def _yarn(fields: Fields, rope: Fields, factor: float, *, latent: bool) -> Yarn:
     if latent and not truncate:
         rope.refuse("truncate", "Megatron-Core's latent attention always truncates")
     if latent and all_dim and not mscale:
-        rope.refuse("mscale_all_dim", "Megatron-Core needs mscale beside it")
+        rope.refuse("mscale_all_dim", "Megatron-Core needs mscale too")
     computed = attention_factor(factor, mscale, all_dim)
     stated = rope.optional_number("attention_factor")
     if stated is not None and not math.isclose(stated, computed, rel_tol=1e-6):

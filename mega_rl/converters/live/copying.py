@@ -1,8 +1,8 @@
 """Parameters written from the tensors of a checkpoint by the copies of a plan, with several threads.
 
-One way for live models and for offline conversion, and for any source of tensors that implements `BlockReader`. What
-needs no change on the way (whole rows of equal dtype for a parameter on the CPU) is read straight into the parameter;
-everything else passes through a small staging buffer per thread.
+It serves live models, offline conversion and any source of tensors that implements `BlockReader`. Whole rows of equal
+dtype for a parameter on the CPU are read straight into the parameter; everything else passes through a small staging
+buffer per thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import local
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from mega_rl.converters.plan.blocks import Copy
 from mega_rl.errors import UserError
 from mega_rl.storage.matrix import matrix_shape
 
-# Of one thread. Eight threads together stay below 64 MiB.
+# Staging buffer of one thread. Eight threads together stay below 64 MiB.
 STAGING_BYTES = 4 << 20
-# What one thread reads at a time: small enough that all threads end together, large enough that calls do not count.
+# Bytes that one thread reads at a time: all threads end together, and the number of calls does not matter.
 PIECE_BYTES = 16 << 20
 
 Task = TypeVar("Task")
@@ -40,10 +40,6 @@ class TensorLike(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of the values that a read gives."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes on disk."""
 
 
 class BlockReader(Protocol):
@@ -66,11 +62,15 @@ class BlockReader(Protocol):
         """
 
 
-class FillStep(NamedTuple):
-    """A share of the work: copies that read consecutive rows of the same columns, and the parameter they write."""
+def blocks_of(tensor: TensorLike) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield (rows, columns) of blocks of whole rows, each of bounded size, to read a tensor one by one."""
+    rows, cols = matrix_shape(tensor.shape)
+    step = max(1, PIECE_BYTES // max(1, cols * tensor.dtype.itemsize))
+    return (((low, min(low + step, rows)), (0, cols)) for low in range(0, rows, step))
 
-    matrix: Tensor  # the whole parameter [rows, cols]
-    copies: tuple[Copy, ...]  # one alone if it is transposed
+
+# A whole parameter [rows, cols], and copies into it that read consecutive rows of the same columns; one if transposed.
+FillStep = tuple[Tensor, tuple[Copy, ...]]
 
 
 def fill(target: Tensor, copies: Sequence[Copy], reader: BlockReader) -> int:
@@ -94,12 +94,12 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
             written += (rectangle(matrix, copy).zero_().numel() for copy in copies if copy.hf_name is None)
             for run in _runs(copies):
                 pieces += _steps(matrix, run, reader)
-        pieces.sort(key=lambda piece: (*reader.position(_name(piece.copies[0])), piece.copies[0].src_row))
+        pieces.sort(key=lambda piece: (*reader.position(_name(piece[1][0])), piece[1][0].src_row))
     buffers = local()
 
     def nbytes(piece: FillStep) -> int:
-        itemsize = reader.tensors[_name(piece.copies[0])].dtype.itemsize
-        return itemsize * sum(copy.rows * copy.cols for copy in piece.copies)
+        itemsize = reader.tensors[_name(piece[1][0])].dtype.itemsize
+        return itemsize * sum(copy.rows * copy.cols for copy in piece[1])
 
     advance = progress.counter(sum(map(nbytes, pieces)), unit="B")
 
@@ -116,16 +116,19 @@ def _steps(matrix: Tensor, run: Sequence[Copy], reader: BlockReader) -> Iterator
     source = reader.tensors[_name(run[0])].dtype
     if source.itemsize == 1 and source != matrix.dtype:
         raise UserError(f"{_name(run[0])}: {source} without scales cannot become {matrix.dtype}")
-    return (FillStep(matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
+    return ((matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
 
 
 def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads: int | None = None) -> None:
-    """Do `work` on every task, in their order as far as threads go; the first error is raised when all have stopped.
+    """Do `work` on every task, roughly in order; the first error is raised when all threads have stopped.
 
     `threads` None: this rank's share of the node's cores, at most 8.
     """
     queue = deque(tasks)
-    count = min(threads or _default_threads(), len(queue))
+    if threads is None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
+        threads = max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
+    count = min(threads, len(queue))
     if count <= 1:
         while queue:
             work(queue.popleft())
@@ -151,11 +154,6 @@ def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads
         except BaseException:
             queue.clear()
             raise
-
-
-def _default_threads() -> int:
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun sets it
-    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
 
 
 def rectangle(matrix: Tensor, copy: Copy) -> Tensor:
@@ -213,16 +211,16 @@ def _split(run: Sequence[Copy], numel: int) -> Iterator[tuple[Copy, ...]]:
 
 def _read(piece: FillStep, reader: BlockReader, buffers: local) -> int:
     """Read one piece, straight or through this thread's staging buffer; return the number of elements written."""
-    first = piece.copies[0]
-    name, matrix = _name(first), piece.matrix
+    matrix, copies = piece
+    first, name = copies[0], _name(copies[0])
     dtype = reader.tensors[name].dtype
     with torch.no_grad():
         if matrix.device.type == "cpu" and dtype == matrix.dtype and not first.transposed:
-            targets = [rectangle(matrix, copy) for copy in piece.copies]
+            targets = [rectangle(matrix, copy) for copy in copies]
             reader.read_into(name, first.src_row, (first.src_col, first.src_col + first.cols), targets)
             return sum(target.numel() for target in targets)
         written = 0
-        for (copy,) in (part for c in piece.copies for part in _split([c], STAGING_BYTES // dtype.itemsize)):
+        for (copy,) in (part for c in copies for part in _split([c], STAGING_BYTES // dtype.itemsize)):
             height, width = copy.src_shape
             block = _staging(buffers, height * width * dtype.itemsize, matrix.device).view(dtype).view(height, width)
             reader.read_into(name, copy.src_row, (copy.src_col, copy.src_col + width), [block])

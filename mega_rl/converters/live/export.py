@@ -9,16 +9,117 @@ hold it, by broadcast: a gather over all expert-parallel ranks would take as man
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mega_rl.converters.live.load import weights_of
-from mega_rl.converters.live.place import Members, ModelPlace
 from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
+from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.parallel.layout import RankCoordinates
 from mega_rl.storage.matrix import matrix_shape
+
+if TYPE_CHECKING:
+    from mega_rl.parallel.groups import Groups
+
+BUCKET_BYTES = 512 << 20
+
+
+class Members(NamedTuple):
+    """Ranks that hold one part of a parameter each, and this rank among them."""
+
+    group: ProcessGroup | None  # None: this rank alone
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """A model, how it is cut, and where this rank stands: what exporters need to know of a rank.
+
+    A group may be None where its size is 1. Each is checked against the coordinates, so that two groups of one size
+    cannot be mistaken for each other unless this rank has the same position in both.
+    """
+
+    sharding: Sharding
+    coordinates: RankCoordinates = RankCoordinates()  # noqa: RUF009  immutable
+    tp_group: ProcessGroup | None = None
+    pp_group: ProcessGroup | None = None
+    expert_group: ProcessGroup | None = None  # ep x etp, etp fastest
+    is_sharded: bool = False  # data parallelism has cut the parameters: reading one is collective over those ranks
+    bucket_bytes: int = BUCKET_BYTES  # of parameters that are gathered together
+
+    def __post_init__(self) -> None:
+        layout, at = self.sharding.layout, self.coordinates
+        expected = {
+            "tp_group": Members(self.tp_group, layout.tp, at.tp_rank),
+            "pp_group": Members(self.pp_group, layout.pp, at.pp_rank),
+        }
+        if self.sharding.hf.moe is not None:
+            expected["expert_group"] = self.experts
+        for name, (group, size, rank) in expected.items():
+            assert group is not None or size == 1, f"{name} is missing: the layout is {layout}"
+            if group is not None:
+                assert (group.size(), group.rank()) == (size, rank), (
+                    f"{name} has rank {group.rank()} of {group.size()} here, the layout says {rank} of {size}"
+                )
+
+    @classmethod
+    def of(cls, sharding: Sharding, groups: Groups, *, is_sharded: bool, bucket_bytes: int) -> ModelPlace:
+        """Return the place of this rank among the process groups of a run."""
+        return cls(
+            sharding,
+            groups.coordinates,
+            tp_group=groups.tp,
+            pp_group=groups.pp,
+            expert_group=groups.experts,
+            is_sharded=is_sharded,
+            bucket_bytes=bucket_bytes,
+        )
+
+    @property
+    def tensor_parallel(self) -> Members:
+        """Ranks that hold everything but experts between them, on this pipeline rank."""
+        return Members(self.tp_group, self.sharding.layout.tp, self.coordinates.tp_rank)
+
+    @property
+    def experts(self) -> Members:
+        """Ranks that hold all experts between them, on this pipeline rank."""
+        layout, at = self.sharding.layout, self.coordinates
+        return Members(self.expert_group, layout.ep * layout.etp, at.ep_rank * layout.etp + at.etp_rank)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether nothing but data parallelism has cut the model."""
+        layout = self.sharding.layout
+        return layout.tp * layout.pp * layout.ep * layout.etp == 1
+
+    @property
+    def needs_no_peer(self) -> bool:
+        """Return whether this rank has every weight itself."""
+        return self.is_whole and not self.is_sharded
+
+    @property
+    def gathers_first_copy(self) -> bool:
+        """Return whether exporting the first copy of all weights takes this rank: all of them where they are cut."""
+        layout = self.sharding.layout
+        return self.is_sharded or self._stage_rank < lcm(layout.tp, layout.ep * layout.etp)
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the first rank of the first copy: the one that writes."""
+        return self._stage_rank == 0 and self.coordinates.pp_rank == 0
+
+    @property
+    def _stage_rank(self) -> int:
+        """Position among the ranks that share a pipeline rank."""
+        layout, at = self.sharding.layout, self.coordinates
+        return at.tp_rank + layout.tp * (at.cp_rank + layout.cp * at.dp_rank)
 
 
 def export_hf(
@@ -59,7 +160,9 @@ def export_hf(
         parts, numel = len(unit.holders), sum(unit.numel for unit in bucket)
         gathered = buffer[: parts * numel * wire.itemsize].view(wire).view(parts, numel)
         if shards is not None:
-            _flatten(shards, into=gathered[unit.holders.index(members.rank)])
+            own = torch.split(gathered[unit.holders.index(members.rank)], [shard.numel() for shard in shards])
+            for part, shard in zip(own, shards, strict=True):
+                part.copy_(shard.detach().reshape(-1))
         _exchange(gathered, members, unit, pp_group=place.pp_group if stages > 1 else None)
         yield from assemble_bucket(bucket, gathered)
 
@@ -70,14 +173,14 @@ def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> 
     The parts of all holders count: that is what a rank has to have in memory.
     """
     bucket: list[ExportUnit] = []
-    size = 0
+    size, of_bucket = 0, None
     for unit in plan:
-        nbytes = _gathered_bytes([unit], itemsize)
-        if bucket and (size + nbytes > bucket_bytes or _kind(unit) != _kind(bucket[0])):
+        nbytes, kind = _gathered_bytes([unit], itemsize), (unit.pp_rank, unit.of_experts, unit.float32, unit.holders)
+        if bucket and (size + nbytes > bucket_bytes or kind != of_bucket):
             yield bucket
             bucket, size = [], 0
         bucket.append(unit)
-        size += nbytes
+        size, of_bucket = size + nbytes, kind
     if bucket:
         yield bucket
 
@@ -85,11 +188,6 @@ def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> 
 def _gathered_bytes(bucket: Sequence[ExportUnit], itemsize: int) -> int:
     """Return the bytes of all holders' parts of a bucket."""
     return len(bucket[0].holders) * sum(unit.numel for unit in bucket) * (4 if bucket[0].float32 else itemsize)
-
-
-def _kind(unit: ExportUnit) -> tuple[int, bool, bool, range]:
-    """Return the properties that all units of a bucket share."""
-    return unit.pp_rank, unit.of_experts, unit.float32, unit.holders
 
 
 def assemble_bucket(bucket: Sequence[ExportUnit], gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -131,14 +229,7 @@ def join_pieces(
     return result
 
 
-def _flatten(shards: Sequence[Tensor], *, into: Tensor) -> None:
-    """Copy this rank's parts one after the other, cast."""
-    parts = torch.split(into, [shard.numel() for shard in shards])
-    for part, shard in zip(parts, shards, strict=True):
-        part.copy_(shard.detach().reshape(-1))
-
-
-def _exchange(gathered: Tensor, members: Members, unit: ExportUnit, *, pp_group: dist.ProcessGroup | None) -> None:
+def _exchange(gathered: Tensor, members: Members, unit: ExportUnit, *, pp_group: ProcessGroup | None) -> None:
     """Fill [holders, elements] on all members, and on every stage of `pp_group`, from each holder's row, as bytes.
 
     unit: any of the bucket's.
@@ -159,12 +250,9 @@ def _exchange(gathered: Tensor, members: Members, unit: ExportUnit, *, pp_group:
 
 
 def usual_dtype(chunks: Sequence[nn.Module]) -> torch.dtype:
-    """Return the dtype of all parameters but those that are float32 in every model."""
+    """Return the dtype of all parameters, except those that are float32 in every model."""
     live = [weights_of(chunk) for chunk in chunks]
-    dtypes = {param.dtype for params in live for name, param in params.items() if not _is_float32(name)}
+    always = (".router.expert_bias", "output_layer.weight")
+    dtypes = {param.dtype for params in live for name, param in params.items() if not name.endswith(always)}
     assert len(dtypes) == 1, f"parameters of several dtypes {dtypes}: say which to export"
     return dtypes.pop()
-
-
-def _is_float32(name: str) -> bool:
-    return name.endswith(".router.expert_bias") or name == "output_layer.weight"

@@ -1,8 +1,8 @@
-"""Fill a live Megatron-Core model from a Hugging Face checkpoint; every rank reads its own slices alone."""
+"""Fill a live Megatron-Core model from a Hugging Face checkpoint; every rank reads only its own slices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -14,16 +14,19 @@ from torch import Tensor, nn
 
 from mega_rl.accelerator.megatron_core import stable_name
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.live.copying import fill_all
-from mega_rl.converters.live.repeated import repeat_faults
+from mega_rl.converters.families import FAMILIES
+from mega_rl.converters.families.deepseek import MTP_REPEATED
+from mega_rl.converters.live.copying import BlockReader, blocks_of, fill_all
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import RankCoordinates
+from mega_rl.storage.bits import same_bits
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -50,16 +53,14 @@ def load_hf(
     *,
     sharding: Sharding,
     coordinates: RankCoordinates,
-    allow_missing: Sequence[str] = (),
     threads: int | None = None,
 ) -> LoadReport:
     """Copy this rank's part of the checkpoint into `chunks`, one unwrapped GPTModel per virtual pipeline stage.
 
     Values are cast to each parameter's dtype. No collectives: ranks load independently, each taking the bytes of its
-    own parameters and no others (see CheckpointReader.bytes_read for what is counted). The output layer of a tied
-    model that spans several stages is filled from the embedding's tensor. Parameters made of tensors that match a
-    pattern of `allow_missing` ("*.bias") and are not there keep their values. Beyond the parameters it needs at most
-    12 MiB per thread; `threads` None: its share of the cores, at most 8.
+    own parameters and no others (`CheckpointReader.bytes_read` counts them). The output layer of a tied model that
+    spans several stages is filled from the embedding's tensor. Beyond the parameters it needs at most 12 MiB per
+    thread; `threads` None: its share of the cores, at most 8.
 
     Raises UserErrors, the same on every rank and before any weight is read, that lists every missing, unexpected and
     mis-shaped tensor, and every reason why the model cannot be cut into `layout`.
@@ -73,7 +74,7 @@ def load_hf(
         hf = as_on_disk(sharding.hf, {name: info.shape for name, info in reader.tensors.items()})
         sharding = replace(sharding, hf=hf)
         prove_complete(sharding)
-        ignored, absent = check_tensors(reader, hf, sharding.head, allow_missing=allow_missing)
+        ignored, absent = check_tensors(reader, hf, sharding.head)
         jobs: list[tuple[ParamPlan, Tensor]] = []
         for vp_stage, chunk in enumerate(chunks):
             plan = build_plan(sharding, coordinates, vp_stage=vp_stage)
@@ -81,8 +82,8 @@ def load_hf(
             _assert_covers(plan, params)
             _assert_layer_numbers(chunk, layout.layers_of(coordinates.pp_rank, hf.num_layers, vp_stage))
             jobs += [(param, params[param.name]) for param in plan]
-        kept = [param.name for param, _ in jobs if _is_absent(param, absent)]
-        jobs = [job for job in jobs if not _is_absent(job[0], absent)]
+        kept = [param.name for param, _ in jobs if any(copy.hf_name in absent for copy in param.copies)]
+        jobs = [job for job in jobs if job[0].name not in kept]
         planned = perf_counter()
         written = fill_all([(target, param.copies) for param, target in jobs], reader, threads=threads)
         expected = sum(prod(param.shape) for param, _ in jobs)
@@ -94,11 +95,11 @@ def load_hf(
 def check_tensors(
     reader: CheckpointReader, hf: HFConfig, head: Head, *, allow_missing: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], frozenset[str]]:
-    """(tensors left aside, tensors of the model that are not there) of a checkpoint that fits the config.
+    """Return (ignored tensors, absent tensors of the model) of a checkpoint that fits the config.
 
-    `hf` as it is on disk (`plan.as_on_disk`). Reads the bias of a value head, and tensors that must repeat others, if
-    they are there. Raises UserErrors with everything that is missing and may not be, is no part of the model, has
-    another shape or type, or would be left out although it holds other values (`repeat_faults`).
+    `hf` as it is on disk (`as_on_disk`). Reads the bias of a value head, and tensors that must repeat others, if they
+    are there. Raises UserErrors with everything that is missing and may not be, is not part of the model, has another
+    shape or type, or would be left out although it holds other values (`repeat_faults`).
     """
     expected, ignorable = hf_tensors(hf, head=head), ignored_tensors(hf, head=head)
     problems, absent = [], set()
@@ -110,7 +111,9 @@ def check_tensors(
             if any(fnmatchcase(name, pattern) for pattern in allow_missing):
                 absent.add(name)
             else:
-                problems.append(f"{reader.path}: {name} is missing, expected shape {list(shape)}{_missing_hint(name)}")
+                hint = "set tie_word_embeddings in config.json if the output layer is the embedding"
+                end = f"; {hint}" if name == _HEAD else ""
+                problems.append(f"{reader.path}: {name} is missing, expected shape {list(shape)}{end}")
         elif info.shape != shape:
             problems.append(f"{info.file}: {name} has shape {list(info.shape)}, config.json asks for {list(shape)}")
         else:
@@ -122,13 +125,15 @@ def check_tensors(
     present = set(reader.tensors)
     if head == "value":
         bias = hf.value_head.removesuffix("weight") + "bias"
-        problems += _bias_faults(reader, bias)
+        if bias in present and reader.read(bias).any():
+            fix = "the value head has no bias; fold it into the rewards, or set it to 0"
+            problems.append(f"{reader.tensors[bias].file}: {bias} is not zero, and {fix}")
         present.discard(bias)
     unexpected = present - set(expected) - ignorable
-    # The one tensor with a shape of its own choice: a reward model may score several labels, a critic has one value.
+    # Only a score head may have another shape: a reward model scores several labels, a critic has one value.
     ignored = tuple(sorted((present & ignorable - set(expected)) | (present & absent)))
     problems += [
-        f"{info.file}: {info.name} {list(info.shape)} is no part of the {hf.family} model of config.json"
+        f"{info.file}: {info.name} {list(info.shape)} is not part of the {hf.family} model of config.json"
         for info in (reader.tensors[name] for name in sorted(unexpected))
     ]
     problems = problems or [f"{reader.path}: {fault}" for fault in repeat_faults(reader, hf, head)]
@@ -137,8 +142,49 @@ def check_tensors(
     return ignored, frozenset(absent)
 
 
+def repeat_faults(reader: BlockReader, hf: HFConfig, head: Head) -> list[str]:
+    """Return a line for each tensor that is left out as a copy of another one and holds other values.
+
+    Copies are a tied output layer, and embedding and head inside prediction layers that are loaded. Reads both tensors
+    if a copy is there, and nothing otherwise.
+    """
+    return [
+        f"{name} {list(reader.tensors[name].shape)} differs from {original}, {why}"
+        for name, original, why in _repeats(hf, head)
+        if name in reader.tensors and original in reader.tensors and not _same(reader, name, original)
+    ]
+
+
+def _repeats(hf: HFConfig, head: Head) -> Iterator[tuple[str, str, str]]:
+    """Yield (copy, original, why the copy must be equal and what to do)."""
+    if hf.tied and head == "lm":
+        yield (
+            _HEAD,
+            _EMBEDDING,
+            "yet tie_word_embeddings=true in config.json makes them one; set it to false to use the file's output "
+            "layer, or delete that tensor from the file to use the embedding",
+        )
+    if hf.mtp == "load" and FAMILIES[hf.family].mtp_ignored:
+        for layer in range(hf.num_layers, hf.num_layers + hf.mtp_layers):
+            for name, original in zip(MTP_REPEATED, (_EMBEDDING, _EMBEDDING if hf.tied else _HEAD), strict=True):
+                why = "and Megatron-Core has one tensor for both; drop the multi-token prediction layers (mtp=drop)"
+                yield name.format(layer=layer), original, why
+
+
+def _same(reader: BlockReader, name: str, original: str) -> bool:
+    """Return whether two tensors have the same shape and, in the wider of their dtypes, the same bits."""
+    one, other = reader.tensors[name], reader.tensors[original]
+    if one.shape != other.shape:
+        return False
+    wider = max(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    return all(
+        same_bits(reader.read_block(name, *block).to(wider), reader.read_block(original, *block).to(wider))
+        for block in blocks_of(one)
+    )
+
+
 def _dtype_faults(info: TensorInfo) -> list[str]:
-    """Why a tensor's values are no weights of this model."""
+    """Return why a tensor's values cannot be weights of this model."""
     where = f"{info.file}: {info.name}"
     if info.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return [f"{where} has dtype {DTYPE_NAMES[info.dtype]} and no {info.name}{SCALE_SUFFIX}; fetch the file again"]
@@ -149,26 +195,6 @@ def _dtype_faults(info: TensorInfo) -> list[str]:
     return []
 
 
-def _bias_faults(reader: CheckpointReader, name: str) -> list[str]:
-    """Why the bias of a value head cannot be left out, as Megatron-Core's head has none."""
-    info = reader.tensors.get(name)
-    if info is None or not reader.read(name).any():
-        return []
-    return [
-        f"{info.file}: {name} is not zero, and the value head has no bias; fold it into the rewards, or set it to 0"
-    ]
-
-
-def _missing_hint(name: str) -> str:
-    if name == "lm_head.weight":
-        return "; set tie_word_embeddings in config.json if the output layer is the embedding"
-    return ""
-
-
-def _is_absent(param: ParamPlan, absent: frozenset[str]) -> bool:
-    return any(copy.hf_name in absent for copy in param.copies)
-
-
 def weights_of(chunk: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model chunk that checkpoints hold, by name: parameters, and routers' expert biases."""
     buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias")}
@@ -176,7 +202,7 @@ def weights_of(chunk: nn.Module) -> dict[str, Tensor]:
 
 
 def _assert_covers(plan: Sequence[ParamPlan], params: dict[str, Tensor]) -> None:
-    """The plan and the model agree on names and shapes; anything else is a bug of the plan or of the model's spec."""
+    """Assert that plan and model agree on names and shapes; else the plan or the model's spec has a bug."""
     planned = {param.name: param.shape for param in plan}
     faults = [f"{name} is in the model only" for name in params if name not in planned]
     for name, shape in planned.items():
@@ -188,7 +214,7 @@ def _assert_covers(plan: Sequence[ParamPlan], params: dict[str, Tensor]) -> None
 
 
 def _assert_layer_numbers(chunk: nn.Module, layers: range) -> None:
-    """Megatron-Core's own numbering (from 1) of the chunk's layers is the one that the plan assumes."""
+    """Assert that Megatron-Core numbers the chunk's layers (from 1) as the plan assumes."""
     numbers = [layer.layer_number for layer in chunk.get_submodule("decoder.layers").children()]
     expected = [layer + 1 for layer in layers]
     assert numbers == expected, f"layers of the chunk are numbered {numbers}, the plan says {expected}"

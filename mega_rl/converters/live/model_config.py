@@ -7,24 +7,19 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe, Window
+from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe
 
 # Constants of the code of GPT-OSS; its alpha of 1.702 is that of Megatron-Core's quick_gelu.
 SWIGLU_LIMIT, SWIGLU_OFFSET = 7.0, 1.0
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh approximation."""
+    """Return GELU in its tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
-def uses_mla(hf: HFConfig) -> bool:
-    """Return whether the arguments are those of `MLATransformerConfig` instead of `TransformerConfig`."""
-    return hf.mla is not None
-
-
 def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
-    """Arguments of Megatron-Core's `TransformerConfig` (see `uses_mla`) that the architecture determines.
+    """Return the arguments of `TransformerConfig`, or `MLATransformerConfig`, that the architecture determines.
 
     Parallel sizes, dtypes and fusions are the caller's. Dropout is off: the log-probs of a rollout must be those of the
     forward pass that trains on it, whatever the checkpoint's pre-training used.
@@ -55,7 +50,9 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         **_activation_kwargs(hf.activation),
     }
     if hf.window is not None:
-        kwargs |= _window_kwargs(hf.window)
+        # Megatron-Core counts the tokens before the present one, and marks layers with a window by 1.
+        layers = None if all(hf.window.layers) else [int(windowed) for windowed in hf.window.layers]
+        kwargs |= {"window_size": (hf.window.size - 1, 0), "window_attn_skip_freq": layers}
     if hf.moe is not None:
         kwargs |= _moe_kwargs(hf.moe)
     if hf.mla is not None:
@@ -64,7 +61,7 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
 
 
 def _activation_kwargs(activation: Activation) -> dict[str, Any]:
-    """The gated activation; Megatron-Core knows its own quick GELU by identity."""
+    """Return the gated activation; Megatron-Core knows its own quick GELU by identity."""
     if activation != "swiglu_clamped":
         return {"activation_func": F.silu if activation == "silu" else gelu_tanh}
     # Not above: this module may be imported before the accelerator is prepared, Megatron-Core may not.
@@ -77,14 +74,8 @@ def _activation_kwargs(activation: Activation) -> dict[str, Any]:
     }
 
 
-def _window_kwargs(window: Window) -> dict[str, Any]:
-    """Megatron-Core counts the tokens before the present one, and marks layers with a window by 1."""
-    layers = None if all(window.layers) else [int(windowed) for windowed in window.layers]
-    return {"window_size": (window.size - 1, 0), "window_attn_skip_freq": layers}
-
-
 def _moe_kwargs(moe: Moe) -> dict[str, Any]:
-    """The mixture's sizes and routing, balancing off: an auxiliary loss or a moving bias would be a second objective.
+    """Return the mixture's sizes and routing without balancing, which would be a second objective.
 
     The router runs in float32, so that training and rollout choose the same experts.
     """
@@ -109,7 +100,7 @@ def _moe_kwargs(moe: Moe) -> dict[str, Any]:
 
 
 def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
-    """Latent attention, whose rotary settings are part of the config; its own defaults are those of one model."""
+    """Return latent attention with its rotary settings; Megatron-Core's defaults are those of one model."""
     yarn = hf.rope.yarn
     kwargs: dict[str, Any] = {
         "multi_latent_attention": True,
@@ -138,7 +129,7 @@ def _mla_kwargs(hf: HFConfig, mla: Mla) -> dict[str, Any]:
 
 
 def extra_config_attributes(hf: HFConfig) -> dict[str, Any]:
-    """Attributes to set on the config once it is made: `GPTModel` reads yarn's from it, `TransformerConfig` lacks them.
+    """Return attributes to set on the config that is made: `GPTModel` reads yarn's, `TransformerConfig` lacks them.
 
     Without both mscales Megatron-Core takes 0.1 ln(factor) + 1, as transformers does.
     """
@@ -158,11 +149,11 @@ def extra_config_attributes(hf: HFConfig) -> dict[str, Any]:
 
 
 def unfused(hf: HFConfig) -> dict[str, Any]:
-    """Arguments of `TransformerConfig` that turn off the fusions which are wrong or missing for this architecture.
+    """Return arguments of `TransformerConfig` that turn off fusions which are wrong or missing for this architecture.
 
-    Megatron-Core's fused rotation of packed sequences leaves out yarn's scale and always rotates halves against each
-    other, without a word; under latent attention it exists for yarn alone and is experimental. Its fused activations
-    are silu, GELU and quick GELU, and grouped experts with biases refuse a fused bias behind attention.
+    Megatron-Core's fused rotation of packed sequences silently leaves out yarn's scale and always rotates halves
+    against each other; under latent attention it exists only for yarn and is experimental. Its fused activations are
+    silu, GELU and quick GELU, and grouped experts with biases refuse a fused bias behind attention.
     """
     off: dict[str, Any] = {}
     if hf.mla is not None or hf.rope.kind == "yarn" or hf.rope.interleaved:
@@ -175,7 +166,7 @@ def unfused(hf: HFConfig) -> dict[str, Any]:
 
 
 def gpt_model_kwargs(hf: HFConfig, padded_vocab: int) -> dict[str, Any]:
-    """Arguments of `megatron.core.models.gpt.GPTModel` that the architecture determines.
+    """Return the arguments of `megatron.core.models.gpt.GPTModel` that the architecture determines.
 
     A linear RoPE factor divides the positions, exactly as Megatron-Core's sequence interpolation does; yarn is a kind
     of position embedding, except under latent attention, which has its own. The frequencies of llama3 scaling are set

@@ -1,31 +1,42 @@
-"""Comparison of two checkpoints: names, dtypes, shapes, bits, and the size of differences.
+"""Comparison of two checkpoints, and the check that a conversion loses nothing.
 
-It streams: a few megabytes of two tensors are in memory at a time, for a model of any size.
+Both stream: a few megabytes of two tensors are in memory at a time, or one unit of the export plan.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl.converters.live.copying import BlockReader, TensorLike
+from mega_rl import progress
+from mega_rl.converters.hf.companions import config_changes
+from mega_rl.converters.live.copying import BlockReader, TensorLike, blocks_of, fill
+from mega_rl.converters.live.export import join_pieces
+from mega_rl.converters.offline.checkpoint import open_checkpoint
+from mega_rl.converters.offline.describe import describe
+from mega_rl.converters.offline.writing import World, joined_world, on_all
+from mega_rl.converters.plan.export import ExportUnit, export_plan
+from mega_rl.converters.plan.parameters import hf_tensors, ignored_tensors
+from mega_rl.converters.plan.proof import prove_complete
+from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
+from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.errors import UserErrors
+from mega_rl.parallel.comm import SingleRank
 from mega_rl.storage.bits import bits, same_bits
 from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_reader import CheckpointReader
 
-CHUNK_BYTES = 16 << 20
-
-
-class Advance(Protocol):
-    """Callback for the bytes compared since the last call."""
-
-    def __call__(self, nbytes: int, /) -> None: ...
+Advance = Callable[[int], object]  # takes the bytes compared since the last call
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,9 @@ class Different:
     """A tensor whose bits differ, and by how much."""
 
     name: str
-    elements: int  # how many differ
+    elements: int  # number of elements that differ
     numel: int
-    max_abs: float  # largest |a - b|; nan where a value is not a number
+    max_abs: float  # largest |a - b|; nan if a value is not a number
     mean_abs: float
     max_of_first: float  # largest |a|, to judge the others by
 
@@ -49,9 +60,9 @@ class Comparison:
     mismatched: tuple[str, ...] = ()  # dtype or shape, in words
     different: tuple[Different, ...] = ()
     config: tuple[str, ...] = ()  # keys of config.json that differ, in words
-    allowed: tuple[str, ...] = ()  # names in one only that the caller allows
+    allowed: tuple[str, ...] = ()  # names in only one checkpoint that the caller allows
     num_equal: int = 0
-    digests: Mapping[str, str] = field(default_factory=dict)  # of each tensor of the first: type, shape and bits
+    digests: Mapping[str, str] = field(default_factory=dict)  # type, shape and bits of each tensor of the first
 
     @property
     def digest(self) -> str:
@@ -63,68 +74,126 @@ class Comparison:
         """Return whether only allowed names differ."""
         return not (self.only_first or self.only_second or self.mismatched or self.different or self.config)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as decoded JSON, for other processes."""
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        return values | {"different": [vars(one) for one in self.different], "digests": dict(self.digests)}
 
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> Comparison:
-        """Return what `to_json` gave."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()
-        }
-        values["different"] = tuple(Different(**one) for one in raw["different"])
-        return cls(**values)
+@dataclass(frozen=True)
+class Verification:
+    """Result of verifying a checkpoint."""
+
+    layout: str  # whose plan is proved complete
+    comparison: Comparison | None = None  # with the second checkpoint
+    returned: int | None = None  # tensors that come back bit for bit from import and export in memory
+    lost: tuple[str, ...] = ()  # tensors that do not
+
+    @property
+    def equal(self) -> bool:
+        """Return whether nothing is lost and nothing differs."""
+        return not self.lost and (self.comparison is None or self.comparison.equal)
+
+
+def verify_checkpoint(
+    first: Path, second: Path | None, *, sharding: Sharding, allow_missing: Sequence[str] = ()
+) -> Verification:
+    """Prove a layout complete, then compare every bit of `first` with `second`.
+
+    Without `second`: against itself after import and export for the layout, in memory. Collective under torchrun.
+    Raises UserErrors when the tensors are not those that config.json asks for.
+    """
+    layout = str(sharding.layout)
+    if second is not None:
+        prove_complete(sharding)
+        return Verification(layout, compare_checkpoints(first, second, allow_missing=allow_missing))
+    with CheckpointReader(first) as reader, joined_world() as world:
+        sharding, description = describe(reader, sharding)
+        if description.problems:
+            raise UserErrors([f"{first}: {problem}" for problem in description.problems])
+        returned, lost = round_trip(reader, sharding, world)
+    return Verification(layout, returned=returned, lost=lost)
+
+
+def compare_checkpoints(first: Path, second: Path, *, allow_missing: Sequence[str] = ()) -> Comparison:
+    """Compare two checkpoints of one model, each of any kind, as Hugging Face tensors; collective.
+
+    If one of them is not a Hugging Face folder, tensors that conversion leaves out by name may be absent.
+    """
+    with ExitStack() as stack:
+        world = stack.enter_context(joined_world())
+        a = stack.enter_context(open_checkpoint(first))
+        b = stack.enter_context(open_checkpoint(second, reference=first if a.kind == "hf" else None))
+        allowed = list(allow_missing)
+        if converted := [side for side in (a, b) if side.kind != "hf"]:
+            allowed += ignored_tensors(converted[0].hf, head=converted[0].sharding.head)
+        fused = next((side.hf.fused_experts for side in (a, b) if side.kind == "hf"), None)
+        comparison = compare(
+            a.as_hf(fused_experts=fused), b.as_hf(fused_experts=fused), allow_missing=allowed, world=world
+        )
+    if a.kind == b.kind == "hf":
+        # 8-bit blocks leave as bfloat16, and config.json says so.
+        intended = [*allow_missing, *config_changes(a.hf)]
+        comparison = replace(comparison, config=compare_configs(first, second, intended=intended))
+    return comparison
 
 
 def compare(
-    first: BlockReader,
-    second: BlockReader,
-    *,
-    allow_missing: Sequence[str] = (),
-    share: tuple[int, int] = (0, 1),
-    advance: Advance = lambda nbytes: None,
+    first: BlockReader, second: BlockReader, *, allow_missing: Sequence[str] = (), world: World | None = None
 ) -> Comparison:
     """Compare the tensors of two readers by name, dtype, shape and bits; names in `allow_missing` may be in one only.
 
-    `share` (i, n) compares the contents of every nth tensor from the ith on, for n processes whose answers are then
-    joined by `merge`; names are compared in full by each.
+    The ranks of `world` share the tensors of the first.
     """
-    names = {True: set(first.tensors), False: set(second.tensors)}
-    single = {name for name in names[True] ^ names[False] if any(fnmatchcase(name, p) for p in allow_missing)}
-    mismatched, different, digests = [], [], {}
-    for name in sorted(names[True], key=first.position)[share[0] :: share[1]]:
-        a, b = first.tensors[name], second.tensors.get(name)
-        numbers = _Numbers()
-        if b is not None and _kind(a) == _kind(b):
-            pairs = zip(_chunks(first, name), _chunks(second, name), strict=True)
-            digests[name] = _digest(a, numbers.watch(pairs, advance))
-        else:
-            digests[name] = _digest(a, _chunks(first, name))
-            mismatched += [f"{name}: {_kind(a)} against {_kind(b)}"] if b is not None else []
-        different += [numbers.report(name)] if numbers.elements else []
-    shared = sum(name in names[False] for name in digests)
+    world = world or SingleRank()
+    ours, theirs = set(first.tensors), set(second.tensors)
+    single = {name for name in ours ^ theirs if any(fnmatchcase(name, p) for p in allow_missing)}
+    names = sorted(ours, key=first.position)[world.rank :: world.size]
+
+    def work() -> dict[str, tuple[str, dict[str, Any] | None]]:
+        total = sum(_nbytes(first.tensors[name]) for name in names)
+        with progress.phase("comparing", total=total, unit="B") as phase:
+            return {name: _compare_tensor(first, second, name, phase.advance) for name in names}
+
+    shares = world.gather_json({name: list(difference) for name, difference in on_all(work, world).items()})
+    results = {name: difference for share in shares for name, difference in share.items()}
+    mismatched = [
+        f"{name}: {_kind(first.tensors[name])} against {_kind(second.tensors[name])}"
+        for name in sorted(ours & theirs)
+        if _kind(first.tensors[name]) != _kind(second.tensors[name])
+    ]
+    different = [Different(**difference) for _, (_, difference) in sorted(results.items()) if difference is not None]
     return Comparison(
-        only_first=tuple(sorted(names[True] - names[False] - single)),
-        only_second=tuple(sorted(names[False] - names[True] - single)),
+        only_first=tuple(sorted(ours - theirs - single)),
+        only_second=tuple(sorted(theirs - ours - single)),
         mismatched=tuple(mismatched),
         different=tuple(different),
         allowed=tuple(sorted(single)),
-        num_equal=shared - len(mismatched) - len(different),
-        digests=digests,
+        num_equal=len(ours & theirs) - len(mismatched) - len(different),
+        digests={name: digest for name, (digest, _) in results.items()},
     )
 
 
-def merge(parts: Sequence[Comparison]) -> Comparison:
-    """Return one comparison from those of all shares."""
-    return replace(
-        parts[0],
-        mismatched=tuple(sorted(line for part in parts for line in part.mismatched)),
-        different=tuple(sorted((d for part in parts for d in part.different), key=lambda d: d.name)),
-        num_equal=sum(part.num_equal for part in parts),
-        digests={name: digest for part in parts for name, digest in part.digests.items()},
-    )
+def _compare_tensor(
+    first: BlockReader, second: BlockReader, name: str, advance: Advance
+) -> tuple[str, dict[str, Any] | None]:
+    """Return (digest of the first's tensor, fields of `Different` if the second's has other bits)."""
+    a, b = first.tensors[name], second.tensors.get(name)
+    digest = xxhash.xxh3_128(_kind(a).encode())
+    comparable = b is not None and _kind(a) == _kind(b)
+    elements, max_abs, total_abs, max_of_first, has_nan = 0, 0.0, 0.0, 0.0, False
+    for block in blocks_of(a):
+        x = first.read_block(name, *block)
+        digest.update(bits(x).numpy().data)
+        y = second.read_block(name, *block) if comparable else x
+        if not same_bits(x, y):
+            changed = (bits(x) != bits(y)).view(x.numel(), -1).any(dim=1)
+            values = x.contiguous().view(-1).double()
+            gap = (values[changed] - y.contiguous().view(-1)[changed].double()).abs()
+            elements, has_nan = elements + len(gap), has_nan or bool(gap.isnan().any())
+            gap = gap.nan_to_num(0.0)
+            max_abs, total_abs = max(max_abs, float(gap.max())), total_abs + float(gap.sum())
+            max_of_first = max(max_of_first, float(values.nan_to_num(0.0).abs().max()))
+        advance(x.nbytes)
+    numel = prod(a.shape)
+    largest = float("nan") if has_nan else max_abs
+    difference = Different(name, elements, numel, largest, total_abs / max(1, numel), max_of_first)
+    return digest.hexdigest(), asdict(difference) if elements else None
 
 
 def compare_configs(first: Path, second: Path, *, intended: Sequence[str] = ()) -> tuple[str, ...]:
@@ -133,85 +202,88 @@ def compare_configs(first: Path, second: Path, *, intended: Sequence[str] = ()) 
     Keys that match a pattern of `intended` may differ. Equal values under other bytes (order, spaces) are a difference
     too: a config is copied, not written anew.
     """
-    texts = [
-        (folder / "config.json").read_bytes() if (folder / "config.json").is_file() else None
-        for folder in (first, second)
-    ]
+    paths = [folder / "config.json" for folder in (first, second)]
+    if missing := [path.parent for path in paths if not path.is_file()]:
+        return (f"{missing[0]} has no config.json",) if len(missing) == 1 else ()
+    texts = [path.read_bytes() for path in paths]
     if texts[0] == texts[1]:
         return ()
-    missing = [str(folder) for folder, text in zip((first, second), texts, strict=True) if text is None]
-    if missing:
-        return (f"{missing[0]} has no config.json",)
-    a, b = (json.loads(text or b"{}") for text in texts)
-    keys = [key for key in {**a, **b} if a.get(key, _ABSENT) != b.get(key, _ABSENT)]
+    a, b = (json.loads(text) for text in texts)
+    keys = [key for key in {**a, **b} if key not in a or key not in b or a[key] != b[key]]
     lines = [
-        f"{key}: {_shown(a, key)} against {_shown(b, key)}"
+        f"{key}: {' against '.join(json.dumps(config[key]) if key in config else 'absent' for config in (a, b))}"
         for key in keys
-        if not any(fnmatchcase(key, p) for p in intended)
+        if not any(fnmatchcase(key, pattern) for pattern in intended)
     ]
     return tuple(lines) if keys else ("same values, other bytes",)
 
 
-_ABSENT = object()
+def round_trip(reader: BlockReader, sharding: Sharding, world: World | None = None) -> tuple[int, tuple[str, ...]]:
+    """Return (number of tensors that come back bit for bit, names of those that do not); collective.
+
+    Each parameter is cut as every rank of the layout would hold it, and the tensors that export makes of the parts are
+    compared with the reader's. Absent optional tensors are left out. The ranks of `world` share the units.
+    """
+    world = world or SingleRank()
+    prove_complete(sharding)
+    units = export_plan(sharding)
+    mine = [unit for unit in units if all(name in reader.tensors for name, _, _ in unit.tensors)]
+    mine = mine[world.rank :: world.size]
+
+    def work() -> list[list[str]]:
+        """Return [names that come back, names that do not]."""
+        stages = {stage: _members(sharding, *stage) for stage in sharding.layout.stages()}
+        names: list[list[str]] = [[], []]
+        total = sum(_nbytes(reader.tensors[name]) for unit in mine for name, _, _ in unit.tensors)
+        with progress.phase("round trip", total=total, unit="B") as phase:
+            for unit in mine:
+                for name, tensor in _exported(unit, stages[unit.pp_rank, unit.vp_stage][unit.of_experts], reader):
+                    names[not _is_on_disk(reader, name, tensor)].append(name)
+                    phase.advance(tensor.nbytes)
+        return names
+
+    shares = world.gather_json(on_all(work, world))
+    made = {name for unit in units for name, _, _ in unit.tensors}
+    unmade = [name for name in hf_tensors(sharding.hf, head=sharding.head) if name in reader.tensors.keys() - made]
+    return sum(len(good) for good, _ in shares), tuple(sorted([*unmade, *(name for _, bad in shares for name in bad)]))
 
 
-def _shown(config: Mapping[str, Any], key: str) -> str:
-    return json.dumps(config[key]) if key in config else "absent"
+def _exported(
+    unit: ExportUnit, members: Sequence[Mapping[str, ParamPlan]], reader: BlockReader
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that export makes of a unit's parameters, filled as each member would hold them."""
+    dtype = reader.tensors[unit.tensors[0][0]].dtype
+    parts = []
+    for plans in members:
+        parts.append([torch.empty(matrix_shape(param.shape), dtype=dtype) for param in unit.params])
+        for matrix, param in zip(parts[-1], unit.params, strict=True):
+            fill(matrix, plans[param.name].copies, reader)
+    for name, shape, pieces in unit.tensors:
+        yield name, join_pieces(parts, shape, pieces, dtype)
 
 
-@dataclass
-class _Numbers:
-    """Statistics of the differences between two streams of one tensor."""
-
-    elements: int = 0
-    numel: int = 0
-    max_abs: float = 0.0
-    total_abs: float = 0.0
-    max_of_first: float = 0.0
-    _nan: bool = field(default=False)
-
-    def watch(self, pairs: Iterator[tuple[Tensor, Tensor]], advance: Advance) -> Iterator[Tensor]:
-        """Compare the pairs and yield the first stream's tensors."""
-        for a, b in pairs:
-            self.numel += a.numel()
-            if not same_bits(a, b):
-                self._add(a, b)
-            advance(a.nbytes)
-            yield a
-
-    def _add(self, a: Tensor, b: Tensor) -> None:
-        changed = (bits(a) != bits(b)).view(a.numel(), -1).any(dim=1)
-        x, y = a.contiguous().view(-1)[changed].double(), b.contiguous().view(-1)[changed].double()
-        gap = (x - y).abs()
-        self._nan = self._nan or bool(gap.isnan().any())
-        self.elements += len(gap)
-        self.max_abs = max(self.max_abs, float(gap.nan_to_num(0.0).max()))
-        self.total_abs += float(gap.nan_to_num(0.0).sum())
-        self.max_of_first = max(self.max_of_first, float(a.double().nan_to_num(0.0).abs().max()))
-
-    def report(self, name: str) -> Different:
-        """Return the statistics of a tensor that differs."""
-        largest = float("nan") if self._nan else self.max_abs
-        return Different(name, self.elements, self.numel, largest, self.total_abs / self.numel, self.max_of_first)
+def _is_on_disk(reader: BlockReader, name: str, tensor: Tensor) -> bool:
+    """Return whether a checkpoint holds this tensor, bit for bit."""
+    matrix = tensor.view(matrix_shape(tuple(tensor.shape)))
+    blocks = blocks_of(reader.tensors[name])
+    return all(same_bits(reader.read_block(name, rows, cols), matrix[slice(*rows)]) for rows, cols in blocks)
 
 
-def _digest(tensor: TensorLike, chunks: Iterator[Tensor]) -> str:
-    """Return 128 bits over a tensor's dtype, shape and contents, as hexadecimal text."""
-    digest = xxhash.xxh3_128(_kind(tensor).encode())
-    for chunk in chunks:
-        digest.update(bits(chunk).numpy().data)
-    return digest.hexdigest()
+def _members(sharding: Sharding, pp_rank: int, vp_stage: int) -> tuple[list[dict[str, ParamPlan]], ...]:
+    """Return the ranks' plans of one stage by parameter name: of the common part, and of the experts."""
+    layout = sharding.layout
+    common = [common_plan(sharding, tp_rank, pp_rank, vp_stage) for tp_rank in range(layout.tp)]
+    experts = [
+        expert_plan(sharding, *divmod(member, layout.etp), pp_rank, vp_stage)
+        for member in range(layout.ep * layout.etp)
+    ]
+    return tuple([{param.name: param for param in plan} for plan in plans] for plans in (common, experts))
 
 
-def _chunks(reader: BlockReader, name: str) -> Iterator[Tensor]:
-    """Yield blocks of whole rows of a tensor, each of bounded size."""
-    info = reader.tensors[name]
-    rows, cols = matrix_shape(info.shape)
-    step = max(1, CHUNK_BYTES // max(1, cols * info.dtype.itemsize))
-    for low in range(0, rows, step):
-        yield reader.read_block(name, (low, min(low + step, rows)), (0, cols))
+def _nbytes(tensor: TensorLike) -> int:
+    return prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _kind(tensor: TensorLike) -> str:
-    """ "bfloat16 [4, 8]"."""
+    """Return words like "bfloat16 [4, 8]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

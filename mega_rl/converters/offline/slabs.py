@@ -1,42 +1,134 @@
-"""Lookup of a model's parameters in global tensors that are stored in boxes, by any layout."""
+"""Names in a Megatron-Core distributed checkpoint: the slab of a stored tensor that holds a parameter.
+
+A checkpoint stacks parameters of equal shape: if all layers are alike, a tensor's first dimension is the layer, and
+experts of a layer are always stacked. Norms carry Transformer Engine's names whatever the spec, so a checkpoint loads
+under both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
-from mega_rl.converters.offline.dist_keys import Slab, possible_slabs
-from mega_rl.converters.offline.dist_metadata import Chunk, DistTensor
-from mega_rl.converters.offline.torch_dist import chunk_info, chunks_by_slab
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.offline.torch_dist import Chunk, DistTensor
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import Home
 from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT
-from mega_rl.converters.plan.ranks import ParamPlan
+from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserError
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from mega_rl.storage.safetensors_reader import TensorInfo
 
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(.+)\.local_experts\.(\d+)\.(.+)")
 
-class ChunkInfo(Protocol):
-    """Function that returns the place of a chunk's elements, as a matrix or vector; `torch_dist.chunk_info` is one."""
+# Content that a training run stores next to the model: optimizer and scheduler state, random-number states, and from
+# Megatron-Core 0.19 on the content of earlier releases' common.pt.
+FOREIGN_PREFIXES = (
+    "optimizer.", "chained_", "opt_param_scheduler", "lr_scheduler", "rng_state", "rerun_state_machine", "common_state/"
+)  # fmt: skip
+EXTRA_STATE = "._extra_state/"
 
-    def __call__(self, name: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) -> TensorInfo: ...
+
+class Slab(NamedTuple):
+    """A parameter's place: `tensor[place]`, where the leading dimensions have the sizes `lead`."""
+
+    key: str
+    place: tuple[int, ...]
+    lead: tuple[int, ...]
+
+
+def whole_model(sharding: Sharding) -> tuple[ParamPlan, ...]:
+    """Return the plans of one rank that holds the whole model, under Transformer Engine's names and without padding."""
+    return build_plan(replace(sharding, layout=ParallelLayout(), spec="te"), RankCoordinates())
+
+
+def is_stacked(hf: HFConfig) -> bool:
+    """Return whether Megatron-Core stacks the layers; it does not for mixtures of experts."""
+    return hf.moe is None
+
+
+def slab_of(plan: ParamPlan, hf: HFConfig) -> Slab:
+    """Return the slab to which a parameter of `whole_model` is written."""
+    return next(_slabs(plan, hf, plan.name, stacked=is_stacked(hf)))
+
+
+def possible_slabs(plan: ParamPlan, hf: HFConfig) -> Iterator[Slab]:
+    """Yield the slabs that may hold a parameter, most usual first: stacked or not, under the names of either spec."""
+    names = [plan.name, plan.canonical]
+    if plan.canonical.endswith("pre_mlp_layernorm.weight"):
+        # Upstream's local spec renames this norm in front of mixtures too, its Transformer Engine spec does not.
+        names.append(plan.canonical.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
+    for name in dict.fromkeys(names):
+        for stacked in (is_stacked(hf), not is_stacked(hf)):
+            yield from _slabs(plan, hf, name, stacked=stacked)
+
+
+def _slabs(plan: ParamPlan, hf: HFConfig, name: str, *, stacked: bool) -> Iterator[Slab]:
+    """Yield the slab of a parameter under one of its names; for an expert also its place as a separate tensor."""
+    key = name
+    place: tuple[int, ...] = ()
+    lead: tuple[int, ...] = ()
+    expert = _EXPERT.fullmatch(plan.canonical)
+    if expert is not None:
+        key = f"{expert[1]}.experts.{expert[3]}"
+    layer = _LAYER.fullmatch(key)
+    if stacked and layer is not None:
+        key, place, lead = f"decoder.layers.{layer[2]}", (int(layer[1]),), (hf.num_layers,)
+    if expert is None:
+        yield Slab(key, place, lead)
+        return
+    assert hf.moe is not None
+    yield Slab(key, (*place, int(expert[2])), (*lead, hf.moe.num_experts))
+    yield Slab(key.replace(".experts.experts.", f".experts.experts.{expert[2]}."), place, lead)
+
+
+def extra_state_keys(slabs: Iterable[Slab]) -> list[str]:
+    """Return the names of the empty extra states that modules with these parameters ask for when they are loaded.
+
+    The modules that have an extra state depend on the spec; Megatron-Core skips a state that no module asks for.
+    """
+    keys = set()
+    for slab in slabs:
+        module = slab.key.rpartition(".")[0]
+        modules = [module]
+        if module.endswith(".linear_proj"):
+            modules.append(module.removesuffix("linear_proj") + "core_attention")
+        place, lead = slab.place or (0,), slab.lead or (1,)
+        shard = f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, lead))}"
+        keys |= {f"{name}{EXTRA_STATE}{shard}" for name in modules}
+    return sorted(keys)
 
 
 class Slabs:
-    """Lookup of parameters in the tensors of a distributed checkpoint."""
+    """Lookup of parameters in tensors that are stored in boxes, by any layout."""
 
     def __init__(
-        self, folder: Path, sharding: Sharding, tensors: Mapping[str, DistTensor], *, info: ChunkInfo = chunk_info
+        self,
+        folder: Path,
+        sharding: Sharding,
+        tensors: Mapping[str, DistTensor],
+        *,
+        start_of: Callable[[DistTensor, Chunk], int],
     ) -> None:
-        """`info`: returns the place of a chunk's elements, which depends on the kind of file."""
-        self._folder, self._sharding, self._tensors, self._info = folder, sharding, tensors, info
-        self._chunks: dict[str, Mapping[tuple[int, ...], Sequence[tuple[Chunk, int]]]] = {}
-        self.used: set[str] = set()
-        self.infos: dict[str, TensorInfo] = {}
+        """start_of: returns the byte at which a chunk's elements begin in its file, or raises UserError."""
+        self._folder, self._sharding, self._tensors, self._start_of = folder, sharding, tensors, start_of
+        self._chunks: dict[str, dict[tuple[int, ...], list[tuple[Chunk, int]]]] = {}
+        self.infos: dict[str, TensorInfo] = {}  # chunks as matrices or vectors
         self.homes: dict[str, list[Home]] = {}
         self.problems: list[str] = []
+
+    @property
+    def unused(self) -> set[str]:
+        """Return the keys of tensors that hold no parameter looked up so far."""
+        return self._tensors.keys() - self._chunks.keys()
 
     def add(self, plan: ParamPlan) -> bool:
         """Look up the chunks of one parameter; return False if the checkpoint has no tensor for it."""
@@ -44,41 +136,48 @@ class Slabs:
         slab = next((slab for slab in slabs if slab.key in self._tensors), None)
         if slab is None:
             return False
-        self.used.add(slab.key)
-        tensor = self._tensors[slab.key]
-        if not self._fits(tensor.shape, slab, plan):
-            expected = [*slab.lead, *plan.shape]
-            self.problems.append(
-                f"{self._folder}: {slab.key} has shape {list(tensor.shape)}, config.json asks for {expected}"
-            )
+        tensor, expected = self._tensors[slab.key], (*slab.lead, *plan.shape)
+        fits = tensor.shape == expected
+        if plan.canonical == EMBEDDING or (plan.canonical == OUTPUT and self._sharding.head == "lm"):
+            # Rows below the vocabulary are padding.
+            fits = len(tensor.shape) == 2 and tensor.shape[0] >= expected[0] and tensor.shape[1] == expected[1]
+        if not fits:
+            self._chunks[slab.key] = {}
+            fault = f"{slab.key} has shape {list(tensor.shape)}, config.json asks for {list(expected)}"
+            self.problems.append(f"{self._folder}: {fault}")
             return True
         if slab.key not in self._chunks:
-            self._chunks[slab.key] = chunks_by_slab(tensor, len(slab.lead))
+            self._chunks[slab.key] = _by_place(tensor, len(slab.lead))
         for chunk, position in self._chunks[slab.key].get(slab.place, ()):
-            self._add_chunk(plan, slab, tensor, chunk, position)
+            row, col = (*chunk.offsets[len(slab.lead) :], 0)[:2]
+            num_rows, num_cols = (*chunk.sizes[len(slab.lead) :], 1)[:2]
+            rows = min(num_rows, plan.shape[0] - row)
+            stored = f"{tensor.key}@{'.'.join(map(str, chunk.offsets))}"
+            if rows > 0 and self._open(stored, tensor, chunk, as_vector=len(plan.shape) == 1):
+                copy = Copy(plan.canonical, row, col, position * num_rows, 0, rows, num_cols)
+                self.homes.setdefault(plan.canonical, []).append(Home(stored, copy))
         return True
 
-    def _fits(self, shape: tuple[int, ...], slab: Slab, plan: ParamPlan) -> bool:
-        expected = (*slab.lead, *plan.shape)
-        if plan.canonical == EMBEDDING or (plan.canonical == OUTPUT and self._sharding.head == "lm"):
-            return len(shape) == 2 and shape[0] >= expected[0] and shape[1] == expected[1]
-        return shape == expected
-
-    def _add_chunk(self, plan: ParamPlan, slab: Slab, tensor: DistTensor, chunk: Chunk, position: int) -> None:
-        """Add the home of the part of the parameter that a chunk holds, the chunk's `position`-th."""
-        stored = f"{tensor.key}@{'.'.join(map(str, chunk.offsets))}"
-        row, col = (*chunk.offsets[len(slab.lead) :], 0)[:2]
-        num_rows, num_cols = (*chunk.sizes[len(slab.lead) :], 1)[:2]
-        # What lies below the parameter is padding of the vocabulary.
-        rows = min(num_rows, plan.shape[0] - row)
-        if rows <= 0:
-            return
+    def _open(self, stored: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) -> bool:
+        """Enter a chunk into `infos`; return False after a problem."""
         if stored not in self.infos:
             try:
-                info = self._info(stored, tensor, chunk, as_vector=len(plan.shape) == 1)
+                start = self._start_of(tensor, chunk)
             except UserError as error:
                 self.problems.append(str(error))
-                return
-            self.infos[stored] = info
-        copy = Copy(plan.canonical, row, col, position * num_rows, 0, rows, num_cols)
-        self.homes.setdefault(plan.canonical, []).append(Home(stored, copy))
+                return False
+            numel = prod(chunk.sizes)
+            shape = (numel,) if as_vector else (prod(chunk.sizes[:-1]), chunk.sizes[-1])
+            nbytes = numel * tensor.dtype.itemsize
+            self.infos[stored] = TensorInfo(stored, tensor.dtype, shape, chunk.file, start, nbytes)
+        return True
+
+
+def _by_place(tensor: DistTensor, num_lead: int) -> dict[tuple[int, ...], list[tuple[Chunk, int]]]:
+    """Return for every index into the leading dimensions the chunks that hold it, with its position in each."""
+    chunks: dict[tuple[int, ...], list[tuple[Chunk, int]]] = {}
+    for chunk in tensor.chunks:
+        ranges = [range(low, low + n) for low, n in zip(chunk.offsets, chunk.sizes, strict=True)][:num_lead]
+        for position, index in enumerate(product(*ranges)):
+            chunks.setdefault(index, []).append((chunk, position))
+    return chunks

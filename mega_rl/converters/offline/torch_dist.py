@@ -1,54 +1,222 @@
 """Distributed checkpoints of Megatron-Core (format torch_dist): their chunks, read and written without a model.
 
-A checkpoint is a folder of PyTorch's distributed format: `.metadata` says in which file and byte range each chunk of
-each tensor lies, and every chunk is a file of torch.save in itself. Chunks are not unpickled as tensors: once their
-description is checked, their bytes are read like any other file's.
+`.metadata` says in which file and byte range each chunk of each tensor lies; a chunk is a file of torch.save. torch and
+Megatron-Core unpickle `.metadata` without limits, so it is read here by an unpickler that knows only the names that
+belong there. Chunks are opened with `weights_only` on the meta device: only their descriptions are read.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
-import struct
-import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from math import prod
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.utils import _create_file_view
 
-from mega_rl.converters.offline.dist_metadata import (
-    CONFIG_FILE,
-    DTYPE_GLOBALS,
-    METADATA_FILE,
-    Chunk,
-    DistTensor,
-    SafeUnpickler,
-    allowed,
-    is_sizes,
-)
-from mega_rl.errors import UserError
-from mega_rl.storage.safetensors_reader import TensorInfo
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES
+from mega_rl.storage.strict_json import shorten
 
-COMMON_FILE = "common.pt"
+METADATA_FILE, CONFIG_FILE, COMMON_FILE = ".metadata", "metadata.json", "common.pt"
 CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+MAX_METADATA_BYTES = 1 << 30
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor and the bytes of the file that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: Path
+    offset: int
+    length: int
+
+
+class DistTensor(NamedTuple):
+    """A tensor that is stored in boxes."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def read_metadata(folder: Path) -> tuple[dict[str, DistTensor], tuple[str, ...]]:
+    """Return (tensors by key, keys of other objects) of a checkpoint.
+
+    Raises UserError when the folder is no such checkpoint or its metadata is damaged or holds anything but metadata,
+    UserErrors listing every tensor with a wrong chunk.
+    """
+    with _naming(folder / CONFIG_FILE):
+        backend = json.loads((folder / CONFIG_FILE).read_bytes())["sharded_backend"]
+    if backend != "torch_dist":
+        raise UserError(
+            f"{folder / CONFIG_FILE}: sharded_backend={backend!r}, only torch_dist can be read; save it in that format"
+        )
+    path = folder / METADATA_FILE
+    tensors, others, problems = {}, [], []
+    size_of = cache(lambda file: file.stat().st_size if file.is_file() else None)
+    with _naming(path), path.open("rb") as file:
+        if path.stat().st_size > MAX_METADATA_BYTES:
+            raise ValueError(f"more than {MAX_METADATA_BYTES} bytes")
+        metadata = _MetadataUnpickler(file).load()
+        # The index of an object that is not a tensor has no offset.
+        places = {(i.fqn, tuple(vars(i).get("offset") or ())): place for i, place in metadata.storage_data.items()}
+        for key, entry in metadata.state_dict_metadata.items():
+            if type(entry).__name__ == "BytesStorageMetadata":
+                others.append(str(key))
+                continue
+            try:
+                tensors[str(key)] = _tensor_of(key, entry, places, folder, size_of)
+            except ValueError as error:
+                problems.append(f"{path}: {key}: {error}; save the checkpoint again")
+    if problems:
+        raise UserErrors(problems)
+    return tensors, tuple(others)
+
+
+@contextmanager
+def _naming(where: Path | str) -> Iterator[None]:
+    """Turn what reading a damaged file raises into UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read ({error.strerror}); is the checkpoint complete?") from error
+    except Exception as error:
+        reason = shorten(" ".join(f"{type(error).__name__}: {error}".split()), 600)
+        raise UserError(f"{where}: damaged ({reason}); save the checkpoint again") from error
+
+
+class _Record:
+    """An unpickled object: the arguments and the state that the pickle gives it, no behaviour.
+
+    `__setstate__` keeps a pickle from changing the class itself.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple):
+            self.args = state
+        else:
+            vars(self).update((name, value) for name, value in state.items() if isinstance(name, str))
+
+
+_DCP = "torch.distributed.checkpoint"
+_RECORDS = {
+    f"{_DCP}.metadata": "Metadata TensorStorageMetadata BytesStorageMetadata TensorProperties ChunkStorageMetadata "
+    "MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    f"{_DCP}.filesystem": "_StorageInfo",
+    f"{_DCP}.planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+    "pathlib": "Path PosixPath PurePosixPath WindowsPath",
+}
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(module, name): type(name, (_Record,), {}) for module, names in _RECORDS.items() for name in names.split()},
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPE_NAMES},
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+class _MetadataUnpickler(pickle._Unpickler):
+    """Build metadata and nothing else.
+
+    It is the unpickler in Python, which is slower: the one in C lets a few bytes of a file reserve gigabytes of memory.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in of an allowed name."""
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(
+                f"asks for {module}.{name}, which no metadata holds and which is not loaded; "
+                "use a checkpoint from a source that you trust"
+            )
+        return _ALLOWED[module, name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Refuse references: metadata refers to nothing outside of it."""
+        raise pickle.UnpicklingError("a reference to data outside of the file")
+
+
+def _tensor_of(
+    key: str,
+    entry: Any,
+    places: Mapping[tuple[str, tuple[int, ...]], Any],
+    folder: Path,
+    size_of: Callable[[Path], int | None],
+) -> DistTensor:
+    """Return a tensor of the metadata with its chunks. Raises ValueError for the first that is wrong."""
+    dtype, size = entry.properties.args[0], tuple(entry.size)
+    if not isinstance(dtype, torch.dtype) or not _are_sizes(size):
+        raise ValueError("is not a tensor")
+    chunks = []
+    for chunk in entry.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        inside = _are_sizes(offsets, sizes) and len(offsets) == len(sizes) == len(size)
+        if not inside or any(low + count > whole for low, count, whole in zip(offsets, sizes, size, strict=True)):
+            raise ValueError(f"a chunk of offsets={offsets}, sizes={sizes} reaches outside of {list(size)}")
+        if (key, offsets) not in places:
+            raise ValueError(f"no file is named for the chunk at {offsets}")
+        place = places[key, offsets]
+        name, length = place.relative_path, place.length
+        if not name or "\\" in name or "\0" in name or name.startswith("/") or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"file {name!r} is not a relative path inside the checkpoint")
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError("is compressed or encrypted, which is not supported")
+        if not _are_sizes([place.offset, length]) or length < prod(sizes) * dtype.itemsize:
+            raise ValueError(f"{length!r} bytes at {place.offset!r} of {name} cannot hold {list(sizes)} of {dtype}")
+        file_size = size_of(folder / name)
+        if file_size is None or place.offset + length > file_size:
+            fault = "is missing" if file_size is None else f"is truncated: {file_size} bytes"
+            raise ValueError(f"{folder / name} {fault}")
+        chunks.append(Chunk(offsets, sizes, folder / name, place.offset, length))
+    return DistTensor(key, dtype, size, tuple(chunks))
+
+
+def _are_sizes(*values: Sequence[Any]) -> bool:
+    return all(type(size) is int and size >= 0 for value in values for size in value)
+
+
+def start_of(tensor: DistTensor, chunk: Chunk) -> int:
+    """Return the byte of the file at which a chunk's elements begin.
+
+    Raises UserError when the bytes are no contiguous tensor of the size and type that the metadata gives.
+    """
+    with _naming(f"{chunk.file}: {tensor.key} at byte {chunk.offset}"), chunk.file.open("rb") as file:
+        # On the meta device torch reads no element and keeps the place of the elements in the file.
+        view = _create_file_view(file, chunk.offset, chunk.length)
+        stored = torch.load(cast(IO[bytes], view), map_location="meta", weights_only=True)
+        if (stored.dtype, stored.shape) != (tensor.dtype, chunk.sizes) or not stored.is_contiguous():
+            raise ValueError(f"holds {stored}, the metadata says {tensor.dtype} {list(chunk.sizes)}")
+        start: int = stored.untyped_storage()._checkpoint_offset + stored.storage_offset() * stored.itemsize
+        if not 0 <= start <= chunk.length - stored.nbytes:
+            raise ValueError("the elements reach past the end")
+        return chunk.offset + start
 
 
 class Written(NamedTuple):
-    """Place of a written chunk, for `.metadata`."""
+    """The place of a written chunk, for `.metadata`."""
 
     key: str
     place: tuple[int, ...]  # of the parameter in the leading dimensions
@@ -57,176 +225,8 @@ class Written(NamedTuple):
     length: int
 
 
-def chunk_info(name: str, tensor: DistTensor, chunk: Chunk, *, as_vector: bool) -> TensorInfo:
-    """Return the place of a chunk's elements, as a matrix [all but the last dimension, last dimension] or vector.
-
-    Raises UserError when the bytes are no contiguous tensor of the size and type that the metadata gives.
-    """
-    where = f"{chunk.file}: {tensor.key} at byte {chunk.offset}"
-    try:
-        with chunk.file.open("rb") as file:
-            view = _Slice(file, chunk.offset, chunk.length)
-            start = _data_start(view, tensor.dtype, chunk.sizes, where)
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"{where}: cannot be read ({error.strerror})") from error
-    except Exception as error:  # a damaged archive raises anything
-        raise UserError(f"{where}: damaged ({type(error).__name__}: {error}); save the checkpoint again") from error
-    numel = prod(chunk.sizes)
-    shape = (numel,) if as_vector else (prod(chunk.sizes[:-1]), chunk.sizes[-1])
-    return TensorInfo(
-        name=name,
-        dtype=tensor.dtype,
-        shape=shape,
-        file=chunk.file,
-        offset=chunk.offset + start,
-        nbytes=numel * tensor.dtype.itemsize,
-    )
-
-
-class _Slice(io.RawIOBase):
-    """A byte range of a file, as a file object."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("seek before the start")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        data = self._file.read(max(0, min(len(buffer), self._length - self._at)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def _data_start(view: _Slice, dtype: torch.dtype, sizes: tuple[int, ...], where: str) -> int:
-    """Return the first byte of the elements in a torch.save file of one contiguous tensor of this dtype and size."""
-    with zipfile.ZipFile(view) as archive:
-        names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        if names["data.pkl"].file_size > 1 << 16:
-            raise ValueError("the description is too long for one tensor")
-        stored = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"])), where).load()
-        if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
-            raise ValueError("not in little-endian byte order")
-    if not isinstance(stored, _StoredTensor):
-        raise ValueError("holds no tensor")
-    expected = tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
-    strides = [(a, b) for a, b, n in zip(stored.stride, expected, sizes, strict=True) if n > 1]
-    if stored.dtype != dtype or tuple(stored.size) != sizes or any(a != b for a, b in strides):
-        raise ValueError(f"holds {stored}, the metadata says {dtype} {list(sizes)}")
-    data = names[f"data/{stored.storage}"]
-    nbytes = prod(sizes) * dtype.itemsize
-    skipped = stored.storage_offset * dtype.itemsize
-    if data.compress_type != zipfile.ZIP_STORED or data.file_size < skipped + nbytes:
-        raise ValueError("the elements are compressed or too few")
-    view.seek(data.header_offset)
-    header = view.read(30)
-    if header is None or len(header) < 30 or header[:4] != b"PK\x03\x04":
-        raise ValueError("the archive's entries are not where its directory says")
-    name_length, extra_length = struct.unpack("<HH", header[26:30])
-    start: int = data.header_offset + 30 + name_length + extra_length + skipped
-    if start + nbytes > view.seek(0, io.SEEK_END):
-        raise ValueError("the elements reach past the end")
-    return start
-
-
-class _Storage(NamedTuple):
-    dtype: torch.dtype
-    key: str
-
-
-class _StoredTensor(NamedTuple):
-    """Description of a tensor in a torch.save file."""
-
-    dtype: torch.dtype
-    storage: str
-    storage_offset: int
-    size: Sequence[int]
-    stride: Sequence[int]
-
-
-def _rebuild(storage: Any, storage_offset: Any, size: Any, stride: Any, *rest: Any) -> _StoredTensor:
-    """Replace torch._utils._rebuild_tensor_v2: return the description, make no tensor."""
-    if not isinstance(storage, _Storage) or not is_sizes([storage_offset]) or not is_sizes(size):
-        raise ValueError("describes no plain tensor")
-    if not is_sizes(stride) or len(stride) != len(size):
-        raise ValueError("describes no plain tensor")
-    return _StoredTensor(storage.dtype, storage.key, storage_offset, size, stride)
-
-
-def _rebuild_other(storage: Any, storage_offset: Any, size: Any, stride: Any, grad: Any, dtype: Any) -> _StoredTensor:
-    """Replace torch._utils._rebuild_tensor_v3, for dtypes without a storage class."""
-    stored = _rebuild(storage, storage_offset, size, stride)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("describes no plain tensor")
-    return stored._replace(dtype=dtype)
-
-
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
-
-
-class _StorageType(NamedTuple):
-    dtype: torch.dtype
-
-
-_TENSOR_NAMES: Mapping[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_other,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
-    **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
-    **DTYPE_GLOBALS,
-}
-
-
-class _TensorUnpickler(SafeUnpickler):
-    """Unpickler of the description of one tensor; any other name is a UserError."""
-
-    def __init__(self, file: IO[bytes], where: str) -> None:
-        super().__init__(file)
-        self._where = where
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the object of an allowed name."""
-        return allowed(_TENSOR_NAMES, module, name, self._where)
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        """Return a tensor's storage from ("storage", type, key, device, number of elements)."""
-        kind, storage_type, key, _, _ = pid
-        if kind != "storage" or not isinstance(storage_type, _StorageType) or not isinstance(key, str):
-            raise ValueError("refers to something that is no storage")
-        return _Storage(storage_type.dtype, key)
-
-
 class ChunkFile:
-    """Writer of chunks one after the other into a file of a checkpoint."""
+    """Writer of chunks, one after the other, into a file of a checkpoint."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name = name
@@ -240,17 +240,13 @@ class ChunkFile:
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def write(self, key: str, place: tuple[int, ...], tensor: Tensor) -> Written:
-        """Append one parameter, to become `key`[place]; holds no second copy of it."""
+    def write(self, key: str, place: tuple[int, ...], content: Tensor | list[None]) -> Written:
+        """Append one parameter, to become `key`[place], or another object; makes no second copy."""
         start = self._file.tell()
-        torch.save(tensor.view((1,) * len(place) + tuple(tensor.shape)), self._file)
+        if isinstance(content, Tensor):
+            content = content.view((1,) * len(place) + tuple(content.shape))
+        torch.save(content, self._file)
         return Written(key, place, self.name, start, self._file.tell() - start)
-
-    def write_nothing(self) -> Written:
-        """Append the content of an empty extra state."""
-        start = self._file.tell()
-        torch.save([None], self._file)
-        return Written("", (), self.name, start, self._file.tell() - start)
 
 
 def write_metadata(
@@ -258,24 +254,25 @@ def write_metadata(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     written: Sequence[Written],
     extra_states: Iterable[str],
-    nothing: Written,
 ) -> None:
     """Write the metadata that makes the files of a folder a checkpoint; `.metadata` last, which completes it.
 
-    `tensors` are (dtype, global shape) by key; `extra_states` all have the content `nothing`.
+    `tensors` are (dtype, global shape) by key. The modules of `extra_states` get an empty state.
     """
+    with ChunkFile(folder, "__extra_0.distcp") as file:
+        nothing = file.write("", (), [None])
     chunks: dict[str, list[dcp.ChunkStorageMetadata]] = {key: [] for key in tensors}
     storage: dict[dcp.MetadataIndex, dcp_filesystem._StorageInfo] = {}
-    # One object per name: what came from another process must not change the pickle's bytes.
+    # One object per name: a pickle of equal strings depends on whether they are one object.
     names = {name: name for name in (*tensors, *sorted({item.file for item in written}))}
     for item in sorted(written):
         key, shape = names[item.key], tensors[item.key][1]
-        rest = len(shape) - len(item.place)
-        offsets = torch.Size((*item.place, *(0,) * rest))
-        sizes = torch.Size((*(1,) * len(item.place), *shape[len(item.place) :]))
-        chunks[key].append(dcp.ChunkStorageMetadata(offsets, sizes))
-        index = dcp.MetadataIndex(key, offsets)
-        storage[index] = dcp_filesystem._StorageInfo(names[item.file], item.offset, item.length)
+        rest = shape[len(item.place) :]
+        offsets = torch.Size((*item.place, *(0 for _ in rest)))
+        chunks[key].append(dcp.ChunkStorageMetadata(offsets, torch.Size((*(1 for _ in item.place), *rest))))
+        storage[dcp.MetadataIndex(key, offsets)] = dcp_filesystem._StorageInfo(
+            names[item.file], item.offset, item.length
+        )
     state: dict[str, Any] = {
         key: dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), torch.Size(shape), chunks[key])
         for key, (dtype, shape) in sorted(tensors.items())
@@ -289,13 +286,3 @@ def write_metadata(
         pickle.dump(dcp.Metadata(state_dict_metadata=state, storage_data=storage), file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def chunks_by_slab(tensor: DistTensor, num_lead: int) -> dict[tuple[int, ...], list[tuple[Chunk, int]]]:
-    """Return for every index into the leading dimensions the chunks that hold it, with its position in each."""
-    chunks: dict[tuple[int, ...], list[tuple[Chunk, int]]] = {}
-    for chunk in tensor.chunks:
-        ranges = [range(low, low + n) for low, n in zip(chunk.offsets, chunk.sizes, strict=True)][:num_lead]
-        for position, index in enumerate(product(*ranges)):
-            chunks.setdefault(index, []).append((chunk, position))
-    return chunks

@@ -1,6 +1,6 @@
 """Blocks and copies: a family's rule as affine blocks of a parameter, and their cut to one rank's shard.
 
-The only module that stacks tensors into parameters; ranks.py has the overview. Pure arithmetic, no torch.
+The only module that stacks tensors into parameters; ranks.py has the overview.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GlobalParam:
     """A parameter of the whole model before any cut.
 
     `sections` are row counts that add up to the rows; under `cut` "rows" each section is cut on its own and a rank
-    holds its parts one below the other. `replica` marks a second home of tensors that live in another parameter too.
+    holds its parts one below the other.
     """
 
     name: str  # canonical
@@ -67,8 +67,6 @@ class GlobalParam:
     blocks: tuple[Block, ...]
     cut: Literal["none", "rows", "cols"]
     sections: tuple[int, ...]
-    replica: bool = False
-    optional: bool = False
 
 
 def source_shape(source: Source, hf: HFConfig) -> tuple[int, ...]:
@@ -77,9 +75,7 @@ def source_shape(source: Source, hf: HFConfig) -> tuple[int, ...]:
     return tuple(dims[symbol] for symbol in source.shape)
 
 
-def global_param(
-    rule: Rule, hf: HFConfig, *, padded_vocab: int, layer: int = 0, expert: int = 0, replica: bool = False
-) -> GlobalParam:
+def global_param(rule: Rule, hf: HFConfig, *, padded_vocab: int, layer: int = 0, expert: int = 0) -> GlobalParam:
     """A rule's parameter for one layer and expert: primitive by primitive, how tensors are stacked."""
     pieces = [_source_block(source, hf, layer, expert) for source in rule.sources]
     rows = [block.rows for block, _ in pieces]
@@ -103,7 +99,7 @@ def global_param(
         elif rule.primitive != "col":
             cut = "cols" if rule.primitive == "row" else "none"
     name = param_name(rule, hf, layer=layer, expert=expert)
-    return GlobalParam(name, (sum(sections), *item[1:]), tuple(blocks), cut, sections, replica, rule.optional)
+    return GlobalParam(name, (sum(sections), *item[1:]), tuple(blocks), cut, sections)
 
 
 def param_name(rule: Rule, hf: HFConfig, *, layer: int = 0, expert: int = 0, spec: str = "local") -> str:

@@ -1,7 +1,7 @@
 """Composition of index maps: the sources of one plan, looked up where another plan has stored them.
 
 A plan's copies read sources; a source may itself be stored in parts. `compose` replaces every copy by copies of the
-parts, `invert` turns the plan of loading a checkpoint into one of writing it. Pure arithmetic, no torch.
+parts, `invert` turns the plan of loading a checkpoint into one of writing it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ class ColumnRange(NamedTuple):
 
 
 Homes = Mapping[str, Sequence[Home]]  # by canonical parameter name
-
-
-def homes_of(stored: str, plan: ParamPlan) -> list[Home]:
-    """Return the homes of a rank's parameter, without padding; its plan has origin "canonical"."""
-    assert not any(copy.transposed for copy in plan.copies), plan.name
-    return [Home(stored, copy) for copy in plan.copies if copy.hf_name is not None]
 
 
 def home_faults(name: str, shape: tuple[int, ...], homes: Sequence[Home]) -> list[str]:

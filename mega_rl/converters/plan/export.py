@@ -1,11 +1,8 @@
-"""The plans of all ranks read backwards: parameters that are gathered together, and the tensors made of them.
-
-Imports no torch.
-"""
+"""The plans of all ranks read backwards: parameters that are gathered together, and the tensors made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -76,7 +73,9 @@ def export_plan(sharding: Sharding) -> tuple[ExportUnit, ...]:
         by_rank = [common_plan(sharding, tp_rank, pp_rank, vp_stage) for tp_rank in range(layout.tp)]
         columns = zip(stage_parts(sharding, pp_rank, vp_stage), zip(*by_rank, strict=True), strict=True)
         owned = [(part, plans) for part, plans in columns if not plans[0].replica]
-        for _, group in groupby(owned, key=lambda column: _bucket_key(column[0])):
+        for _, group in groupby(
+            owned, key=lambda column: (column[0].layer, column[0].rule.together or column[0].rule.param)
+        ):
             members = list(group)
             unit = _unit([plans for _, plans in members], shapes, pp_rank, vp_stage, holders=range(layout.tp))
             units.append((order[members[0][0].key], unit))
@@ -126,11 +125,6 @@ def _expert_units(
             yield order[group[0][0].key], unit
 
 
-def _bucket_key(part: Part) -> tuple[int, str]:
-    """Return the key of a part; consecutive parameters with one key are one unit."""
-    return part.layer, part.rule.together or part.rule.param
-
-
 def _unit(
     params: list[tuple[ParamPlan, ...]],
     shapes: Mapping[str, HFTensor],
@@ -143,8 +137,13 @@ def _unit(
     """Return a unit from its parameters, each as every holder has it."""
     pieces: dict[str, list[ExportPiece]] = {}
     for position, plans in enumerate(params):
-        for name, piece in _pieces(position, plans, holders):
-            pieces.setdefault(name, []).append(piece)
+        seen: set[str] = set()  # parts that several members hold come from the first of them
+        for member, plan in zip(holders, plans, strict=True):
+            if plan.replicated and plan.canonical in seen:
+                continue
+            seen.add(plan.canonical)
+            for copy in (copy for copy in plan.copies if copy.hf_name is not None):
+                pieces.setdefault(str(copy.hf_name), []).append(ExportPiece(member, position, copy))
     return ExportUnit(
         pp_rank,
         vp_stage,
@@ -154,15 +153,3 @@ def _unit(
         tuple((name, shapes[name].shape, tuple(of_one)) for name, of_one in pieces.items()),
         holders,
     )
-
-
-def _pieces(position: int, plans: Sequence[ParamPlan], holders: range) -> Iterator[tuple[str, ExportPiece]]:
-    """Yield (Hugging Face name, piece) of a parameter; parts that several members hold come from the first of them."""
-    seen: set[str] = set()
-    for member, plan in zip(holders, plans, strict=True):
-        if plan.replicated and plan.canonical in seen:
-            continue
-        seen.add(plan.canonical)
-        for copy in plan.copies:
-            if copy.hf_name is not None:
-                yield copy.hf_name, ExportPiece(member, position, copy)

@@ -1,11 +1,11 @@
 """Parameters of a model in their order, by stage, and the tensors on disk that they need.
 
-Derived from the family's rules and the architecture. Imports no torch.
+Derived from the family's rules and the architecture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class HFTensor(NamedTuple):
 
 
 def as_on_disk(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> HFConfig:
-    """The config with the spellings that a checkpoint's tensor names show: fused or single experts, the value head."""
+    """Return the config with the spellings that tensor names show: fused or single experts, the value head."""
     moe_layer = hf.moe.layers.index(True) if hf.moe is not None and any(hf.moe.layers) else None
     if moe_layer is not None:
         fused = {
@@ -67,7 +67,7 @@ def as_on_disk(hf: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> HFConfig:
 
 
 def hf_tensors(hf: HFConfig, *, head: Head) -> dict[str, HFTensor]:
-    """Every tensor the model is made of by its name on disk, in the order of the model."""
+    """Return every tensor that the model is made of by its name on disk, in the order of the model."""
     return {
         source.name.format(layer=part.layer, expert=part.expert): HFTensor(
             source_shape(source, hf), part.rule.optional, part.rule.float32
@@ -78,10 +78,10 @@ def hf_tensors(hf: HFConfig, *, head: Head) -> dict[str, HFTensor]:
 
 
 def ignored_tensors(hf: HFConfig, *, head: Head) -> frozenset[str]:
-    """Names that a checkpoint may hold and that are left aside.
+    """Return names that a checkpoint may hold and that the model does not need.
 
-    Buffers of old versions, the head that is not used, multi-token prediction layers that are not loaded, and the
-    copies of embedding and head that some checkpoints repeat in those.
+    They are buffers of old versions, the head that is not used, multi-token prediction layers that are not loaded, and
+    the copies of embedding and head that some checkpoints repeat in such layers.
     """
     family = FAMILIES[hf.family]
     names = {name.format(layer=layer) for name in family.ignored for layer in range(hf.num_layers)}
@@ -96,10 +96,22 @@ def ignored_tensors(hf: HFConfig, *, head: Head) -> frozenset[str]:
 
 
 def mtp_tensors(hf: HFConfig) -> dict[str, HFTensor]:
-    """The tensors of the multi-token prediction layers alone."""
+    """Return only the tensors of the multi-token prediction layers."""
     loaded = hf_tensors(replace(hf, mtp="load"), head="lm")
     rest = hf_tensors(replace(hf, mtp="drop"), head="lm")
     return {name: tensor for name, tensor in loaded.items() if name not in rest}
+
+
+def kept_tensors(hf: HFConfig, head: Head, names: Collection[str]) -> dict[str, bool]:
+    """Return the tensors of prediction layers that a model leaves out, among `names`, each with whether it is float32.
+
+    An export takes them over from the model's source.
+    """
+    if hf.mtp == "load" or not hf.mtp_layers or head != "lm":
+        return {}
+    known = mtp_tensors(hf)
+    layers = ignored_tensors(hf, head="lm") - ignored_tensors(replace(hf, mtp_layers=0), head="lm")
+    return {name: name in known and known[name].float32 for name in sorted(layers.intersection(names))}
 
 
 def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
@@ -117,14 +129,10 @@ def rules_of(hf: HFConfig, head: Head) -> list[Rule]:
     return rules
 
 
-def _holds(rule: Rule, hf: HFConfig, layer: int) -> bool:
-    """Return whether a rule applies to a layer, by the kind of its MLP."""
-    return ("moe" not in rule.when or hf.is_moe(layer)) and ("dense" not in rule.when or not hf.is_moe(layer))
-
-
 def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: Iterable[int] | None) -> Iterator[Part]:
-    """The parameters of one layer: the common ones (`experts` None), or these experts, one after the other."""
-    held = [rule for rule in rules if rule.per_expert == (experts is not None) and _holds(rule, hf, layer)]
+    """Yield the parameters of one layer: the common ones (`experts` None), or these experts, one after the other."""
+    other_kind = "dense" if hf.is_moe(layer) else "moe"
+    held = [rule for rule in rules if rule.per_expert == (experts is not None) and other_kind not in rule.when]
     if experts is None:
         yield from (Part(rule, layer) for rule in held)
     else:
@@ -132,7 +140,7 @@ def _layer_parts(rules: Iterable[Rule], hf: HFConfig, layer: int, *, experts: It
 
 
 def in_model_order(hf: HFConfig, head: Head) -> Iterator[Part]:
-    """All parameters: before the layers, layer by layer, after the layers, multi-token prediction layers last."""
+    """Yield all parameters: before the layers, layer by layer, after the layers, multi-token prediction layers last."""
     rules = rules_of(hf, head)
     first = next(i for i, rule in enumerate(rules) if rule.scope != "model")
     everyone = range(hf.moe.num_experts) if hf.moe is not None else range(0)
@@ -150,7 +158,7 @@ def in_model_order(hf: HFConfig, head: Head) -> Iterator[Part]:
 
 
 def _stage_layers(sharding: Sharding, pp_rank: int, vp_stage: int) -> Iterator[tuple[list[Rule], int]]:
-    """(rules, layer) of every layer of one stage; multi-token prediction layers are on the last."""
+    """Yield (rules, layer) of every layer of one stage; multi-token prediction layers are on the last."""
     hf = sharding.hf
     rules = rules_of(hf, sharding.head)
     inside = [rule for rule in rules if rule.scope == "layer"]
@@ -161,7 +169,7 @@ def _stage_layers(sharding: Sharding, pp_rank: int, vp_stage: int) -> Iterator[t
 
 
 def stage_parts(sharding: Sharding, pp_rank: int, vp_stage: int) -> Iterator[Part]:
-    """Every parameter that one stage holds, experts aside."""
+    """Yield every parameter that one stage holds, except experts."""
     first, last = (pp_rank, vp_stage) == (0, 0), _is_last(sharding.layout, pp_rank, vp_stage)
     mtp = "mtp" in sharding.hf.switches
     for rule in rules_of(sharding.hf, sharding.head):

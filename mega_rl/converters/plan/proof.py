@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.parameters import HFTensor, hf_tensors
+from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserErrors
@@ -35,11 +34,37 @@ def prove_complete(sharding: Sharding) -> None:
 def _faults(sharding: Sharding) -> tuple[str, ...]:
     """Return every gap and overlap, in words."""
     tensors = hf_tensors(sharding.hf, head=sharding.head)
-    ledger = _Ledger({name: matrix_shape(tensor.shape)[1] for name, tensor in tensors.items()})
+    problems: list[str] = []
+    used: dict[str, list[Rectangle]] = defaultdict(list)  # rectangles read of each tensor
+    again: dict[tuple[str, str], list[Rectangle]] = defaultdict(list)  # those that a second home reads once more
+    owners: Counter[tuple[str, int]] = Counter()
+    whole: dict[tuple[str, str], tuple[Copy, ...]] = {}
     for where, plan, index in _plans(sharding):
-        ledger.add(where, plan, index)
-    held_twice = [f"{name} is held by {n} stages" for (name, _), n in ledger.owners.items() if n > 1]
-    return (*ledger.problems, *held_twice, *_source_faults(tensors, ledger.used, ledger.again))
+        names = Counter(param.name for param in plan)
+        problems += [f"{where}: {name} is planned {n} times" for name, n in names.items() if n > 1]
+        stage = where.partition(" pp_rank")[2]
+        for param in plan:
+            rectangles = [(c.dst_row, c.dst_row + c.rows, c.dst_col, c.dst_col + c.cols) for c in param.copies]
+            gaps = tiling_faults(tuple(rectangles), param.shape)
+            problems += [f"{where}: {param.name} {gap}" for gap in gaps]
+            if param.replicated and whole.setdefault((stage, param.canonical), param.copies) != param.copies:
+                problems.append(f"{where}: {param.name} is not that of rank 0, yet every rank holds it whole")
+            if param.replicated and index:
+                continue
+            owners[param.canonical, index] += not param.replica
+            for copy in (copy for copy in param.copies if copy.hf_name is not None):
+                name = str(copy.hf_name)
+                columns = matrix_shape(tensors[name].shape)[1] if name in tensors else 0
+                target = again[name, param.canonical] if param.replica else used[name]
+                target.append(source_rectangle(copy, columns))
+    problems += [f"{name} is held by {n} stages" for (name, _), n in owners.items() if n > 1]
+    problems += [f"{name} is read but is not a tensor of this model" for name in used if name not in tensors]
+    for name, tensor in tensors.items():
+        problems += [f"{name} {fault}" for fault in tiling_faults(tuple(used.get(name, ())), tensor.shape)]
+    for (name, canonical), rectangles in again.items():
+        faults = tiling_faults(tuple(rectangles), tensors[name].shape)
+        problems += [f"{name} for {canonical} {fault}" for fault in faults]
+    return tuple(problems)
 
 
 def _plans(sharding: Sharding) -> Iterator[tuple[str, tuple[ParamPlan, ...], int]]:
@@ -55,37 +80,6 @@ def _plans(sharding: Sharding) -> Iterator[tuple[str, tuple[ParamPlan, ...], int
             for etp_rank in range(layout.etp):
                 plan = expert_plan(sharding, ep_rank, etp_rank, pp_rank, vp_stage)
                 yield f"ep_rank={ep_rank} etp_rank={etp_rank} {stage}", plan, etp_rank
-
-
-@dataclass
-class _Ledger:
-    """Ledger of the rectangles written and read so far."""
-
-    columns: Mapping[str, int]  # of every tensor on disk
-    problems: list[str] = field(default_factory=list)
-    used: dict[str, list[Rectangle]] = field(default_factory=lambda: defaultdict(list))
-    again: dict[tuple[str, str], list[Rectangle]] = field(default_factory=lambda: defaultdict(list))
-    owners: Counter[tuple[str, int]] = field(default_factory=Counter)
-    whole: dict[tuple[str, str], tuple[Copy, ...]] = field(default_factory=dict)
-
-    def add(self, where: str, plan: tuple[ParamPlan, ...], index: int) -> None:
-        """Enter one rank's plan."""
-        names = Counter(param.name for param in plan)
-        self.problems += [f"{where}: {name} is planned {n} times" for name, n in names.items() if n > 1]
-        stage = where.partition(" pp_rank")[2]
-        for param in plan:
-            rectangles = [(c.dst_row, c.dst_row + c.rows, c.dst_col, c.dst_col + c.cols) for c in param.copies]
-            gaps = tiling_faults(tuple(rectangles), param.shape)
-            self.problems += [f"{where}: {param.name} {gap}" for gap in gaps]
-            if param.replicated and self.whole.setdefault((stage, param.canonical), param.copies) != param.copies:
-                self.problems.append(f"{where}: {param.name} is not that of rank 0, yet every rank holds it whole")
-            if param.replicated and index:
-                continue
-            self.owners[param.canonical, index] += not param.replica
-            for c in param.copies:
-                if c.hf_name is not None:
-                    target = self.again[c.hf_name, param.canonical] if param.replica else self.used[c.hf_name]
-                    target.append(source_rectangle(c, self.columns.get(c.hf_name, 0)))
 
 
 def source_rectangle(copy: Copy, columns: int) -> Rectangle:
@@ -127,17 +121,3 @@ def tiling_faults(rectangles: tuple[Rectangle, ...], shape: tuple[int, ...]) -> 
         if at > num_rows or (right > num_cols and at):
             faults.append(f"rows up to {at}{columns} lie outside its shape {list(shape)}")
     return tuple(faults)
-
-
-def _source_faults(
-    tensors: Mapping[str, HFTensor],
-    used: Mapping[str, list[Rectangle]],
-    again: Mapping[tuple[str, str], list[Rectangle]],
-) -> list[str]:
-    """Return the gaps and overlaps on the Hugging Face side, in words."""
-    problems = [f"{name} is read but is not a tensor of this model" for name in used if name not in tensors]
-    for name, tensor in tensors.items():
-        problems += [f"{name} {fault}" for fault in tiling_faults(tuple(used.get(name, ())), tensor.shape)]
-    for (name, param), rectangles in again.items():
-        problems += [f"{name} for {param} {fault}" for fault in tiling_faults(tuple(rectangles), tensors[name].shape)]
-    return problems

@@ -1,4 +1,4 @@
-"""A model and how it is cut: what every plan starts from, and when a model cannot be cut so. Imports no torch."""
+"""A model and how it is cut, which every plan starts from, and the reasons why a model cannot be cut."""
 
 from __future__ import annotations
 
@@ -10,51 +10,44 @@ from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 
 Head = Literal["lm", "value"]
-
-
-# Whose parameters the live chunks have: Megatron-Core's local or Transformer Engine layers, or the tensors that a
-# checkpoint names, whole.
+# Parameters of the live chunks: those of Megatron-Core's local or Transformer Engine layers, or whole tensors of a
+# checkpoint.
 Spec = Literal["local", "te", "hf"]
-
 
 UNEVEN = "engine.megatron.pipeline (--pp-layout on a command line) gives stages of different sizes"
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A model and how it is cut: everything that a plan depends on but the rank."""
+    """A model and how it is cut: everything that a plan depends on, except the rank."""
 
     hf: HFConfig
     layout: ParallelLayout = ParallelLayout()  # noqa: RUF009 - immutable
     spec: Spec = "local"  # whose parameter names the live chunks have
     head: Head = "lm"
-    padded_vocab: int | None = None  # rows of the embedding; None: the smallest multiple of tp
 
     @property
     def vocab(self) -> int:
-        """Rows of the embedding over all ranks."""
-        if self.padded_vocab is not None:
-            return self.padded_vocab
+        """Return the rows of the embedding over all ranks."""
         return padded_vocab_size(self.hf.vocab_size, self.layout.tp)
 
     def check(self) -> None:
-        """Raises UserErrors with every reason why the model cannot be cut this way."""
-        problems = check_layout(self.hf, self.layout, padded_vocab=self.padded_vocab)
+        """Check that the model can be cut this way. Raises UserErrors with every reason why not."""
+        problems = check_layout(self.hf, self.layout)
         if problems:
             raise UserErrors(problems)
 
 
 def padded_vocab_size(vocab: int, tp: int) -> int:
-    """The smallest multiple of `tp` that holds `vocab` rows."""
+    """Return the smallest multiple of `tp` that holds `vocab` rows."""
     return -(-vocab // tp) * tp
 
 
-def check_layout(hf: HFConfig, layout: ParallelLayout, *, padded_vocab: int | None = None) -> list[str]:
-    """The reasons, one line each, why a model cannot be cut this way; empty when it can."""
+def check_layout(hf: HFConfig, layout: ParallelLayout) -> list[str]:
+    """Return the reasons, one line each, why a model cannot be cut this way; empty when it can."""
     tp = layout.tp
-    vocab = padded_vocab_size(hf.vocab_size, tp) if padded_vocab is None else padded_vocab
     problems = []
-    sizes = {"num_attention_heads": hf.num_heads, "padded vocabulary": vocab}
+    sizes = {"num_attention_heads": hf.num_heads}
     if hf.moe is None or not all(hf.moe.layers):
         sizes["intermediate_size"] = hf.ffn_hidden_size
     if hf.moe is not None and hf.moe.shared_ffn_hidden_size:
@@ -80,8 +73,6 @@ def check_layout(hf: HFConfig, layout: ParallelLayout, *, padded_vocab: int | No
         else:
             split = f"pipeline {'+'.join(map(str, layout.pipeline))}={sum(layout.pipeline)}"
             problems.append(f"{split} must be num_hidden_layers={hf.num_layers}")
-    if vocab < hf.vocab_size:
-        problems.append(f"padded vocabulary {vocab} is smaller than vocab_size={hf.vocab_size}")
     return problems
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.grpo import grpo
+from mega_rl.algorithms.advantages.groups import grpo
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE
 from mega_rl.checkpoint.weights import HEADS, open_weights
 from mega_rl.config.schema import Config
-from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
+from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
+from mega_rl.converters.offline.writing import WriteOptions
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.records.format import WEIGHTS

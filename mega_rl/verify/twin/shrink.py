@@ -21,7 +21,7 @@ from torch import Tensor
 from mega_rl.converters.architecture import HFConfig, Moe
 from mega_rl.converters.families.rules import DISK_LAYER
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.converters.live.repeated import repeat_faults
+from mega_rl.converters.live.load import repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.safetensors_reader import CheckpointReader

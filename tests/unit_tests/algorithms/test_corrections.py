@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.corrections.base import SampledTokens
-from mega_rl.algorithms.corrections.registry import CORRECTIONS
+from mega_rl.algorithms.corrections import CORRECTIONS, SampledTokens
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.plugins.choices import CORRECTION
 from mega_rl.types import row_numbers

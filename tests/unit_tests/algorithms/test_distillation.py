@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.distillation import Distillation, distillation
-from mega_rl.algorithms.advantages.rloo import rloo
+from mega_rl.algorithms.advantages.groups import rloo
+from mega_rl.algorithms.advantages.returns import Distillation, distillation
 from mega_rl.types import Experience
 
 G = torch.Generator().manual_seed(3)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.registry import ESTIMATORS
-from mega_rl.algorithms.corrections.registry import CORRECTIONS
+from mega_rl.algorithms.advantages import ESTIMATORS
+from mega_rl.algorithms.corrections import CORRECTIONS
 from tests.exact_gradients import (
     CORRECTED,
     ESTIMATED,

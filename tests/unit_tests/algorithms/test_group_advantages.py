@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mega_rl.algorithms.advantages import ESTIMATORS as REGISTRY
 from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.gdpo import gdpo
-from mega_rl.algorithms.advantages.opo import opo
-from mega_rl.algorithms.advantages.registry import ESTIMATORS as REGISTRY
+from mega_rl.algorithms.advantages.groups import gdpo, opo
 from mega_rl.algorithms.statistics import SumOverRanks, identity
 from mega_rl.types import Experience, RewardParts
 from tests.helpers.simulated_ranks import on_simulated_ranks

@@ -47,13 +47,6 @@ def test_k3_of_one_token_is_bounded(far: float) -> None:
     assert k3(torch.tensor([inside]), torch.zeros(1)).item() < 10.0
 
 
-def test_one_collapsed_token_does_not_make_the_mean() -> None:
-    """20 nats below the reference among 10^6 tokens: 10^-5 nats, where an unbounded estimate says 485."""
-    logprobs = torch.zeros(1_000_000)
-    logprobs[0] = -20.0
-    assert k3(logprobs, torch.zeros(1_000_000)).mean().item() == pytest.approx(1e-5)
-
-
 @pytest.mark.parametrize("estimator", [k2, k3])
 @pytest.mark.parametrize(
     ("far", "moved", "value", "gradient"),

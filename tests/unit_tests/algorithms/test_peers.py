@@ -20,31 +20,35 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageEstimator, AdvantageInputs
-from mega_rl.algorithms.advantages.gae import GAE
-from mega_rl.algorithms.advantages.gdpo import GDPO, gdpo
-from mega_rl.algorithms.advantages.grpo import GRPO, grpo
-from mega_rl.algorithms.advantages.opo import OPO
-from mega_rl.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlus
-from mega_rl.algorithms.advantages.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
-from mega_rl.algorithms.advantages.remax import ReMax
-from mega_rl.algorithms.advantages.rloo import RLOO
-from mega_rl.algorithms.corrections.base import Correction, SampledTokens
-from mega_rl.algorithms.corrections.icepop import IcePop
-from mega_rl.algorithms.corrections.opsm import OPSM
-from mega_rl.algorithms.corrections.rejection import GeometricRejection, SequenceRejection
-from mega_rl.algorithms.corrections.tis import TIS
+from mega_rl.algorithms.advantages.groups import GDPO, GRPO, OPO, RLOO, gdpo, grpo
+from mega_rl.algorithms.advantages.returns import GAE, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
+from mega_rl.algorithms.corrections import (
+    OPSM,
+    TIS,
+    Correction,
+    GeometricRejection,
+    IcePop,
+    SampledTokens,
+    SequenceRejection,
+)
 from mega_rl.algorithms.evaluation import pass_at_k
 from mega_rl.algorithms.kl import KL_ESTIMATORS, k3, kl_penalty
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Denominators, loss_weights
-from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
-from mega_rl.algorithms.losses.cispo import CISPO
-from mega_rl.algorithms.losses.covariance import ClipCov, KLCov, covariance
-from mega_rl.algorithms.losses.dppo import DPPOKL, DPPOTV
-from mega_rl.algorithms.losses.gmpo import GMPO
-from mega_rl.algorithms.losses.gspo import GSPO
+from mega_rl.algorithms.losses.objectives import (
+    CISPO,
+    DPPOKL,
+    DPPOTV,
+    GMPO,
+    GSPO,
+    PPO,
+    SAPO,
+    ClipCov,
+    KLCov,
+    PolicyObjective,
+    PolicyTokens,
+    covariance,
+)
 from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
-from mega_rl.algorithms.losses.ppo import PPO
-from mega_rl.algorithms.losses.sapo import SAPO
 from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.algorithms.statistics import whiten

@@ -10,13 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.losses.base import PolicyObjective, PolicyTokens
-from mega_rl.algorithms.losses.cispo import CISPO
-from mega_rl.algorithms.losses.covariance import ClipCov, KLCov
-from mega_rl.algorithms.losses.dppo import DPPOKL, DPPOTV
-from mega_rl.algorithms.losses.gmpo import GMPO
-from mega_rl.algorithms.losses.gspo import GSPO
-from mega_rl.algorithms.losses.sapo import SAPO
+from mega_rl.algorithms.losses.objectives import (
+    CISPO,
+    DPPOKL,
+    DPPOTV,
+    GMPO,
+    GSPO,
+    SAPO,
+    ClipCov,
+    KLCov,
+    PolicyObjective,
+    PolicyTokens,
+)
 from mega_rl.algorithms.sequences import Sequences
 
 LENGTHS = (9, 1, 17, 6, 12)

@@ -13,11 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.grpo import grpo
-from mega_rl.algorithms.advantages.opo import opo
-from mega_rl.algorithms.advantages.pass_at_k import pass_at_k
-from mega_rl.algorithms.advantages.remax import remax
-from mega_rl.algorithms.advantages.rloo import rloo
+from mega_rl.algorithms.advantages.groups import grpo, opo, pass_at_k, rloo
+from mega_rl.algorithms.advantages.returns import remax
 
 REWARDS = torch.tensor([1.0, 0.25, -2.0, 0.5], dtype=torch.float64)
 RIGHT = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)

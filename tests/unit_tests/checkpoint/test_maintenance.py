@@ -197,11 +197,11 @@ def test_a_path_without_checkpoints(tmp_path: Path) -> None:
         (["checkpoint", "export", "nothing", "out"], "nothing: no such folder"),
         (
             ["convert", "export", "run/checkpoints/step_000010", "out"],
-            "is of a run; its weights leave by 'mega-rl checkpoint export RUN OUT'",
+            "belongs to a run; export its weights by 'mega-rl checkpoint export RUN OUT'",
         ),
         (
             ["convert", "inspect", "run/checkpoints/step_000010"],
-            "is of a run; its weights leave by 'mega-rl checkpoint export RUN OUT'",
+            "belongs to a run; export its weights by 'mega-rl checkpoint export RUN OUT'",
         ),
     ],
 )

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import mega_rl
-from mega_rl.algorithms.advantages.registry import ESTIMATORS
-from mega_rl.algorithms.corrections.registry import CORRECTIONS
-from mega_rl.algorithms.losses.registry import OBJECTIVES
+from mega_rl.algorithms.advantages import ESTIMATORS
+from mega_rl.algorithms.corrections import CORRECTIONS
+from mega_rl.algorithms.losses.objectives import OBJECTIVES
 from mega_rl.assemble.algorithms import build_correction, build_estimator, build_objective
 from mega_rl.assemble.plan import roles_of
 from mega_rl.config.loader import load

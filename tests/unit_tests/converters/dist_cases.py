@@ -61,7 +61,7 @@ def _spoil(chunks: list[nn.Module]) -> None:
 def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     """Names that differ, by what was done: loading offline conversions into live models, and saving those.
 
-    `root`/{name} holds for every model its Hugging Face checkpoint `hf`, `dist`, and rank files `ranks`; live models
+    `root`/{name} holds for every model its Hugging Face checkpoint `hf` and `dist`; live models
     are saved into `saved-{layout}`. A rank on a CPU that forks is named, too: see tests/helpers/upstream_writers.py.
     """
     from mega_rl.accelerator import prepare
@@ -72,7 +72,6 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
     from mega_rl.parallel import groups
     from mega_rl.parallel.layout import ParallelLayout
     from mega_rl.verify.twin.logits import load_model
-    from tests.helpers.load_ranks import load_ranks
 
     actual: dict[str, list[str]] = {}
     forks: list[str] = []
@@ -93,10 +92,6 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
             ):
                 chunk.load_state_dict(state[key])
             actual[f"{name} {layout} dist_checkpointing.load"] = _differing(live.chunks, expected)
-            for kind in ("ranks", "dist"):
-                _spoil(live.chunks)
-                load_ranks(live.chunks, folder / kind, sharding=live.sharding, coordinates=built.coordinates)
-                actual[f"{name} {layout} load_ranks {kind}"] = _differing(live.chunks, expected)
             saved = folder / f"saved-{layout}"
             saved.mkdir(exist_ok=True)
             dist_checkpointing.save(_sharded_state(live.chunks, built.collection.dp_cp), str(saved))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, merge
+from mega_rl.converters.offline import compare as compare_module
+from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, round_trip
 from mega_rl.converters.offline.describe import describe
-from mega_rl.converters.offline.roundtrip import round_trip
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.parallel.comm import ranks_of
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import write_checkpoint
+from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.fakes import LAYOUTS, hf_state, small_config
 
 State = dict[str, Tensor]
@@ -103,16 +106,18 @@ def test_names_types_and_shapes(tmp_path: Path) -> None:
     assert allowed.allowed == ("b.bias", "extra.weight")
 
 
-def test_shares_join_to_the_whole(tmp_path: Path) -> None:
-    """Several processes find what one finds."""
+def compare_share(rank: int, folder: str) -> dict[str, object]:
+    """Compare two folders as one of several ranks."""
+    dist.init_process_group("gloo")
+    with CheckpointReader(Path(folder) / "first") as a, CheckpointReader(Path(folder) / "second") as b:
+        return asdict(compare(a, b, world=ranks_of(dist.group.WORLD)))  # type: ignore[arg-type]
+
+
+def test_ranks_find_what_one_process_finds(tmp_path: Path) -> None:
     other = state()
     other["a.weight"][7, 3] += 1
-    whole = compared(tmp_path, state(), other)
-    with CheckpointReader(tmp_path / "first") as a, CheckpointReader(tmp_path / "second") as b:
-        parts = [compare(a, b, share=(i, 2)) for i in range(2)]
-    assert all(0 < len(part.digests) < 3 for part in parts)
-    assert merge(parts) == whole
-    assert merge(parts).digest == whole.digest
+    whole = asdict(compared(tmp_path, state(), other))
+    assert run_ranks(2, compare_share, str(tmp_path)) == [whole, whole]
 
 
 def test_configs(tmp_path: Path) -> None:
@@ -148,11 +153,9 @@ def test_round_trip_in_memory(tmp_path: Path, layout: str, head: str) -> None:
 
 def test_round_trip_names_what_a_wrong_plan_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two rows of the plan's copies exchanged the tensors they belong to are named."""
-    from mega_rl.converters.offline import roundtrip
-
     hf = small_config()
     write_checkpoint(tmp_path / "hf", hf_state(hf).items())
-    right = roundtrip.common_plan
+    right = compare_module.common_plan
 
     def wrong(*args: object) -> tuple[object, ...]:
         def shifted(param):  # type: ignore[no-untyped-def]
@@ -163,7 +166,7 @@ def test_round_trip_names_what_a_wrong_plan_loses(tmp_path: Path, monkeypatch: p
 
         return tuple(shifted(param) for param in right(*args))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(roundtrip, "common_plan", wrong)
+    monkeypatch.setattr(compare_module, "common_plan", wrong)
     with CheckpointReader(tmp_path / "hf") as reader:
         _, lost = round_trip(reader, Sharding(hf))
     assert lost == ("model.layers.2.self_attn.q_proj.weight",)

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.converters.offline.dist_keys import possible_slabs, slab_of, whole_model
-from mega_rl.converters.offline.formats import whole_shapes
-from mega_rl.converters.offline.manifest import storage_layout
-from mega_rl.converters.offline.rank_files import rank_homes, rank_tensors
+from mega_rl.converters.offline.slabs import possible_slabs, slab_of, whole_model
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange, Home, compose, home_faults, invert
 from mega_rl.converters.plan.parameters import hf_tensors
-from mega_rl.converters.plan.sharding import Sharding, check_layout
-from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.storage.matrix import matrix_shape
 from tests.unit_tests.converters.tiny_configs import TINY
 
@@ -90,44 +87,37 @@ def test_inversion_gives_back_every_tensor(family: str, fused: bool) -> None:
 
 
 @st.composite
-def shardings(draw: st.DrawFn) -> tuple[Sharding, Sharding]:
-    """The same model under two layouts, dialects and paddings."""
-    family = draw(st.sampled_from(["qwen3", "qwen2", "qwen2_moe", "deepseek_v3", "gpt_oss", "gemma3_text"]))
-    layers = draw(st.integers(2, 5))
-    changes: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": draw(st.integers(5, 30))}
-    if family in ("qwen3", "qwen2", "gemma3_text"):
-        kv = draw(st.sampled_from([1, 2, 4]))
-        changes |= {"num_key_value_heads": kv, "num_attention_heads": kv * draw(st.sampled_from([1, 2, 4]))}
-        changes |= {"head_dim": draw(st.sampled_from([4, 8, 12])), "hidden_size": 16}
-    hf = config_of(family, **changes)
-    pair = []
-    for _ in range(2):
-        tp, ep = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4])) if hf.moe is not None else 1
-        etp = draw(st.sampled_from([1, 2])) if hf.moe is not None and family != "gpt_oss" else 1
-        pp, vpp = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-        cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=pp * vpp - 1, max_size=pp * vpp - 1)))
-        pipeline = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
-        padded = -(-(hf.vocab_size + draw(st.integers(0, 20))) // tp) * tp
-        layout = storage_layout(tp, pp, vpp, ep, etp, pipeline)
-        pair.append(Sharding(hf, layout, spec=draw(st.sampled_from(["te", "local"])), padded_vocab=padded))
-    return pair[0], pair[1]
+def boxes(draw: st.DrawFn, rows: int, cols: int) -> list[tuple[int, int, int, int]]:
+    """Draw boxes (row, col, rows, cols) that tile a matrix: a grid of random cuts."""
+    down = [0, *sorted(draw(st.lists(st.integers(1, rows), max_size=2, unique=True)) if rows > 1 else []), rows]
+    along = [0, *sorted(draw(st.lists(st.integers(1, cols), max_size=2, unique=True)) if cols > 1 else []), cols]
+    return [
+        (top, left, bottom - top, right - left)
+        for top, bottom in pairwise(down)
+        for left, right in pairwise(along)
+        if bottom > top and right > left
+    ]
 
 
 @settings(max_examples=40, deadline=None)
-@given(shardings())
-def test_composition_of_two_plans_is_the_plan_of_the_second(pair: tuple[Sharding, Sharding]) -> None:
-    first, second = pair
-    assume(not any(check_layout(s.hf, s.layout, padded_vocab=s.padded_vocab) for s in pair))
-    disk = disk_state(first)
-    stored = {tensor.stored: applied(tensor.plan.copies, tensor.plan.shape, disk) for tensor in rank_tensors(first)}
-    homes = rank_homes(first)
-    for name, shape in whole_shapes(first).items():
-        assert home_faults(name, shape, homes[name]) == []
-    wanted = {tensor.stored: tensor.plan for tensor in rank_tensors(second)}
-    for tensor in rank_tensors(second, origin="canonical"):
-        copies = compose(tensor.plan.copies, homes)
-        actual = applied(copies, tensor.plan.shape, stored)
-        assert torch.equal(actual, applied(wanted[tensor.stored].copies, tensor.plan.shape, disk)), tensor.stored
+@given(st.data(), st.sampled_from(["qwen3", "qwen2_moe", "deepseek_v3", "gpt_oss", "gemma3_text"]))
+def test_export_from_parts_gives_back_every_tensor(data: st.DataObject, family: str) -> None:
+    """Parameters lie in boxes of any cut; copies that read whole parameters are composed to read the boxes."""
+    sharding = Sharding(config_of(family))
+    disk = disk_state(sharding)
+    plans = whole_model(sharding)
+    stored: dict[str, Tensor] = {}
+    homes: dict[str, list[Home]] = {}
+    for plan in plans:
+        whole = applied(plan.copies, plan.shape, disk).view(matrix_shape(plan.shape))
+        for row, col, rows, cols in data.draw(boxes(*whole.shape)):
+            name = f"{plan.canonical}@{row}.{col}"
+            stored[name] = whole[row : row + rows, col : col + cols].contiguous()
+            homes.setdefault(plan.canonical, []).append(Home(name, Copy(plan.canonical, row, col, 0, 0, rows, cols)))
+        assert home_faults(plan.canonical, plan.shape, homes[plan.canonical]) == []
+    for name, windows in invert(plans).items():
+        from_parts = [window._replace(copies=compose(window.copies, homes)) for window in windows]
+        assert torch.equal(written(from_parts, tuple(disk[name].shape), stored), disk[name]), name
 
 
 def test_parts_of_a_transposed_copy_are_found() -> None:
@@ -159,7 +149,7 @@ def test_zero_rows_and_other_parameters_pass_through() -> None:
 
 def test_every_parameter_has_a_place_of_its_own_in_a_distributed_checkpoint() -> None:
     for family in TINY:
-        sharding = Sharding(config_of(family), ParallelLayout())
+        sharding = Sharding(config_of(family))
         plans = whole_model(sharding)
         slabs = [slab_of(plan, sharding.hf) for plan in plans]
         assert len({(slab.key, slab.place) for slab in slabs}) == len(plans), family

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import MOST_BYTES, companions, copy_companions, not_copied
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.converters.live.export import assemble_bucket, buckets, export_hf
+from mega_rl.converters.live.export import ModelPlace, assemble_bucket, buckets, export_hf
 from mega_rl.converters.live.load import load_hf
-from mega_rl.converters.live.model_config import gpt_model_kwargs, transformer_config_kwargs
-from mega_rl.converters.live.place import ModelPlace
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.export import export_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
@@ -295,28 +293,6 @@ def test_links_inside_a_folder_and_into_the_hubs_cache_are_followed(tmp_path: Pa
 
 
 # Arguments of Megatron-Core.
-
-
-def test_model_arguments() -> None:
-    hf = small_config(tied=True, family="qwen2", qkv_bias=True, qk_norm=False)
-    config = transformer_config_kwargs(hf)
-    assert (config["kv_channels"], config["num_query_groups"], config["add_qkv_bias"]) == (6, 2, True)
-    assert (config["qk_layernorm"], config["add_bias_linear"], config["normalization"]) == (False, False, "RMSNorm")
-    assert config["activation_func"] is torch.nn.functional.silu
-    model = gpt_model_kwargs(hf, 16)
-    assert (model["vocab_size"], model["share_embeddings_and_output_weights"], model["rotary_base"]) == (
-        16,
-        True,
-        10000,
-    )
-    assert model["seq_len_interpolation_factor"] is None
-
-
-def test_rope_arguments() -> None:
-    from mega_rl.converters.architecture import Rope
-
-    linear = gpt_model_kwargs(small_config(rope=Rope("linear", 1e4, 4.0)), 13)
-    assert linear["seq_len_interpolation_factor"] == 4.0
 
 
 # Four processes with gloo groups.

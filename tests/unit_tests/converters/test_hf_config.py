@@ -100,24 +100,6 @@ def test_theta_beside_the_scaling_wins_as_in_transformers() -> None:
     assert parse_hf_config(QWEN2 | {"rope_parameters": {"rope_type": "default"}}).rope.theta == 1e6
 
 
-def test_head_dim_defaults_differ_by_family() -> None:
-    assert parse_hf_config(QWEN2 | {"model_type": "qwen3"}).head_dim == 128
-    assert parse_hf_config(LLAMA | {"head_dim": None}).head_dim == 64
-    assert parse_hf_config(LLAMA | {"head_dim": 100}).head_dim == 100
-
-
-def test_llama_defaults() -> None:
-    hf = parse_hf_config(LLAMA)
-    assert (hf.num_kv_heads, hf.tied, hf.qkv_bias, hf.norm_eps, hf.dtype, hf.eos_token_ids) == (
-        14,
-        False,
-        False,
-        1e-6,
-        None,
-        (),
-    )
-
-
 def test_llama_with_all_biases() -> None:
     hf = parse_hf_config(LLAMA | {"attention_bias": True, "mlp_bias": True})
     assert (hf.qkv_bias, hf.linear_bias) == (True, True)
@@ -155,34 +137,6 @@ def test_windows_of_the_other_families() -> None:
     assert tiny("gpt_oss").window == Window(6, (True, False) * 2)
     types = ["full_attention", "sliding_attention"] * 2
     assert tiny("gpt_oss", layer_types=types).window == Window(6, (False, True) * 2)
-
-
-def test_values_of_absent_keys_are_those_of_each_class() -> None:
-    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    bare = {key: TINY["qwen2"][key] for key in (*sizes, "max_position_embeddings")} | {"num_attention_heads": 32}
-    bare |= {"hidden_size": 64 * 32}
-    kv_heads = {
-        **dict.fromkeys(("qwen2", "qwen3", "llama", "olmoe"), 32),
-        **dict.fromkeys(("mistral", "mixtral", "glm4_moe", "gpt_oss"), 8),
-        **{"qwen2_moe": 16, "qwen3_moe": 4, "glm4": 2, "gemma3_text": 4},
-    }
-    read = {name: parse_hf_config(bare | {"model_type": name}) for name in kv_heads}
-    assert {name: hf.num_kv_heads for name, hf in read.items()} == kv_heads
-    assert {name for name, hf in read.items() if hf.tied} == {"gemma3_text"}
-    epsilons = {"mixtral": 1e-5, "olmoe": 1e-5, "glm4": 1.5625e-07, "glm4_moe": 1e-5, "gpt_oss": 1e-5}
-    assert {name: hf.norm_eps for name, hf in read.items()} == {name: epsilons.get(name, 1e-6) for name in read}
-    head_dims = {"qwen3": 128, "glm4": 128, "gemma3_text": 256}
-    assert {name: hf.head_dim for name, hf in read.items()} == {name: head_dims.get(name, 64) for name in read}
-    thetas = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 150000.0}
-    assert {name: hf.rope.theta for name, hf in read.items()} == {name: thetas.get(name, 1e4) for name in read}
-    assert read["gpt_oss"].rope.yarn == Yarn(4096, truncate=False)
-    assert {name for name, hf in read.items() if hf.qkv_bias} == {"qwen2", "qwen2_moe", "glm4", "gpt_oss"}
-    assert {name: hf.rope.percent for name, hf in read.items() if hf.rope.percent != 1} == {
-        "glm4": 0.5,
-        "glm4_moe": 0.5,
-    }
-    normalised = {name for name, hf in read.items() if hf.moe is not None and not hf.moe.score_before_topk}
-    assert normalised == {"mixtral", "gpt_oss"}
 
 
 def test_tie_word_embeddings_in_the_file_counts_in_every_family() -> None:

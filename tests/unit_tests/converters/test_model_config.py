@@ -16,7 +16,6 @@ from mega_rl.converters.live.model_config import (
     gpt_model_kwargs,
     transformer_config_kwargs,
     unfused,
-    uses_mla,
 )
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -66,7 +65,7 @@ def test_tied() -> None:
 
 
 def test_latent_attention() -> None:
-    actual = {name for name in TINY if uses_mla(parse_hf_config(TINY[name]))}
+    actual = {name for name in TINY if parse_hf_config(TINY[name]).mla is not None}
     assert actual == {"deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight"}
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from mega_rl.converters.hf.companions import changed_config, config_changes
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live import save as save_module
+from mega_rl.converters.live.export import ModelPlace
 from mega_rl.converters.live.load import load_hf
-from mega_rl.converters.live.place import ModelPlace
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.parameters import ignored_tensors
 from mega_rl.converters.plan.sharding import Sharding
@@ -66,7 +66,7 @@ def test_one_rank(tmp_path: Path, family: str, shard_bytes: int) -> None:
     with torch.no_grad():
         for param in chunks[0].parameters():
             param.zero_()
-    save_hf(chunks, out, source=source, place=ModelPlace(sharding), options=SaveOptions(overwrite=True, mtp="drop"))
+    save_hf(chunks, out, source=source, place=ModelPlace(sharding), options=SaveOptions(overwrite=True))
     with CheckpointReader(out) as reader:
         assert not reader.read("model.norm.weight").any()
     # Nothing of the shards that were there before.
@@ -85,24 +85,17 @@ def test_parameters_are_written_from_where_they_lie(tmp_path: Path, monkeypatch:
     assert differences(source, tmp_path / "out") == []
 
 
-def test_prediction_layers_are_kept_loaded_or_dropped(tmp_path: Path) -> None:
+def test_prediction_layers_outside_the_model_are_kept(tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", "deepseek_v3")
     hf = read_hf_config(source)
-    layer = [name for name in CheckpointReader(source).tensors if name.startswith(f"model.layers.{hf.num_layers}.")]
+    with CheckpointReader(source) as reader:
+        layer = [name for name in reader.tensors if name.startswith(f"model.layers.{hf.num_layers}.")]
     assert layer
     assert set(layer) <= ignored_tensors(hf, head="lm")
-    saved = {}
-    for mtp in ("keep", "drop"):
-        sharding = Sharding(hf)
-        chunks = loaded(source, sharding, FIRST)
-        out = tmp_path / mtp
-        options = SaveOptions(mtp=mtp)  # type: ignore[arg-type]
-        save_hf(chunks, out, source=source, place=ModelPlace(sharding), options=options)
-        saved[mtp] = differences(source, out)
-    assert saved == {"keep": [], "drop": sorted(layer)}
-    assert (tmp_path / "keep" / "config.json").read_bytes() == (source / "config.json").read_bytes()
-    config = json.loads((source / "config.json").read_text())
-    assert json.loads((tmp_path / "drop" / "config.json").read_text()) == config | {"num_nextn_predict_layers": 0}
+    sharding = Sharding(hf)
+    save_hf(loaded(source, sharding, FIRST), tmp_path / "out", source=source, place=ModelPlace(sharding))
+    assert differences(source, tmp_path / "out") == []
+    assert (tmp_path / "out" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
 def test_loaded_prediction_layers_come_back(tmp_path: Path) -> None:

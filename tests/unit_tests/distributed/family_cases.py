@@ -244,8 +244,7 @@ def against_wrong_reference(model: Any, case: Case, wrong: Tensor) -> dict[str, 
 
 def round_trip(model: Any, source: Path) -> dict[str, Any]:
     """Whether every exported tensor equals the source's; names that only one of both has, and those that differ."""
-    from mega_rl.converters.live.export import export_hf
-    from mega_rl.converters.live.place import BUCKET_BYTES, ModelPlace
+    from mega_rl.converters.live.export import BUCKET_BYTES, ModelPlace, export_hf
     from mega_rl.converters.plan.parameters import ignored_tensors
     from mega_rl.storage.safetensors_reader import CheckpointReader
 

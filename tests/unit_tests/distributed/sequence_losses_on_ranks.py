@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.corrections.registry import CORRECTIONS
+from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
-from mega_rl.algorithms.losses.registry import OBJECTIVES
+from mega_rl.algorithms.losses.objectives import OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.schema.algorithms import LOSSES
 from mega_rl.protocols import LossOutput

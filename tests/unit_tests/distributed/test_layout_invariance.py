@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.losses.registry import OBJECTIVES
+from mega_rl.algorithms.losses.objectives import OBJECTIVES
 from mega_rl.config.schema import (
     AlgorithmConfig,
     Config,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.corrections.registry import CORRECTIONS
+from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.trainer.policy_gradient import MinibatchPlan

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.algorithms.advantages.registry import ESTIMATORS
+from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.policy_gradient import build_experience
 from mega_rl.types import Rewards, Rollout, TokenOutputs

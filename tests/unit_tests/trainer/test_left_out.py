@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.registry import ESTIMATORS
+from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.kl import k1
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.trainer.dumps import sample_rows

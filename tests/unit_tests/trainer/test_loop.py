@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.distillation import Distillation
-from mega_rl.algorithms.advantages.registry import ESTIMATORS
+from mega_rl.algorithms.advantages import ESTIMATORS
+from mega_rl.algorithms.advantages.returns import Distillation
 from mega_rl.algorithms.kl import AdaptiveKL
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.config.schema.algorithms import ADVANTAGES

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.importance import importance_metrics, importance_summary
+from mega_rl.algorithms.mismatch import importance_metrics, importance_summary
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.step_metrics import (
     NGRAM,

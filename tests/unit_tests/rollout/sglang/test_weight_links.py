@@ -15,7 +15,7 @@ import torch
 
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.live import export
-from mega_rl.converters.live.place import ModelPlace
+from mega_rl.converters.live.export import ModelPlace
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout

@@ -1,0 +1,363 @@
+"""Opens a checkpoint of any kind, checks it against the model that it claims to hold, and reads its parameters.
+
+mega_rl.json, the manifest of a conversion, holds what a distributed checkpoint itself does not say about its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.config import DTYPES, read_hf_config
+from mega_rl.converters.live.copying import BlockReader, fill
+from mega_rl.converters.live.load import repeat_faults
+from mega_rl.converters.offline.slabs import EXTRA_STATE, FOREIGN_PREFIXES, Slabs, whole_model
+from mega_rl.converters.offline.torch_dist import METADATA_FILE, Chunk, DistTensor, read_metadata, start_of
+from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.plan.compose import ColumnRange, Homes, compose, home_faults, invert
+from mega_rl.converters.plan.parameters import OUTPUT, VALUE_HEADS, as_on_disk, hf_tensors
+from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.strict_json import parse_object
+
+MANIFEST_FILE = "mega_rl.json"
+HF_FOLDER = "hf"  # config.json, tokenizer and templates of the source, byte for byte
+VERSION = 2
+MAX_MANIFEST_BYTES = 64 << 20  # absent tensors are listed by name
+RUN_COMMIT = "COMMIT"  # a file that only checkpoints of runs have
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class ConversionManifest:
+    """Facts of a converted checkpoint that its tensors do not show."""
+
+    head: Head
+    mtp: Literal["drop", "load"]
+    dtype: str | None  # that all weights were cast to; None: each tensor has its own
+    fused_experts: bool  # one tensor of all experts per layer in the source
+    value_head: str  # its name in the source
+    absent: tuple[str, ...] = ()  # canonical parameters that the source had nothing for
+    version: int = VERSION
+
+
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "version": (VERSION,),
+    "head": ("lm", "value"),
+    "mtp": ("drop", "load"),
+    "dtype": (None, *DTYPES),
+    "fused_experts": (True, False),
+    "value_head": VALUE_HEADS,
+}
+
+
+def read_manifest(folder: Path) -> ConversionManifest:
+    """Return the manifest of a folder. Raises UserError naming every field that is missing, unknown or wrong."""
+    path = folder / MANIFEST_FILE
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"more than {MAX_MANIFEST_BYTES} bytes")
+        raw = parse_object(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); convert the checkpoint again") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; convert the checkpoint again") from error
+    wrong = sorted({field.name for field in fields(ConversionManifest)} ^ raw.keys())
+    for name, values in _ALLOWED.items():
+        if not any(type(raw.get(name)) is type(value) and raw.get(name) == value for value in values):
+            wrong.append(f"{name}={raw.get(name)!r}")
+    absent = raw.get("absent")
+    if wrong or not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
+        faults = ", ".join(wrong) or f"absent={absent!r}"
+        raise UserError(f"{path}: is not what version {VERSION} writes ({faults}); convert the checkpoint again")
+    return ConversionManifest(**raw | {"absent": tuple(absent)})
+
+
+class ShapeAndDtype(NamedTuple):
+    """A tensor or parameter of the whole model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class WeightFiles:
+    """A checkpoint of any kind with its headers read and checked; other bytes are read when they are asked for.
+
+    `tensors` are those of a Hugging Face checkpoint, else the canonical parameters of the whole model. Reads as any
+    `BlockReader`; a context manager that closes its files.
+    """
+
+    path: Path
+    kind: Literal["hf", "torch_dist"]
+    sharding: Sharding
+    tensors: dict[str, ShapeAndDtype]
+    files: CheckpointReader  # the tensors as they are stored
+    homes: Homes = field(default_factory=dict)  # places of each tensor's parts; empty if each is stored as one
+    ignored: tuple[str, ...] = ()  # stored names left out
+    absent: tuple[str, ...] = ()  # parameters of the model that are not stored
+    dtype: str | None = None  # that the conversion cast all weights to
+
+    @property
+    def hf(self) -> HFConfig:
+        """Return the architecture."""
+        return self.sharding.hf
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.files.close()
+
+    def stored(self, copies: Iterable[Copy]) -> tuple[Copy, ...]:
+        """Return copies that read `tensors` as copies that read the stored tensors."""
+        return compose(copies, self.homes) if self.homes else tuple(copies)
+
+    def position(self, name: str) -> tuple[str, int]:
+        """Return (file, offset) of the first part of a tensor."""
+        return self.files.position(self.homes[name][0].stored if self.homes else name)
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor or parameter."""
+        rows, cols = matrix_shape(self.tensors[name].shape)
+        return self.read_block(name, (0, rows), (0, cols)).view(self.tensors[name].shape)
+
+    def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+        """Return a rectangle, rows and columns both (low, high), as a new tensor [rows, columns]."""
+        result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=self.tensors[name].dtype)
+        copy = Copy(name, rows[0], cols[0], 0, 0, *result.shape)
+        fill(result, self.stored([copy]), self.files)
+        return result
+
+    def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Read rows from `row` on, columns [low, high) of them, into `targets` one after the other."""
+        for target in targets:
+            target.copy_(self.read_block(name, (row, row + len(target)), cols))
+            row += len(target)
+
+    def as_hf(self, *, fused_experts: bool | None = None) -> BlockReader:
+        """Return the same weights as Hugging Face tensors; `fused_experts` None: experts as in the source."""
+        if self.kind == "hf":
+            return self
+        hf = self.hf if fused_experts is None else replace(self.hf, fused_experts=fused_experts)
+        return _AsHF(self, replace(self.sharding, hf=hf))
+
+
+class _AsHF:
+    """Hugging Face tensors of a converted checkpoint, put together as they are read."""
+
+    def __init__(self, checkpoint: WeightFiles, sharding: Sharding) -> None:
+        self._checkpoint = checkpoint
+        self._windows = hf_windows(sharding)
+        self._tensors = hf_wholes(checkpoint, sharding, self._windows)
+
+    @property
+    def tensors(self) -> Mapping[str, ShapeAndDtype]:
+        """Return every tensor that the parameters make."""
+        return self._tensors
+
+    def position(self, name: str) -> tuple[str, int]:
+        """Return (file, offset) of its first part."""
+        return self._checkpoint.position(str(self._windows[name][0].copies[0].hf_name))
+
+    def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+        """Return a rectangle as a new tensor; one with a transposed source is made whole first."""
+        shape, dtype = self._tensors[name]
+        num_rows, num_cols = matrix_shape(shape)
+        windows = self._windows[name]
+        low, high = rows if all(is_plain(window) for window in windows) else (0, num_rows)
+        result = torch.empty(high - low, num_cols, dtype=dtype)
+        fill_windows(result, [rows_of(window, low, high) for window in windows], self._checkpoint)
+        return result[rows[0] - low : rows[1] - low, cols[0] : cols[1]].contiguous()
+
+    def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Read rows from `row` on into `targets` one after the other."""
+        for target in targets:
+            target.copy_(self.read_block(name, (row, row + len(target)), cols))
+            row += len(target)
+
+
+def hf_windows(sharding: Sharding) -> dict[str, tuple[ColumnRange, ...]]:
+    """Return for every Hugging Face tensor the copies that make it from whole parameters."""
+    return invert(whole_model(sharding))
+
+
+def hf_wholes(
+    checkpoint: WeightFiles,
+    sharding: Sharding,
+    windows: Mapping[str, tuple[ColumnRange, ...]],
+    *,
+    cast: torch.dtype | None = None,
+) -> dict[str, ShapeAndDtype]:
+    """Return shape and dtype of every Hugging Face tensor whose parameters are stored, in the order of the model."""
+    wholes = {}
+    for name, tensor in hf_tensors(sharding.hf, head=sharding.head).items():
+        params = {str(copy.hf_name) for window in windows[name] for copy in window.copies}
+        if params & set(checkpoint.absent):
+            continue
+        wanted = torch.float32 if tensor.float32 and cast is not None else cast
+        dtype = one_dtype(name, {param: checkpoint.tensors[param].dtype for param in sorted(params)}, cast=wanted)
+        wholes[name] = ShapeAndDtype(tensor.shape, dtype)
+    return wholes
+
+
+def one_dtype(name: str, dtypes: Mapping[str, torch.dtype], *, cast: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype of a tensor made of tensors of these dtypes. Raises UserError if they differ without `cast`."""
+    distinct = set(dtypes.values())
+    if cast is None and len(distinct) > 1:
+        listed = ", ".join(f"{source} is {str(dtype).removeprefix('torch.')}" for source, dtype in dtypes.items())
+        raise UserError(f"{name}: {listed}; give the dtype that they shall have")
+    return cast if cast is not None else distinct.pop()
+
+
+def is_plain(window: ColumnRange) -> bool:
+    """Return whether any rows of the window can be made without the others."""
+    return window.step == 1 and not any(copy.transposed for copy in window.copies)
+
+
+def rows_of(window: ColumnRange, low: int, high: int) -> ColumnRange:
+    """Return the part of a plain window in rows [low, high), which become rows [0, high - low)."""
+    copies = []
+    for copy in window.copies:
+        first, last = max(copy.dst_row, low), min(copy.dst_row + copy.rows, high)
+        if first < last and copy.transposed:
+            assert (first, last) == (copy.dst_row, copy.dst_row + copy.rows), copy
+            copies.append(copy)
+        elif first < last:
+            src_row = copy.src_row + first - copy.dst_row
+            copies.append(copy._replace(src_row=src_row, dst_row=first - low, rows=last - first))
+    return window._replace(copies=tuple(copies))
+
+
+def fill_windows(matrix: Tensor, windows: Iterable[ColumnRange], source: WeightFiles) -> None:
+    """Fill a matrix [rows, cols] from a checkpoint; a window of stepped columns passes through a copy of its size."""
+    for window in windows:
+        copies = source.stored(window.copies)
+        if window.step == 1:
+            fill(matrix, copies, source.files)
+        else:
+            turn = torch.empty(len(matrix), matrix.shape[1] // window.step, dtype=matrix.dtype)
+            fill(turn, copies, source.files)
+            matrix[:, window.first_col :: window.step] = turn
+
+
+def open_checkpoint(path: str | Path, *, reference: str | Path | None = None) -> WeightFiles:
+    """Open a Hugging Face folder or a distributed checkpoint, and check every name, shape and dtype.
+
+    `reference` is a folder with the model's config.json. It is needed for a distributed checkpoint that was not made by
+    a conversion, and replaces the checkpoint's own. Raises UserError or UserErrors.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"checkpoint {folder}: no such directory")
+    if (folder / RUN_COMMIT).is_file():
+        raise UserError(
+            f"checkpoint {folder}: belongs to a run; export its weights by 'mega-rl checkpoint export RUN OUT'"
+        )
+    if (folder / MANIFEST_FILE).is_file():
+        return _open_dist(folder, Path(reference or folder / HF_FOLDER), read_manifest(folder))
+    if (folder / METADATA_FILE).is_file():
+        if reference is None:
+            raise UserError(f"checkpoint {folder}: has no {MANIFEST_FILE}; name a folder with the model's config.json")
+        return _open_dist(folder, Path(reference), None)
+    hf = read_hf_config(folder)
+    reader = CheckpointReader(folder)
+    sharding = Sharding(as_on_disk(hf, {name: info.shape for name, info in reader.tensors.items()}))
+    faults = [] if sharding.hf.value_head in reader.tensors else repeat_faults(reader, sharding.hf, "lm")
+    if faults:
+        raise UserErrors([f"{folder}: {fault}" for fault in faults])
+    return WeightFiles(folder, "hf", sharding, tensors_of(reader), reader)
+
+
+def tensors_of(reader: CheckpointReader) -> dict[str, ShapeAndDtype]:
+    """Return shape and dtype of every tensor of a Hugging Face checkpoint."""
+    return {name: ShapeAndDtype(info.shape, info.dtype) for name, info in reader.tensors.items()}
+
+
+def _open_dist(folder: Path, config: Path, manifest: ConversionManifest | None) -> WeightFiles:
+    """Open a distributed checkpoint; without a manifest its head and its prediction layers show the model."""
+    tensors, objects = read_metadata(folder)
+    hf = read_hf_config(config)
+    if manifest is not None:
+        hf = replace(hf, mtp=manifest.mtp, fused_experts=manifest.fused_experts, value_head=manifest.value_head)
+        sharding = Sharding(hf, head=manifest.head)
+    else:
+        output = tensors.get(OUTPUT)
+        is_value = output is not None and output.shape == (1, hf.hidden_size)
+        with_mtp = any(key.startswith("mtp.") for key in tensors)
+        sharding = Sharding(replace(hf, mtp="load") if with_mtp else hf, head="value" if is_value else "lm")
+    foreign = (*FOREIGN_PREFIXES, *(("mtp.",) if sharding.hf.mtp == "drop" else ()))
+    absent = () if manifest is None else manifest.absent
+    opened = open_boxes(folder, sharding, tensors, start_of, objects=objects, may_lack=absent, foreign=foreign)
+    return replace(opened, dtype=None if manifest is None else manifest.dtype)
+
+
+def open_boxes(
+    folder: Path,
+    sharding: Sharding,
+    tensors: Mapping[str, DistTensor],
+    start_of: Callable[[DistTensor, Chunk], int],
+    *,
+    objects: Sequence[str] = (),
+    may_lack: Collection[str] = (),
+    foreign: tuple[str, ...] = (),
+) -> WeightFiles:
+    """Open tensors that are stored in boxes, and check that they make up every parameter of the model.
+
+    start_of: as for `Slabs`. objects: keys of the content besides tensors. may_lack: canonical parameters that may be
+    absent. foreign: prefixes of keys that are ignored. Raises UserErrors.
+    """
+    slabs = Slabs(folder, sharding, tensors, start_of=start_of)
+    plans = {plan.canonical: plan for plan in whole_model(sharding)}
+    stored = {name: slabs.add(plan) for name, plan in plans.items()}
+    absent = [
+        name
+        for name, plan in plans.items()
+        if name not in slabs.homes and (name in may_lack or (plan.optional and not stored[name]))
+    ]
+    states = [name for name in objects if EXTRA_STATE in name]
+    others = [*sorted(slabs.unused), *(name for name in objects if EXTRA_STATE not in name)]
+    ignored = [name for name in others if name.startswith(foreign)]
+    problems = [f"{name} is missing" for name, there in stored.items() if not there and name not in absent]
+    problems += [
+        f"{name} is not part of the {sharding.hf.family} model of config.json" for name in others if name not in ignored
+    ]
+    problems += [f"{name} is not a parameter of the model" for name in may_lack if name not in plans]
+    problems = slabs.problems + [f"{folder}: {problem}" for problem in problems]
+    if problems:
+        raise UserErrors(problems)
+    wholes = {}
+    for name in (name for name in plans if name not in absent):
+        homes = slabs.homes.get(name, ())
+        dtypes = {slabs.infos[home.stored].dtype for home in homes}
+        problems += [f"{folder}: {fault}" for fault in home_faults(name, plans[name].shape, homes)]
+        if homes and (len(dtypes) > 1 or not dtypes <= set(FLOATS)):
+            problems.append(f"{folder}: {name} has parts of dtype {', '.join(sorted(map(str, dtypes)))}")
+        wholes[name] = ShapeAndDtype(plans[name].shape, next(iter(dtypes), torch.float32))
+    if problems:
+        raise UserErrors(problems)
+    if states:
+        ignored.append(f"{len(states)} extra states of modules")
+    reader = CheckpointReader(folder, tensors=slabs.infos)
+    return WeightFiles(folder, "torch_dist", sharding, wholes, reader, slabs.homes, tuple(ignored), tuple(absent))
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a name like "bfloat16", None for None. Raises UserError."""
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise UserError(f"dtype={name}: must be one of {', '.join(DTYPES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
