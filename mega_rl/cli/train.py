@@ -10,12 +10,14 @@ from typing import Annotated
 import typer
 
 from mega_rl import progress
-from mega_rl.cli.launch_options import LaunchOptions, become
+from mega_rl.cli.launch_options import LaunchOptions
+from mega_rl.cli.launcher import become
 from mega_rl.cli.layout_options import with_options
 from mega_rl.config import loader, render
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
-from mega_rl.schedulers.slurm.tasks import become_rank
+from mega_rl.operations.diagnosis.cause import investigate
+from mega_rl.operations.schedulers.slurm.tasks import become_rank
 
 
 @with_options
@@ -64,4 +66,4 @@ def train(
         )
         from mega_rl.assemble import train as run
 
-    raise typer.Exit(run(resolved, accelerator))
+    raise typer.Exit(run(resolved, accelerator, investigate))

@@ -13,8 +13,8 @@ from mega_rl import progress
 from mega_rl.config.loader import load
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError
-from mega_rl.launcher.launch import Launch
-from mega_rl.launcher.launch import launch as start_ranks
+from mega_rl.operations.launcher.launch import Launch
+from mega_rl.operations.launcher.launch import launch as start_ranks
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.launcher import refuse_tasks_of_srun
 from mega_rl.progress.terminal import show_progress
@@ -59,12 +59,12 @@ def quickstart(*, engine: str, seed: int, run_dir: Path, task: str = "sums") -> 
 
     log.info("warm start: %d supervised steps on %d ranks", chosen_task.warm.steps, NUM_RANKS)
     started = time.perf_counter()
-    launch([WARM_START, "--run-dir", str(run_dir), "--seed", str(seed), "--task", task])
+    launch([WARM_START, "--run-dir", str(run_dir), "--seed", str(seed), "--task", task], run_dir)
     warm_start_s = time.perf_counter() - started
 
     log.info("training on %d ranks", NUM_RANKS)
     started = time.perf_counter()
-    launch(["train", "--config", str(chosen_task.recipe), *overrides])
+    launch(["train", "--config", str(chosen_task.recipe), *overrides], run_dir)
     train_s = time.perf_counter() - started
     with progress.phase("drawing the curves"):
         from mega_rl.quickstart.report import print_table, summarize
@@ -128,7 +128,7 @@ def prepare_folder(run_dir: Path) -> None:
         raise UserError(f"--run-dir={run_dir}: cannot be made: {error.strerror}; give another folder") from None
 
 
-def launch(command: list[str]) -> None:
+def launch(command: list[str], run_dir: Path) -> None:
     """Run a command of `mega-rl` on NUM_RANKS ranks of this machine; its output goes where ours goes.
 
     The ranks run on the CPU unless there is a GPU for each.
@@ -138,7 +138,8 @@ def launch(command: list[str]) -> None:
     """
     from mega_rl.accelerator.gpus import environment_of_ranks
 
-    code = start_ranks(Launch((PROGRAM, *command), NUM_RANKS), variables=environment_of_ranks(NUM_RANKS))
+    settings = Launch((PROGRAM, *command), NUM_RANKS, run_dir=str(run_dir))
+    code = start_ranks(settings, variables=environment_of_ranks(NUM_RANKS))
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code:

@@ -12,7 +12,8 @@ import typer
 
 from mega_rl import progress
 from mega_rl.cli.evaluation.options import EvaluationOptions
-from mega_rl.cli.launch_options import LaunchOptions, become
+from mega_rl.cli.launch_options import LaunchOptions
+from mega_rl.cli.launcher import become
 from mega_rl.cli.layout_options import with_options
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError

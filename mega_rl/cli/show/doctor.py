@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.errors import UserError
-from mega_rl.health.overview import overview
+from mega_rl.operations.diagnosis.overview import overview
 
 
 def doctor(

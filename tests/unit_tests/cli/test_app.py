@@ -20,9 +20,9 @@ from mega_rl.cli.help import summary
 from mega_rl.config import checkout, packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
-from mega_rl.launcher.launch import Launch
-from mega_rl.launcher.peers import LOST_CONNECTION
-from mega_rl.launcher.restarts import DEFAULT_RESTARTS
+from mega_rl.health.failure_kinds import LOST_CONNECTION
+from mega_rl.operations.launcher.launch import Launch
+from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
 from mega_rl.rollout.sglang.server.installation import Installation
 from mega_rl.workers.user_files import load_from_file
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
@@ -51,7 +51,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     reached: list[Config] = []
     assemble = ModuleType("mega_rl.assemble")
 
-    def run(config: Config, accelerator: object) -> int:
+    def run(config: Config, accelerator: object, investigate: object) -> int:
         reached.append(config)
         return 0
 
@@ -285,7 +285,7 @@ def test_more_ranks_become_a_launcher(runs: list[Config], monkeypatch: pytest.Mo
     assert signal.SIGTERM in blocked, "a signal waits until the launcher takes it"
     ((path, arguments, _),) = started
     assert path == sys.executable
-    assert arguments[1:4] == ["-P", "-m", "mega_rl.launcher"]
+    assert arguments[1:4] == ["-P", "-m", "mega_rl.cli.launcher"]
     assert Launch.parse(arguments[4]) == Launch(
         program=("mega_rl.cli", "train", "--config", "r.yaml", *GOOD, "engine.megatron.tp=2"),
         nproc_per_node=2,
@@ -312,14 +312,14 @@ def test_a_launcher_inside_a_launcher_is_refused(
 
 
 def test_the_exit_code_is_the_runs(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", lambda config, accelerator: 143)
+    monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", lambda config, accelerator, investigate: 143)
     assert cli.main(["train", *GOOD]) == 143
 
 
 def test_a_mistake_found_in_the_run_is_one_line(
     runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def run(config: Config, accelerator: object) -> int:
+    def run(config: Config, accelerator: object, investigate: object) -> int:
         raise UserError("row 3:\nmalformed")
 
     monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)
@@ -327,7 +327,7 @@ def test_a_mistake_found_in_the_run_is_one_line(
 
 
 def test_our_own_bugs_keep_their_traceback(runs: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(config: Config, accelerator: object) -> int:
+    def run(config: Config, accelerator: object, investigate: object) -> int:
         raise ValueError("a bug")
 
     monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)
@@ -347,7 +347,9 @@ def test_an_error_of_a_users_file_is_one_line_with_its_place(
 
     def run_with(name: str, *given: object) -> None:
         function = load_from_file(f"{file}:{name}", key="rollout.source", kind="function")
-        monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", lambda config, accelerator: function(*given))
+        monkeypatch.setattr(
+            sys.modules["mega_rl.assemble"], "train", lambda config, accelerator, investigate: function(*given)
+        )
 
     run_with("answers", "{}")
     line = f"your own code raised KeyError: 'answers' (at {file}:2 in answers)"
@@ -361,7 +363,7 @@ def test_an_error_of_a_users_file_is_one_line_with_its_place(
 
 
 def test_ctrl_c(runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    def run(config: Config, accelerator: object) -> int:
+    def run(config: Config, accelerator: object, investigate: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)
@@ -372,7 +374,7 @@ def test_ctrl_c(runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pyte
 def test_a_rank_whose_peer_has_died_says_so_in_one_line(
     runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def run(config: Config, accelerator: object) -> int:
+    def run(config: Config, accelerator: object, investigate: object) -> int:
         raise RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:4711")
 
     monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)

@@ -21,7 +21,7 @@ from mega_rl.health.records import (
     record_path,
     write_record,
 )
-from tests.unit_tests.health.examples import call, record
+from tests.unit_tests.operations.diagnosis.examples import call, record
 
 FULL = record(
     3, waiting=call("dp", 17, 1, 3), collectives=(call("tp", 4),), memory={"resident": 5}, log=("a", "b"),
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_left_out(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rank", -1), ("rank", 1.5), ("pid", True), ("beat", 1e300), ("host", 7), ("host", "x" * 1000), ("phases", {}),
+        ("rank", 1.5), ("pid", True), ("beat", 1e300), ("host", 7), ("phases", {}),
         ("phases", [[]]), ("memory", []), ("waiting", {}), ("ended", {"kind": "asleep"}), ("log", [1]),
         ("timeout_s", None), ("step", "3"),
     ],
