@@ -1,4 +1,4 @@
-"""A JobSet for Kubernetes: one Indexed Job with a pod for each node, its recipe as a ConfigMap, a NetworkPolicy.
+"""A JobSet for Kubernetes: an Indexed Job with a pod for each node, the recipe as a ConfigMap, a NetworkPolicy.
 
 Fields: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2 and
 https://kubernetes.io/docs/concepts/workloads/controllers/job.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 import typer
 import yaml
@@ -28,21 +29,14 @@ from mega_rl.operations.schedulers.options import (
     variables,
 )
 
-JOB = "node"  # name in the JobSet; pods are NAME-node-0-0, NAME-node-0-1, ...
-PORT = 29500  # of the launcher of node 0
-SHM = "64Gi"  # most of a pod's memory that /dev/shm may take
-GRACE_S = 600  # for a pod to end its step and save
-USER = 1000  # user and group of the processes
-RECIPE_FOLDER, RECIPE_FILE = "/etc/mega_rl", "recipe.yaml"
+TEMPLATE = Path(__file__).with_name("jobset.yaml")
 KEY_FIELD = "launch-key"
-HOME = "/cache"  # programs write caches there
 LABEL = "jobset.sigs.k8s.io/jobset-name"  # the controller of JobSets sets it on every pod
-USER_MISTAKE, TOLD_TO_STOP = 2, 143
 MAX_HOST_NAME = 63
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SIZE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
 
-Manifest = dict[str, object]
+Manifest: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,20 +104,6 @@ class JobSetRun:
         return self.memory or f"{64 * self.nproc_per_node}Gi"
 
 
-class _Dumper(yaml.SafeDumper):
-    """A dumper of plain YAML: texts of several lines as blocks, nothing by reference."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
 def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
     """Return what is wrong with a run, one line each."""
     problems = []
@@ -158,6 +138,11 @@ def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
     return problems
 
 
+def pod_name(run: JobSetRun, node: int) -> str:
+    """Return the host name of a node's pod."""
+    return f"{run.name}-node-0-{node}"
+
+
 def render(run: JobSetRun, facts: RecipeFacts) -> str:
     """Return the manifests as YAML, with the commands that make the Secret and start the run on top."""
     head = (
@@ -165,143 +150,51 @@ def render(run: JobSetRun, facts: RecipeFacts) -> str:
         f"#   kubectl create secret generic {run.name} --from-literal={KEY_FIELD}=$(openssl rand -hex 32)\n"
         f"# then: kubectl apply -f THIS_FILE; kubectl logs -f -l {LABEL}={run.name} --prefix\n"
     )
-    pods: Manifest = {"podSelector": {"matchLabels": {LABEL: run.name}}}
-    # Collectives listen on every interface without a key: only the run's own pods may reach its pods.
-    policy = {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": _metadata(run),
-        "spec": {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]},
-    }
-    recipe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(run), "data": {RECIPE_FILE: facts.text}}
-    documents = [recipe, policy, job_set(run, facts)]
-    return head + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-def pod_name(run: JobSetRun, node: int) -> str:
-    """Return the host name of a node's pod."""
-    return f"{run.name}-{JOB}-0-{node}"
-
-
-def job_set(run: JobSetRun, facts: RecipeFacts) -> Manifest:
-    """Return the JobSet.
-
-    Exit code 2 fails it. After 143 or a disruption (a drained or preempted node) every rank has saved: the pods are
-    made again, which does not count. Any other failure starts all pods again, at most `node_restarts` times.
-    """
-    job = {
-        "completionMode": "Indexed",
-        "completions": run.nodes,
-        "parallelism": run.nodes,
-        "backoffLimit": 0,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onExitCodes": _exits_with(USER_MISTAKE)},
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "Ignore", "onExitCodes": _exits_with(TOLD_TO_STOP)},
-            ]
-        },
-        "template": {"metadata": {"labels": _labels(run)}, "spec": _pod(run, facts)},
-    }
-    spec: Manifest = {
-        "network": {"enableDNSHostnames": True, "subdomain": run.name, "publishNotReadyAddresses": True},
-        "failurePolicy": {
-            "maxRestarts": run.node_restarts,
-            "restartStrategy": "BlockingRecreate",
-            "rules": [
-                {"name": "UserMistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
-            ],
-        },
-        "successPolicy": {"operator": "All"},
-        "replicatedJobs": [{"name": JOB, "replicas": 1, "template": {"spec": job}}],
-    }
-    metadata = _metadata(run)
+    recipe, policy, job_set = documents = list(yaml.safe_load_all(TEMPLATE.read_text(encoding="utf-8")))
+    for document in documents:
+        document["metadata"] = {"name": run.name, "labels": {**_labels(run)}}
+    recipe["data"] = {"recipe.yaml": facts.text}
+    policy["spec"]["podSelector"] = {"matchLabels": {LABEL: run.name}}
+    policy["spec"]["ingress"][0]["from"] = [{"podSelector": {"matchLabels": {LABEL: run.name}}}]
+    job_set["spec"]["network"]["subdomain"] = run.name
+    job_set["spec"]["failurePolicy"]["maxRestarts"] = run.node_restarts
     if run.queue:
-        metadata["labels"] = {**_labels(run), "kueue.x-k8s.io/queue-name": run.queue}
-        spec = {"suspend": True, **spec}  # until Kueue admits it
-    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+        job_set["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = run.queue
+        job_set["spec"]["suspend"] = True  # until Kueue admits it
+    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job |= {"completions": run.nodes, "parallelism": run.nodes}
+    job["template"]["metadata"] = {"labels": _labels(run)}
+    _fill_pod(job["template"]["spec"], run, facts)
+    return head + yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, width=120)
 
 
-def arguments(run: JobSetRun, facts: RecipeFacts) -> list[str]:
-    """Return the arguments of the image's entry point, mega-rl; Kubernetes puts in the node's number."""
-    options = ["--nnodes", str(run.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"]
+def _fill_pod(pod: Manifest, run: JobSetRun, facts: RecipeFacts) -> None:
+    """Fill in the volumes, devices, variables and arguments of a pod."""
+    (container,) = pod["containers"]
+    pod["volumes"][0]["configMap"]["name"] = run.name
+    for number, mount in enumerate(run.mounts):
+        container["volumeMounts"].append({"name": f"mount-{number}", "mountPath": mount.path})
+        pod["volumes"].append(mount.volume(f"mount-{number}"))
+    resources = {"cpu": str(run.cpus or 8 * run.nproc_per_node), "memory": run.memory_size, **pairs("--rdma", run.rdma)}
+    if facts.device != "cpu":
+        resources["nvidia.com/gpu"] = str(run.nproc_per_node)
+        pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    if run.node_selector:
+        pod["nodeSelector"] = pairs("--node-selector", run.node_selector)
+    if run.rdma:
+        container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # registers memory with the network card
+    if run.secret:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in run.secret]
+    container["env"].append({"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}})
+    container["env"] += [{"name": name, "value": value} for name, value in variables(run.env).items()]
+    container["resources"] = {"requests": dict(resources), "limits": dict(resources)}
+    options = ["--nnodes", str(run.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"]  # Kubernetes puts the number in
     options += ["--nproc-per-node", str(run.nproc_per_node), "--max-restarts", str(run.max_restarts)]
-    options += ["--master-addr", f"{pod_name(run, 0)}.{run.name}", "--master-port", str(PORT)]
+    options += ["--master-addr", f"{pod_name(run, 0)}.{run.name}", "--master-port", "29500"]
     settings = [setting.replace("$(", "$$(") for setting in facts.overrides]  # else a variable's value
-    return ["train", *options, "--config", f"{RECIPE_FOLDER}/{RECIPE_FILE}", *settings]
-
-
-def _exits_with(code: int) -> Manifest:
-    return {"containerName": "mega-rl", "operator": "In", "values": [code]}
+    container["image"] = run.image
+    container["args"] = ["train", *options, "--config", "/etc/mega_rl/recipe.yaml", *settings]
 
 
 def _labels(run: JobSetRun) -> dict[str, str]:
     return {"app.kubernetes.io/name": "mega-rl", "app.kubernetes.io/instance": run.name}
-
-
-def _metadata(run: JobSetRun) -> Manifest:
-    return {"name": run.name, "labels": _labels(run)}
-
-
-def _pod(run: JobSetRun, facts: RecipeFacts) -> Manifest:
-    volumes = [mount.volume(f"mount-{i}") for i, mount in enumerate(run.mounts)]
-    volumes += [
-        {"name": "recipe", "configMap": {"name": run.name}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM}},
-        {"name": "cache", "emptyDir": {}},
-    ]
-    spec: Manifest = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": GRACE_S,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [_container(run, facts)],
-        "volumes": volumes,
-    }
-    if facts.device != "cpu":
-        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    if run.node_selector:
-        spec["nodeSelector"] = pairs("--node-selector", run.node_selector)
-    return spec
-
-
-def _container(run: JobSetRun, facts: RecipeFacts) -> Manifest:
-    resources = {"cpu": str(run.cpus or 8 * run.nproc_per_node), "memory": run.memory_size}
-    resources |= {} if facts.device == "cpu" else {"nvidia.com/gpu": str(run.nproc_per_node)}
-    resources |= pairs("--rdma", run.rdma)
-    environment: list[Manifest] = [
-        {"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}},
-        {"name": "HOME", "value": HOME},
-    ]
-    environment += [{"name": name, "value": value} for name, value in variables(run.env).items()]
-    mounts: list[Manifest] = [{"name": f"mount-{i}", "mountPath": mount.path} for i, mount in enumerate(run.mounts)]
-    mounts += [
-        {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
-        {"name": "shm", "mountPath": "/dev/shm"},
-        {"name": "cache", "mountPath": HOME},
-    ]
-    capabilities: Manifest = {"drop": ["ALL"]}
-    if run.rdma:
-        capabilities["add"] = ["IPC_LOCK"]  # registers memory with the network card
-    container: Manifest = {
-        "name": "mega-rl",
-        "image": run.image,
-        "args": arguments(run, facts),
-        "env": environment,
-        "ports": [{"name": "launch", "containerPort": PORT, "protocol": "TCP"}],
-        "resources": {"requests": dict(resources), "limits": dict(resources)},
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
-        "volumeMounts": mounts,
-    }
-    if run.secret:
-        container["envFrom"] = [{"secretRef": {"name": name}} for name in run.secret]
-    return container

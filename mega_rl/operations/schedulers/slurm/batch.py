@@ -21,7 +21,6 @@ from mega_rl.checkpoint.previous import CHECKPOINTS
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
-from mega_rl.operations.launcher.ranks import KEY
 from mega_rl.operations.schedulers.options import (
     MaxRestarts,
     Nodes,
@@ -34,6 +33,7 @@ from mega_rl.operations.schedulers.options import (
 
 MAX_WARNING_S = 65_535  # of --signal
 MIN_WORK_S = 60  # between a job's start and its warning, which Slurm sends up to a minute early
+SCRIPT = Path(__file__).with_name("job.sh")
 SBATCH = ("sbatch", "--parsable")
 SUBMIT_S = 120.0
 _VALUE = re.compile(r"[!$-&(-\[\]-~]+")  # printable, without characters that would need quoting
@@ -181,23 +181,24 @@ def _check_paths(run: SlurmRun, facts: RecipeFacts) -> list[str]:
 
 
 def render(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> str:
-    """Return the batch script."""
+    """Return the batch script, `job.sh` with the values of this run."""
     named = variables(run.env)
     written = {text.partition("=")[0] for text in run.env or () if "=" in text}
-    lines = ["#!/bin/bash", *_HEAD.format(nodes=run.nodes, ranks=run.nproc_per_node).splitlines()]
     options = directives(run, facts, folder=folder)
-    lines += [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in options.items()]
-    lines += _START.format(key=KEY).splitlines()
-    lines += [f"export {name}={shlex.quote(named[name])}" for name in named if name in written]
-    lines += [_NEEDED.format(name=name) for name in named if name not in written]
-    if run.requeue:
-        lock = PurePosixPath(facts.run_dir, CHECKPOINTS, LOCK_FILE)
-        lines += _LOCK.format(lock=shlex.quote(str(lock))).splitlines()
-    lines += ["", _array("train", _train_command(run, facts)), _array("step", _step_options(run, list(named), folder))]
-    lines += _PROBE.splitlines() if run.requeue else []
-    lines += ["", *_RUN.splitlines()]
-    lines += (_REQUEUE if run.requeue else _END).splitlines()
-    return "\n".join(lines) + "\n"
+    values = {
+        "NODES": str(run.nodes),
+        "RANKS": str(run.nproc_per_node),
+        "DIRECTIVES": "\n".join(
+            f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in options.items()
+        ),
+        "EXPORTS": "\n".join(f"export {name}={shlex.quote(named[name])}" for name in named if name in written),
+        "NEEDED": " ".join(name for name in named if name not in written),
+        "REQUEUE": "yes" if run.requeue else "no",
+        "LOCK": shlex.quote(str(PurePosixPath(facts.run_dir, CHECKPOINTS, LOCK_FILE))),
+        "TRAIN": _words(_train_command(run, facts)),
+        "STEP": _words(_step_options(run, list(named), folder)),
+    }
+    return re.sub("@([A-Z]+)@", lambda match: values[match[1]], SCRIPT.read_text(encoding="utf-8"))
 
 
 def _train_command(run: SlurmRun, facts: RecipeFacts) -> list[str]:
@@ -227,10 +228,9 @@ def _step_options(run: SlurmRun, names: Sequence[str], folder: str) -> list[str]
     return [*options, f"--container-env={','.join(names)}"] if names else options
 
 
-def _array(name: str, words: Sequence[str]) -> str:
-    """Return an array of bash; commas are quoted, though they separate no words there, for shellcheck."""
-    quoted = [f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words]
-    return f"{name}=({' '.join(quoted)})"
+def _words(words: Sequence[str]) -> str:
+    """Return the words of a bash array; commas separate no words there, but shellcheck wants them quoted."""
+    return " ".join(f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words)
 
 
 def submit(script: str, *, program: Sequence[str] = SBATCH, wait_s: float = SUBMIT_S) -> int:
@@ -255,94 +255,3 @@ def submit(script: str, *, program: Sequence[str] = SBATCH, wait_s: float = SUBM
     if number is None:
         raise RunError(f"{program[0]} has printed no number of a job but {answer.stdout.strip()[:80]!r}")
     return int(number[0])
-
-
-# Parts of the script, in bash.
-
-_HEAD = """\
-# shellcheck disable=SC2016  # settings and --node-rank are not for this shell to expand
-# mega_rl on {nodes} node(s), {ranks} rank(s) on each; start it with: sbatch THIS_FILE
-# End the step in progress, save and requeue:     scancel --batch --signal=USR1 JOB
-# End the step in progress, save and do not:      scancel --signal=TERM JOB"""
-
-# Each start makes a new key; srun hands it to its tasks in their environment.
-_START = """\
-set -u
-
-# Launchers know one another by this key.
-{key}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-export {key}"""
-
-_NEEDED = """\
-if [ -z "${{{name}+set}}" ]; then
-    echo 'error: --env={name}: has no value where this job was submitted' >&2
-    exit 2
-fi"""
-
-_LOCK = """
-# Ranks of a lost node may still hold the run folder; after five minutes the run names the holder.
-lock={lock}
-if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && [ -f "$lock" ]; then
-    flock --wait 300 "$lock" true
-fi"""
-
-_PROBE = """
-nodes_answer() {
-    timeout 300 srun --overlap --mpi=none --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
-        --ntasks-per-node=1 true
-}
-
-answered=no  # if they do not answer now, silence later proves no loss
-nodes_answer && answered=yes"""
-
-_RUN = """\
-address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((12000 + SLURM_JOB_ID % 20000))
-train+=(--master-addr "$address" --master-port "$port")
-
-# Each task adds its number.
-srun "${step[@]}" sh -c 'exec "$@" --node-rank "$SLURM_NODEID"' launcher "${train[@]}" &
-srun=$!
-
-# Slurm warns only this script, and srun passes it on. When scancel or a requeue ends the job, the tasks get SIGTERM
-# themselves; a SIGTERM to only this script is passed on.
-trap 'signalled=yes; kill -s USR1 "$srun" 2>/dev/null' USR1
-trap 'signalled=yes; scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null' TERM
-while true; do
-    signalled=no
-    wait "$srun"
-    code=$?
-    [ "$signalled" = no ] && break  # else the code may be of the wait
-done
-trap '' USR1
-trap - TERM"""
-
-_END = """
-exit "$code\""""
-
-_REQUEUE = """
-# A job that was cancelled or requeued is not running any more.
-is_running() {
-    local wait_s
-    for wait_s in 0 10 20 30; do  # for a controller that does not answer
-        sleep "$wait_s"
-        state=$(scontrol show job --oneliner "$SLURM_JOB_ID") && break
-    done
-    [[ " $state " == *' JobState=RUNNING '* ]]
-}
-
-reason=''
-if [ "$code" != 0 ] && [ "$code" != 2 ] && is_running; then
-    if [ "$code" = 138 ]; then
-        reason='saved before the time limit'
-    elif [ "$code" = 143 ] && [[ $state =~ \\ PreemptTime=[0-9] ]]; then
-        reason='saved before preemption'
-    elif [ "$answered" = yes ] && ! nodes_answer; then
-        reason='a node is lost'
-    fi
-fi
-if [ -n "$reason" ] && is_running; then
-    echo "mega-rl: $reason (exit code $code); the job is requeued and resumes from its newest checkpoint"
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code\""""

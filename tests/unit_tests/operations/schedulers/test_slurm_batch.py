@@ -294,7 +294,7 @@ def test_command_prints_a_script(capsys: pytest.CaptureFixture[str], monkeypatch
     assert f"#SBATCH --chdir={Path.cwd()}" in text
     assert "export A='b c'" in text
     assert "a secret" not in text
-    assert "error: --env=TOKEN: has no value where this job was submitted" in text
+    assert "needed=(TOKEN)" in text
 
 
 @pytest.mark.parametrize(
