@@ -26,7 +26,7 @@ from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
 from mega_rl.health.flight_recorder import FlightRecorder
 from mega_rl.health.guard import Guard, Investigate
-from mega_rl.health.heartbeat import beating
+from mega_rl.health.heartbeat import Heartbeat
 from mega_rl.health.interruption import stop_on_signals
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
@@ -73,7 +73,7 @@ def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate 
     fails or hangs ends all, with its cause, as in training. Raises StoppedBySignal after SIGTERM, SIGUSR1 or Ctrl-C.
     """
     with (
-        beating(rank_facts(config), FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
+        Heartbeat(rank_facts(config), FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
         stop_on_signals(),
         Guard(heartbeat, investigate) as guard,
         session(config, accelerator) as groups,

@@ -19,7 +19,7 @@ from mega_rl.health import records
 from mega_rl.health.failure_kinds import GENERATION, has_launcher
 from mega_rl.health.flight_recorder import FlightRecorder
 from mega_rl.health.guard import Guard, Investigate
-from mega_rl.health.heartbeat import RankFacts, beating
+from mega_rl.health.heartbeat import Heartbeat, RankFacts
 from mega_rl.metrics.summary import show_summary
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import ranks_of
@@ -62,7 +62,7 @@ def running(
     """
     facts = rank_facts(config)
     with (
-        beating(facts, FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
+        Heartbeat(facts, FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
         Guard(heartbeat, investigate) as guard,
         session(config, accelerator) as groups,
         ExitStack() as resources,

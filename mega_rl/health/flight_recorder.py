@@ -64,15 +64,17 @@ class FlightRecorder:
         self._looked = time.monotonic()
         self._called: dict[tuple[str, int], float] = {}  # monotonic time of open ones, by group and torch's time
 
-    def collectives(self) -> tuple[Collective | None, tuple[Collective, ...]]:
-        """Return (the oldest collective in flight, the last one of each group)."""
+    def __call__(self) -> tuple[Collective | None, Collective | None, tuple[Collective, ...]]:
+        """Return (the oldest collective in flight, the last one called, the last one of each group)."""
         entries = _entries()
         open_entries = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
         ages = self._ages(open_entries)
         oldest = max(range(len(ages)), key=ages.__getitem__, default=None)
+        newest = max(entries, key=lambda entry: entry["time_created_ns"], default=None)
         last = {entry["process_group"][0]: entry for entry in entries}
         return (
             None if oldest is None else _collective(open_entries[oldest], ages[oldest]),
+            None if newest is None else _collective(newest, _age(newest)),
             tuple(_collective(entry, _age(entry), ranks=False) for entry in last.values()),
         )
 
@@ -90,11 +92,6 @@ class FlightRecorder:
         }
         self._looked = now
         return [now - self._called[key] for key in keys]
-
-    def last(self) -> Collective | None:
-        """Return the collective that was called last; None without any."""
-        newest = max(_entries(), key=lambda entry: entry["time_created_ns"], default=None)
-        return None if newest is None else _collective(newest, _age(newest))
 
 
 def _entries() -> list[Flight]:

@@ -14,12 +14,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import IO, Protocol
+from types import CodeType, FrameType, TracebackType
+from typing import IO, TypeAlias
 
 import psutil
 
@@ -59,16 +59,8 @@ _LIBRARIES = tuple(
 _dumps: dict[int, IO[str]] = {}  # by rank; open for as long as the process may get the signal
 
 
-class Flights(Protocol):
-    """The collectives that this process has called."""
-
-    def collectives(self) -> tuple[Collective | None, tuple[Collective, ...]]:
-        """Return (the oldest collective that has not ended, the last one of each group)."""
-        ...
-
-    def last(self) -> Collective | None:
-        """Return the collective that was called last."""
-        ...
+# Returns (the oldest collective in flight, the last one called, the last one of each group) of this process.
+Flights: TypeAlias = Callable[[], tuple[Collective | None, Collective | None, tuple[Collective, ...]]]
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class RankFacts:
 
 
 class Heartbeat:
-    """Record of this rank, written by a daemon thread from `start` on.
+    """Record of this rank, written by a daemon thread inside the context.
 
     Errors of the file system do not end the run; the record is then old or missing.
     """
@@ -116,16 +108,21 @@ class Heartbeat:
         """Return the last words; None before them."""
         return None if self._last is None else self._last.ended
 
-    def start(self) -> None:
+    def __enter__(self) -> Heartbeat:
         """Write the first record, and further ones in a thread."""
         logging.getLogger().addHandler(self._tail)
         with suppress(OSError, ValueError):
             _answer_with_stacks(self.facts.run_dir, self.facts.rank)
         self.beat()
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
-        """Stop writing."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop writing; the last words are "done" unless there was an error or the rank wrote others before."""
+        if error is None:
+            self.end("done", "")
         self._requests.put(None)
         self._thread.join(WRITE_S)
         logging.getLogger().removeHandler(self._tail)
@@ -147,7 +144,7 @@ class Heartbeat:
         with self._lock:
             if self._last is None or self._last.ended is None:
                 record = self._record(error)
-                failed = (record.waiting or self._flights.last()) if kind in INNOCENT_CODES else None
+                failed = (record.waiting or self._flights()[1]) if kind in INNOCENT_CODES else None
                 words = LastWords(kind, message, record.step, record.phase, failed)
                 self._last = replace(record, waiting=None, ended=words)
             ended = self._last.ended
@@ -165,11 +162,11 @@ class Heartbeat:
         return ended
 
     def withdraw(self) -> None:
-        """Let `stop` remove the files of this rank and the folders it made: the run never began."""
+        """Remove the files of this rank, and the folders it made, at the exit: the run never began."""
         self._withdrawn = True
 
     def beat(self) -> None:
-        """Write the record now; from `start` on, only the thread calls it."""
+        """Write the record now; inside the context only the thread calls it."""
         with self._lock:
             ended = self._last is not None and self._last.ended is not None
             record = self._last = replace(self._last, beat=time.time()) if ended and self._last else self._record()
@@ -203,7 +200,7 @@ class Heartbeat:
         waiting = None
         # A look at the recorder takes milliseconds; skip it while the rank moves.
         if self._beats % LOOKS == 0 or place is None or place.seconds > 0 or error is not None:
-            waiting, self._collectives = self._flights.collectives()
+            waiting, _, self._collectives = self._flights()
         self._beats += 1
         phases = progress.active() if error is None else progress.active_at(error)
         steps = next((phase for phase in phases if phase.rounds), None)
@@ -232,18 +229,6 @@ class Heartbeat:
 def _moment() -> list[tuple[str, float]]:
     """Return the phases in progress, and the number of rounds done."""
     return [(phase.name, phase.done if phase.rounds else 0.0) for phase in progress.active()]
-
-
-@contextmanager
-def beating(facts: RankFacts, flights: Flights, *, device_bytes: Callable[[], int] = lambda: 0) -> Iterator[Heartbeat]:
-    """Keep the record of this rank inside the block; its last words are "done" unless it wrote others before."""
-    heartbeat = Heartbeat(facts, flights, device_bytes=device_bytes)
-    heartbeat.start()
-    try:
-        yield heartbeat
-        heartbeat.end("done", "")
-    finally:
-        heartbeat.stop()
 
 
 def dump_path(run_dir: Path, rank: int) -> Path:

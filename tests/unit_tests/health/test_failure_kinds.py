@@ -70,7 +70,7 @@ def test_age_of_a_collective_ignores_the_wall_clock(monkeypatch: pytest.MonkeyPa
     recorder = flight_recorder.FlightRecorder()
 
     def age() -> float:
-        waiting, _ = recorder.collectives()
+        waiting, _, _ = recorder()
         assert waiting is not None
         return waiting.age_s
 

@@ -14,7 +14,7 @@ from mega_rl.accelerator import prepare
 from mega_rl.errors import PeerError, RunError
 from mega_rl.health.flight_recorder import FlightRecorder
 from mega_rl.health.guard import Guard
-from mega_rl.health.heartbeat import RankFacts, beating
+from mega_rl.health.heartbeat import Heartbeat, RankFacts
 from mega_rl.health.records import read_records
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.parallel import groups as process_groups
@@ -74,7 +74,7 @@ def hang(rank: int, run_dir: str, fault: str) -> None:
     folder = Path(run_dir)
     facts = RankFacts(folder, rank, WORLD_SIZE, 0, TIMEOUT_S, launched=False)
     try:
-        with beating(facts, FlightRecorder()) as heartbeat, Guard(heartbeat, investigate):
+        with Heartbeat(facts, FlightRecorder()) as heartbeat, Guard(heartbeat, investigate):
             layout = ParallelLayout(tp=2, world_size=WORLD_SIZE)
             groups = process_groups.initialize(layout, accelerator=accelerator, timeout_s=TIMEOUT_S)
             with progress.rounds("step", 100) as steps:
