@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
 
@@ -22,16 +22,16 @@ def read_record(kind: type[Record], value: object) -> Record:
     return cast(Record, _read(kind, value, kind.__name__))
 
 
-def _read(kind: Any, value: object, name: str) -> object:
+def _read(kind: object, value: object, name: str) -> object:
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None and NoneType in parts else _read(parts[0], value, name)
     if origin is tuple and isinstance(value, list):
         return tuple(_read(parts[0], one, name) for one in value)
     if isinstance(value, dict) and is_dataclass(kind):
-        make: Any = kind
+        make = cast(Callable[..., object], kind)
         return make(**{field: _read(hint, value.get(field), field) for field, hint in _hints(make).items()})
-    if isinstance(value, dict) and origin is not None and issubclass(origin, Mapping):
+    if isinstance(value, dict) and origin is Mapping:
         return {_read(str, key, name): _read(parts[1], one, name) for key, one in value.items()}
     if kind is float and isinstance(value, int | float) and type(value) is not bool and abs(value) < MAX_NUMBER:
         return float(value)
@@ -45,6 +45,5 @@ def _read(kind: Any, value: object, name: str) -> object:
 
 
 @cache
-def _hints(kind: type) -> Mapping[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+def _hints(kind: Callable[..., object]) -> Mapping[str, object]:
+    return get_type_hints(kind)

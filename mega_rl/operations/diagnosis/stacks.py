@@ -119,9 +119,8 @@ def stacks_of(run_dir: Path, rank: int, pid: int, state: ProcessState, *, deadli
 
 def find_py_spy() -> Path | None:
     """Return the program next to this Python, or on the path; None without it."""
-    folders = (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
-    found = shutil.which("py-spy", path=os.pathsep.join(folders))
-    return None if found is None else Path(found)
+    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    return None if program is None else Path(program)
 
 
 def write_stacks(run_dir: Path, rank: int, pid: int, state: ProcessState, text: str) -> None:

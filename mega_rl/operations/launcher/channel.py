@@ -35,7 +35,6 @@ SILENT_S = 30.0  # without a beat: the other launcher, its host or the network i
 SEND_S = 10.0
 MAX_BYTES = 1 << 20  # length of a message; a few are sent for each rank of a node
 MAX_CALLERS = 128  # that have not joined yet, well below the 1,024 files that a process may usually open
-MAX_LINES = 100  # in the log, about callers that may not join
 JOIN, WELCOME, BEAT = "join", "welcome", "beat"
 _GREETING, _CODE, _LENGTH = len(MAGIC) + 32, 32, 4
 
@@ -231,7 +230,6 @@ class Door:
     def __init__(self, listener: socket.socket, key: bytes, *, silent_s: float = SILENT_S) -> None:
         self._listener, self._key, self._silent_s = listener, key, silent_s
         self._callers: dict[Channel, str] = {}  # address of each, the oldest first
-        self._lines = 0  # logged about callers that may not join
         listener.setblocking(False)
 
     def arrivals(self) -> list[tuple[Channel, Joining]]:
@@ -244,7 +242,7 @@ class Door:
         except BlockingIOError:
             pass
         except OSError as error:  # the caller is gone again, or too many files are open
-            self._warn(f"a launcher's call could not be taken: {error.strerror or error}")
+            log.warning("a launcher's call could not be taken: %s", error.strerror or error)
         arrived = []
         for caller, address in list(self._callers.items()):
             try:
@@ -261,7 +259,7 @@ class Door:
                     continue
             except (ChannelLost, ValueError) as error:
                 caller.close()
-                self._warn(f"a caller from {address} is not let in as a launcher: {error}")
+                log.warning("a caller from %s is not let in as a launcher: %s", address, error)
             del self._callers[caller]
         return arrived
 
@@ -270,8 +268,3 @@ class Door:
         self._listener.close()
         for caller in self._callers:
             caller.close()
-
-    def _warn(self, text: str) -> None:
-        self._lines += 1
-        if self._lines <= MAX_LINES:
-            log.warning("%s%s", text, "; further calls are not logged" * (self._lines == MAX_LINES))

@@ -20,28 +20,32 @@ log = logging.getLogger(__name__)
 
 def follow(channel: Channel, node: LocalNode, stop: StopSignals) -> Conclusion:
     """Carry out orders until the run has ended or the launcher of node 0 is lost."""
-    generation: object = -1
     try:
-        while True:
-            for number in stop.take():  # to the ranks of this node, which agree with all others
-                node.ranks.signal(number)
-                channel.send({"type": STOPPED_BY, "number": number})
-                if generation == -1:  # a spare only leaves
-                    return Conclusion(128 + number)
-            if ends := node.ranks.poll():
-                channel.send({"type": ENDED, "generation": generation, "ends": [asdict(end) for end in ends]})
-            for message in channel.receive():
-                values = {name: value for name, value in message.items() if name != "type"}
-                if message.get("type") == FINISH:
-                    return read_record(Conclusion, values)
-                node.order(str(message.get("type")), **values)
-                generation = values["generation"] if message.get("type") == START else generation
-            time.sleep(POLL_S)
+        return _carry_out_orders(channel, node, stop)
     except (ChannelLost, ValueError) as error:
         return _without_node_0(node, stop, str(error))
     finally:
         node.ranks.close()
         channel.close()
+
+
+def _carry_out_orders(channel: Channel, node: LocalNode, stop: StopSignals) -> Conclusion:
+    generation: object = -1
+    while True:
+        for number in stop.take():  # to the ranks of this node, which agree with all others
+            node.ranks.signal(number)
+            channel.send({"type": STOPPED_BY, "number": number})
+            if generation == -1:  # a spare only leaves
+                return Conclusion(128 + number)
+        if ends := node.ranks.poll():
+            channel.send({"type": ENDED, "generation": generation, "ends": [asdict(end) for end in ends]})
+        for message in channel.receive():
+            kind, values = str(message.get("type")), {name: one for name, one in message.items() if name != "type"}
+            if kind == FINISH:
+                return read_record(Conclusion, values)
+            node.order(kind, **values)
+            generation = values["generation"] if kind == START else generation
+        time.sleep(POLL_S)
 
 
 def _without_node_0(node: LocalNode, stop: StopSignals, reason: str) -> Conclusion:

@@ -111,6 +111,7 @@ class GenerationState:
     """State machine of one set of ranks: which have ended, and whether to end or kill the others."""
 
     def __init__(self, world_size: int, clock: Callable[[], float]) -> None:
+        self.lost: dict[int, str] = {}  # numbers of nodes whose launchers are gone, with the cause
         self._world_size, self._clock = world_size, clock
         self._ends: list[RankEnd] = []
         self._gone: set[int] = set()  # ranks that have ended, or whose node is lost

@@ -1,4 +1,4 @@
-"""What a launcher reads from a run's folder: the health of its ranks, and the checkpoints it has saved.
+"""Read the health of a run's ranks from its folder, and its progress.
 
 Files are read in threads, so that a file system that hangs does not block the launcher's signals.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from mega_rl.errors import UserError, name_of_signal
 from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, Fleet
@@ -17,14 +17,6 @@ from mega_rl.operations.launcher.signals import STOPPED, StopSignals
 log = logging.getLogger(__name__)
 
 OVERDUE_EVERY_S = 2.0
-
-
-@dataclass
-class Generation:
-    """One start of the ranks: their state, and the cause for each node whose launcher was lost in it."""
-
-    state: GenerationState
-    lost: dict[int, str]
 
 
 class Supervisor:
@@ -54,13 +46,12 @@ class Supervisor:
         while True:
             if self._pass_on(None):
                 return Conclusion(128 + self._stopped_by)
-            generation = self._run_generation(number, resume)
-            conclusion = self._conclude(generation)
+            conclusion = self._conclude(self._run_generation(number, resume))
             if conclusion is not None:
                 return conclusion
             number, resume = number + 1, "auto" if self._progress.is_saved else ""
 
-    def _run_generation(self, number: int, resume: str) -> Generation:
+    def _run_generation(self, number: int, resume: str) -> GenerationState:
         """Start the ranks and return when all have ended."""
         nodes = self._fleet.nodes
         self._health.clear()
@@ -68,11 +59,10 @@ class Supervisor:
         for place, node in enumerate(nodes):
             assignment = Assignment(number, place, len(nodes), self._nproc, self._master_addr, port, resume)
             node.order(START, **asdict(assignment))
-        generation = Generation(GenerationState(len(nodes) * self._nproc, self._clock), {})
-        state, next_look = generation.state, self._clock() + OVERDUE_EVERY_S
+        state, next_look = GenerationState(len(nodes) * self._nproc, self._clock), self._clock() + OVERDUE_EVERY_S
         while not state.over:
             self._pass_on(state)
-            self._take_news(generation)
+            self._take_news(state)
             if state.running and self._clock() >= next_look:
                 next_look = self._clock() + OVERDUE_EVERY_S
                 if (cause := self._health.overdue()) is not None:
@@ -81,19 +71,19 @@ class Supervisor:
             self._fleet.welcome()
             time.sleep(POLL_S)
         self._fleet.local.close_store()
-        return generation
+        return state
 
-    def _take_news(self, generation: Generation) -> None:
+    def _take_news(self, state: GenerationState) -> None:
         for place, node in enumerate(self._fleet.nodes):
             news = node.poll()
             for end in news.ends:
-                generation.state.add(end)
+                state.add(end)
             if news.stopped_by:
                 self._stopped_by = self._stopped_by or news.stopped_by
-                generation.state.stop()
+                state.stop()
             if news.lost:
-                generation.lost[node.number] = news.lost
-                generation.state.lose(range(place * self._nproc, (place + 1) * self._nproc), news.lost)
+                state.lost[node.number] = news.lost
+                state.lose(range(place * self._nproc, (place + 1) * self._nproc), news.lost)
 
     def _carry_out(self, state: GenerationState) -> None:
         due, failure = state.due(), state.failure
@@ -115,9 +105,8 @@ class Supervisor:
                     node.order(SIGNAL, number=number)
         return self._stopped_by != 0
 
-    def _conclude(self, generation: Generation) -> Conclusion | None:
+    def _conclude(self, state: GenerationState) -> Conclusion | None:
         """Return how the run has ended; None if its ranks start again, which it logs."""
-        state = generation.state
         failure = state.failure
         if self._pass_on(None):
             code = stop_code(state.ends, self._stopped_by)
@@ -132,7 +121,7 @@ class Supervisor:
         cause = diagnosis or failure.cause
         if not failure.may_go_on:
             return Conclusion(failure.code)
-        refusal = self._change_nodes(generation, failure)
+        refusal = self._change_nodes(state, failure)
         if refusal is None:
             refusal = self._restarts.refusal(failure, step=self._progress.step, progressed=self._progress.is_made)
         if refusal == "" and diagnosis == "":
@@ -146,18 +135,18 @@ class Supervisor:
         )
         return None
 
-    def _change_nodes(self, generation: Generation, failure: RunFailure) -> str | None:
+    def _change_nodes(self, state: GenerationState, failure: RunFailure) -> str | None:
         """Replace nodes that are lost or fail again; return why the run cannot continue, None if it can."""
-        if generation.state.left:
-            ranks = ", ".join(map(str, generation.state.left))
+        if state.left:
+            ranks = ", ".join(map(str, state.left))
             return f"rank {ranks} does not end though it was killed, which is the kernel's to do; look at that node"
         if not self._restarts.left:
             return None  # the policy gives the reason
-        for number, cause in generation.lost.items():
+        for number, cause in state.lost.items():
             if not self._fleet.replace(number, cause):
                 return "no spare is there to take its place"
             self._restarts.last_step = None
-        if not generation.lost and failure.rank is not None:
+        if not state.lost and failure.rank is not None:
             node = self._fleet.nodes[failure.rank // self._nproc]
             if self._fleet.blame(node.number):
                 self._restarts.last_step = None

@@ -7,9 +7,10 @@ https://kubernetes.io/docs/concepts/workloads/controllers/job.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated
 
 import typer
 import yaml
@@ -36,16 +37,13 @@ MAX_HOST_NAME = 63
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SIZE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
 
-Manifest: TypeAlias = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Mount:
-    """Folder of a container: a PersistentVolumeClaim, or a folder of the node."""
+    """Folder of a container, and the volume it comes from."""
 
-    source: str  # "pvc" or "host"
-    name: str  # the claim, or the path on the node
     path: str
+    source: Mapping[str, object]  # fields of the volume
 
     @classmethod
     def parse(cls, text: str) -> Mount:
@@ -56,13 +54,10 @@ class Mount:
             raise UserError(f"--mount={text}: is neither pvc:CLAIM:/PATH nor host:/PATH/ON/THE/NODE:/PATH")
         if source == "host" and not name.startswith("/"):
             raise UserError(f"--mount={text}: the folder of the node needs its path from the root on")
-        return cls(source, name, path.rstrip("/") or "/")
-
-    def volume(self, name: str) -> Manifest:
-        """Return the volume of a pod."""
-        if self.source == "pvc":
-            return {"name": name, "persistentVolumeClaim": {"claimName": self.name}}
-        return {"name": name, "hostPath": {"path": self.name, "type": "Directory"}}
+        claim, folder = {"claimName": name}, {"path": name, "type": "Directory"}
+        return cls(
+            path.rstrip("/") or "/", {"persistentVolumeClaim": claim} if source == "pvc" else {"hostPath": folder}
+        )
 
 
 @dataclass(frozen=True)
@@ -164,36 +159,39 @@ def render(run: JobSetRun, facts: RecipeFacts) -> str:
     job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
     job |= {"completions": run.nodes, "parallelism": run.nodes}
     job["template"]["metadata"] = {"labels": _labels(run)}
-    _fill_pod(job["template"]["spec"], run, facts)
-    return head + yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, width=120)
-
-
-def _fill_pod(pod: Manifest, run: JobSetRun, facts: RecipeFacts) -> None:
-    """Fill in the volumes, devices, variables and arguments of a pod."""
-    (container,) = pod["containers"]
+    pod = job["template"]["spec"]
     pod["volumes"][0]["configMap"]["name"] = run.name
-    for number, mount in enumerate(run.mounts):
-        container["volumeMounts"].append({"name": f"mount-{number}", "mountPath": mount.path})
-        pod["volumes"].append(mount.volume(f"mount-{number}"))
-    resources = {"cpu": str(run.cpus or 8 * run.nproc_per_node), "memory": run.memory_size, **pairs("--rdma", run.rdma)}
+    (container,) = pod["containers"]
+    container |= _container(run, facts)
     if facts.device != "cpu":
-        resources["nvidia.com/gpu"] = str(run.nproc_per_node)
         pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     if run.node_selector:
         pod["nodeSelector"] = pairs("--node-selector", run.node_selector)
     if run.rdma:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # registers memory with the network card
-    if run.secret:
-        container["envFrom"] = [{"secretRef": {"name": name}} for name in run.secret]
-    container["env"].append({"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}})
-    container["env"] += [{"name": name, "value": value} for name, value in variables(run.env).items()]
-    container["resources"] = {"requests": dict(resources), "limits": dict(resources)}
+    for number, mount in enumerate(run.mounts):
+        container["volumeMounts"].append({"name": f"mount-{number}", "mountPath": mount.path})
+        pod["volumes"].append({"name": f"mount-{number}", **mount.source})
+    return head + yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _container(run: JobSetRun, facts: RecipeFacts) -> dict[str, object]:
+    """Return the image, arguments, variables and devices of a pod's container."""
+    resources = {"cpu": str(run.cpus or 8 * run.nproc_per_node), "memory": run.memory_size, **pairs("--rdma", run.rdma)}
+    resources |= {} if facts.device == "cpu" else {"nvidia.com/gpu": str(run.nproc_per_node)}
+    key = {"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}}
+    values = {"HOME": "/cache", **variables(run.env)}
     options = ["--nnodes", str(run.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"]  # Kubernetes puts the number in
     options += ["--nproc-per-node", str(run.nproc_per_node), "--max-restarts", str(run.max_restarts)]
     options += ["--master-addr", f"{pod_name(run, 0)}.{run.name}", "--master-port", "29500"]
     settings = [setting.replace("$(", "$$(") for setting in facts.overrides]  # else a variable's value
-    container["image"] = run.image
-    container["args"] = ["train", *options, "--config", "/etc/mega_rl/recipe.yaml", *settings]
+    return {
+        "image": run.image,
+        "args": ["train", *options, "--config", "/etc/mega_rl/recipe.yaml", *settings],
+        "env": [key, *({"name": name, "value": value} for name, value in values.items())],
+        "envFrom": [{"secretRef": {"name": name}} for name in run.secret or ()],
+        "resources": {"requests": dict(resources), "limits": dict(resources)},
+    }
 
 
 def _labels(run: JobSetRun) -> dict[str, str]:

@@ -7,7 +7,7 @@ import math
 import secrets
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -26,7 +26,6 @@ from mega_rl.operations.schedulers.options import (
     Variables,
     variables,
 )
-from mega_rl.operations.schedulers.ray.node import NodeOutput
 from mega_rl.operations.schedulers.ray.placement import NodeLost, RayPlacement
 
 log = logging.getLogger(__name__)
@@ -91,12 +90,10 @@ def drive(
             if placement is None:
                 return 128 + stop.first
             try:
-                saved = placement.checkpoints(facts.run_dir)
+                port, saved = placement.prepare(facts.run_dir)
                 earlier = saved if earlier is None else earlier
                 resume = facts.resume if not restarts or saved[-1:] == earlier[-1:] else "auto"
-                for node, address in enumerate(placement.addresses):
-                    log.info("node %d is %s", node, address)
-                started = commands(run, facts, placement.addresses[0], placement.free_port(), resume=resume)
+                started = commands(run, facts, placement.addresses[0], port, resume=resume)
                 # A new key for each placement: no launcher of an earlier one may join.
                 environment = {**keys, KEY: secrets.token_hex(32)}
                 placement.start(started, environment, facts.run_dir if restarts else "")
@@ -132,84 +129,58 @@ def _watch(
     write: Callable[[str], None],
     clock: Callable[[], float],
 ) -> End:
-    """Wait for the end of all launchers, show their output and pass on signals."""
-    ends = _Ends(nodes, clock)
-    while not ends.over:
+    """Wait for the end of all launchers, show their output, pass on signals, and end those that cannot end."""
+    codes: dict[int, int] = {}  # in the order of the ends
+    lost: dict[int, str] = {}
+    due = {int(signal.SIGTERM): math.inf, int(signal.SIGKILL): math.inf}  # time of each signal that was not sent yet
+    give_up = math.inf
+    while len(codes) + len(lost) < nodes and clock() <= give_up:
         for number in stop.take():
             placement.signal(number)
-            ends.signalled()
+            due.pop(signal.SIGTERM, None)  # afterwards the driver sends only the kill
+            _hurry(due, clock(), AFTER_A_SIGNAL)
         for node, output in placement.poll(POLL_S):
             for line in output.lines:
                 write(f"[node {node}] {line}")
-            ends.add(node, output)
-        for number in ends.due():
+            if output.gone:
+                lost[node] = output.gone
+                _hurry(due, clock(), AFTER_A_LOSS)
+            elif output.exit_code is not None:
+                codes[node] = output.exit_code
+                _hurry(due, clock(), _after(output.exit_code))
+        for number in [number for number, when in due.items() if when <= clock()]:
             placement.signal(number)
-    return ends.end(stopped_by=stop.first)
+            del due[number]
+            give_up = clock() + GIVE_UP_S if number == signal.SIGKILL else give_up
+    for node in set(range(nodes)) - {*codes, *lost}:
+        lost[node] = "its launcher did not end when it was killed"
+    return _end_of(codes, lost, stopped_by=stop.first)
 
 
-class _Ends:
-    """State machine of one placement: which nodes have ended, and which signals are due for the others."""
+def _after(exit_code: int) -> tuple[float, float]:
+    if exit_code in STOPPED:
+        return AFTER_A_STOP
+    return AFTER_A_FAILURE if exit_code else (math.inf, math.inf)
 
-    def __init__(self, nodes: int, clock: Callable[[], float]) -> None:
-        self._nodes, self._clock = nodes, clock
-        self._codes: dict[int, int] = {}  # in the order of the ends
-        self._lost: dict[int, str] = {}
-        self._due: dict[int, float] = {}  # time of each signal that was not sent yet
-        self._sent: set[int] = set()
-        self._give_up = math.inf
 
-    @property
-    def over(self) -> bool:
-        """Return whether every node has ended or is lost; GIVE_UP_S after they were killed all are."""
-        return len(self._codes) + len(self._lost) == self._nodes or self._clock() > self._give_up
+def _hurry(due: dict[int, float], now: float, after: tuple[float, float]) -> None:
+    """Plan SIGTERM and SIGKILL, each once and at its earliest time."""
+    for number, seconds in zip((signal.SIGTERM, signal.SIGKILL), after, strict=True):
+        if number in due:
+            due[number] = min(now + seconds, due[number])
 
-    def add(self, node: int, output: NodeOutput) -> None:
-        """Record the end of a node, if the output tells it."""
-        if output.lost:
-            self._lost[node] = output.lost
-            self._hurry(AFTER_A_LOSS)
-        elif output.exit_code is not None and output.exit_code < 0:
-            self._lost[node] = f"its launcher was killed by {name_of_signal(-output.exit_code)}"
-            self._hurry(AFTER_A_LOSS)
-        elif output.exit_code is not None:
-            self._codes[node] = output.exit_code
-            if output.exit_code:
-                self._hurry(AFTER_A_STOP if output.exit_code in STOPPED else AFTER_A_FAILURE)
 
-    def signalled(self) -> None:
-        """Record that the nodes got a signal of the user: afterwards the driver sends only the kill."""
-        self._sent.add(signal.SIGTERM)
-        self._hurry(AFTER_A_SIGNAL)
-
-    def due(self) -> list[int]:
-        """Return the signals that the nodes should get now."""
-        now = self._clock()
-        signals = [number for number, when in self._due.items() if when <= now]
-        self._due = {number: when for number, when in self._due.items() if when > now}
-        self._sent.update(signals)
-        if signal.SIGKILL in signals:
-            self._give_up = min(self._give_up, now + GIVE_UP_S)
-        return signals
-
-    def end(self, *, stopped_by: int) -> End:
-        """Return how the run ended. A mistake of the user is not tried again."""
-        for node in set(range(self._nodes)) - {*self._codes, *self._lost}:
-            self._lost[node] = "its launcher did not end when it was killed"
-        failures = [code for code in self._codes.values() if code]
-        if UserError.exit_code in failures:
-            return End(UserError.exit_code)
-        if stopped_by and (failures or self._lost):
-            return End(next((code for code in failures if code not in STOPPED), 128 + stopped_by))
-        if self._lost:
-            node, reason = next(iter(self._lost.items()))
-            return End(RunError.exit_code, f"node {node} is lost: {reason}")
-        if failures and failures[0] in STOPPED:
-            node = next(node for node, code in self._codes.items() if code)
-            return End(failures[0], f"node {node} was told to end by {name_of_signal(failures[0] - 128)}")
-        return End(failures[0] if failures else 0)
-
-    def _hurry(self, after: tuple[float, float]) -> None:
-        """Plan SIGTERM and SIGKILL for the nodes, each once and at its earliest time."""
-        for number, seconds in zip((signal.SIGTERM, signal.SIGKILL), after, strict=True):
-            if number not in self._sent:
-                self._due[number] = min(self._clock() + seconds, self._due.get(number, math.inf))
+def _end_of(codes: Mapping[int, int], lost: Mapping[int, str], *, stopped_by: int) -> End:
+    """Return how the run ended. A mistake of the user is not tried again."""
+    failures = [code for code in codes.values() if code]
+    if UserError.exit_code in failures:
+        return End(UserError.exit_code)
+    if stopped_by and (failures or lost):
+        return End(next((code for code in failures if code not in STOPPED), 128 + stopped_by))
+    if lost:
+        node, reason = next(iter(lost.items()))
+        return End(RunError.exit_code, f"node {node} is lost: {reason}")
+    if failures and failures[0] in STOPPED:
+        node = next(node for node, code in codes.items() if code)
+        return End(failures[0], f"node {node} was told to end by {name_of_signal(failures[0] - 128)}")
+    return End(failures[0] if failures else 0)

@@ -19,7 +19,7 @@ from mega_rl.checkpoint.folders import complete
 from mega_rl.checkpoint.lock import LOCK_FILE
 from mega_rl.checkpoint.previous import CHECKPOINTS
 from mega_rl.environment import python_module
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, name_of_signal
 from mega_rl.processes import DEVNULL, PIPE, STDOUT, Child, ChildStartError
 from mega_rl.storage.lock import lock_file
 
@@ -43,6 +43,13 @@ class NodeOutput:
     exit_code: int | None = None
     lost: str = ""
 
+    @property
+    def gone(self) -> str:
+        """Return why nothing more comes from the node though its launcher has not ended by itself; empty if it may."""
+        if self.lost or self.exit_code is None or self.exit_code >= 0:
+            return self.lost
+        return f"its launcher was killed by {name_of_signal(-self.exit_code)}"
+
 
 class NodeLauncher:
     """The launcher of one node. The threads of a Ray actor call its methods."""
@@ -57,15 +64,15 @@ class NodeLauncher:
         self._child: Child | None = None
         self._exit_code: int | None = None
 
-    def free_port(self, address: str) -> int:
-        """Return a TCP port of this node at which no program listens."""
+    def prepare(self, address: str, run_dir: str) -> tuple[int, list[str]]:
+        """Return a free TCP port of this node, and the complete checkpoints of a run folder, oldest first.
+
+        A checkpoint is its name and the time of its folder.
+        """
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as listener:
             listener.bind((address, 0))
-            return int(listener.getsockname()[1])
-
-    def checkpoints(self, run_dir: str) -> list[str]:
-        """Return the complete checkpoints of a run folder, oldest first, each with the time of its folder."""
-        return [f"{folder.name}@{folder.stat().st_mtime_ns}" for folder in complete(Path(run_dir) / CHECKPOINTS)]
+            port = int(listener.getsockname()[1])
+        return port, [f"{one.name}@{one.stat().st_mtime_ns}" for one in complete(Path(run_dir) / CHECKPOINTS)]
 
     def start(
         self, arguments: Sequence[str], environment: Mapping[str, str], folder: str, wait_for_lock_of: str = ""
@@ -95,11 +102,7 @@ class NodeLauncher:
             if child is None:
                 self._stop = number
             elif child.exit_code is None and number == signal.SIGKILL:
-                ranks = psutil.Process(child.pid).children(recursive=True)  # each leads a process group
-                child.kill()
-                for process in ranks:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
+                _kill_tree(child)
             else:
                 child.signal(number)
 
@@ -154,3 +157,12 @@ class NodeLauncher:
                 return
             else:
                 return
+
+
+def _kill_tree(launcher: Child) -> None:
+    """Kill a launcher and its ranks, each of which leads a process group."""
+    ranks = psutil.Process(launcher.pid).children(recursive=True)
+    launcher.kill()
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.kill()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from types import ModuleType
-from typing import Any
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.signals import StopSignals
@@ -117,28 +116,42 @@ class RayPlacement:
 
     def __init__(self, ray: ModuleType, group: object, nodes: int, bundle: Mapping[str, float]) -> None:
         """bundle: resources of each actor."""
-        self._ray, self._group, self._bundle = ray, group, bundle
+        self._ray, self._group = ray, group
         self._errors = importlib.import_module("ray.exceptions")
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         places = ray.util.placement_group_table(group)["bundles_to_node_id"]
         self.addresses: Sequence[str] = [addresses[places[node]] for node in range(nodes)]
-        self._actors = [self._start_actor(node) for node in range(nodes)]
+        place = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        # max_restarts=0: only one launcher that starts again would find no other.
+        actor = partial(ray.remote(NodeLauncher).options, max_restarts=0, max_concurrency=THREADS)
+        resources = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
+        self._actors = [
+            actor(**resources, scheduling_strategy=place(group, placement_group_bundle_index=node)).remote()
+            for node in range(nodes)
+        ]
         self._calls: dict[object, int] = {}  # node of each unanswered call of poll
         self._unavailable: dict[int, float] = {}  # node: since when
 
-    def free_port(self) -> int:
-        """Return a port of node 0 at which no program listens."""
-        with self._errors_in_words():
-            return int(self._ray.get(self._actors[0].free_port.remote(self.addresses[0]), timeout=CALL_S))
+    def prepare(self, run_dir: str) -> tuple[int, Sequence[str]]:
+        """Return a free port of node 0, and the complete checkpoints of a run folder as it sees them.
 
-    def checkpoints(self, run_dir: str) -> Sequence[str]:
-        """Return the complete checkpoints of a run folder as node 0 sees them, oldest first."""
-        with self._errors_in_words():
-            return tuple(self._ray.get(self._actors[0].checkpoints.remote(run_dir), timeout=CALL_S))
+        Raises NodeLost for an actor that is gone, RunError for an actor that cannot work.
+        """
+        lost = f"node 0 is lost: {self.addresses[0]}"
+        try:
+            port, saved = self._ray.get(self._actors[0].prepare.remote(self.addresses[0], run_dir), timeout=CALL_S)
+        except self._errors.GetTimeoutError as error:
+            raise NodeLost(f"{lost}: no answer within {CALL_S:g} s") from error
+        except self._errors.RayError as error:
+            if isinstance(error, self._errors.RayActorError) and not error.actor_init_failed:
+                raise NodeLost(f"{lost}: {_last_line(error)}") from error
+            raise RunError(f"a node cannot start launchers: {_last_line(error)}") from error
+        return int(port), tuple(saved)
 
     def start(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str], wait_for_lock_of: str) -> None:
         """Start the launcher of every node with its arguments of `mega-rl train`; see `NodeLauncher.start`."""
         for node, (actor, command) in enumerate(zip(self._actors, commands, strict=True)):
+            log.info("node %d is %s", node, self.addresses[node])
             actor.start.remote(list(command), dict(environment), os.getcwd(), wait_for_lock_of)
             self._ask(node)
 
@@ -161,16 +174,6 @@ class RayPlacement:
             self._ray.kill(actor, no_restart=True)
         self._ray.util.remove_placement_group(self._group)
 
-    def _start_actor(self, node: int) -> Any:
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        place = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
-        options = {"num_cpus": self._bundle.get("CPU", 0), "num_gpus": self._bundle.get("GPU", 0)}
-        # max_restarts=0: only one launcher that starts again would find no other.
-        actor = self._ray.remote(NodeLauncher).options(
-            **options, max_restarts=0, max_concurrency=THREADS, scheduling_strategy=place
-        )
-        return actor.remote()
-
     def _ask(self, node: int) -> None:
         self._calls[self._actors[node].poll.remote(POLL_S)] = node
 
@@ -191,20 +194,6 @@ class RayPlacement:
         if output.exit_code is None:
             self._ask(node)
         return node, output
-
-    @contextlib.contextmanager
-    def _errors_in_words(self) -> Iterator[None]:
-        """Raise NodeLost for an actor that is gone and RunError for an actor that cannot work, each in one line."""
-        try:
-            yield
-        except self._errors.RayActorError as error:
-            if error.actor_init_failed:
-                raise RunError(f"a node cannot start launchers: {_last_line(error)}") from error
-            raise NodeLost(f"node 0 is lost: {self.addresses[0]}: {_last_line(error)}") from error
-        except self._errors.GetTimeoutError as error:
-            raise NodeLost(f"node 0 is lost: {self.addresses[0]}: no answer within {CALL_S:g} s") from error
-        except self._errors.RayError as error:
-            raise RunError(f"a node cannot start launchers: {_last_line(error)}") from error
 
 
 def _import_ray() -> ModuleType:

@@ -10,7 +10,7 @@ import yaml
 
 from mega_rl.cli.app import main
 from mega_rl.errors import UserError
-from mega_rl.operations.schedulers.kubernetes import JobSetRun, Manifest, Mount, check, render
+from mega_rl.operations.schedulers.kubernetes import JobSetRun, Mount, check, render
 from mega_rl.operations.schedulers.options import RecipeFacts
 
 ROOT = Path(__file__).parents[4]
@@ -27,7 +27,7 @@ ARGUMENTS = ["launch", "kubernetes", "quickstart", "--nodes=2", "--nproc-per-nod
 SETTINGS = ["trainer.run_dir=/runs/a", "checkpoint.resume=auto"]
 
 
-def documents(run: JobSetRun) -> dict[str, Manifest]:
+def documents(run: JobSetRun) -> dict[str, dict]:
     return {document["kind"]: document for document in yaml.safe_load_all(render(run, FACTS))}
 
 

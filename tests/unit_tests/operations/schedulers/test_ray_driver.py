@@ -43,12 +43,9 @@ class PlayedNodes:
         self.signals: list[tuple[float, int]] = []
         self.removed = False
 
-    def free_port(self) -> int:
-        return 4711
-
-    def checkpoints(self, run_dir: str) -> Sequence[str]:
+    def prepare(self, run_dir: str) -> tuple[int, Sequence[str]]:
         assert run_dir == "/runs/a"
-        return self._saved
+        return 4711, self._saved
 
     def start(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str], wait_for_lock_of: str) -> None:
         self.commands, self.environment, self.waits_for = list(commands), environment, wait_for_lock_of
@@ -168,7 +165,7 @@ def test_signals_reach_the_nodes_and_end_the_run() -> None:
 
 def test_node_lost_before_its_start_is_placed_again() -> None:
     class Gone(PlayedNodes):
-        def free_port(self) -> int:
+        def prepare(self, run_dir: str) -> tuple[int, Sequence[str]]:
             raise NodeLost("node 0 is lost: 10.0.0.1: gone")
 
     clock = Clock()
