@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mega_rl.checkpoint.format.manifest import commit_text
 from mega_rl.cli.launcher import command
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.ranks import KEY
@@ -35,12 +36,8 @@ def reached(point): Path(f"{point}.{rank}.{generation}").write_text(str(os.getpi
 def wait_for(point, other):
     while not Path(f"{point}.{other}.{generation}").exists(): time.sleep(0.005)
 def save(step):
-    # A complete checkpoint, as far as a launcher looks at one.
-    from mega_rl.checkpoint.format.manifest import commit_text
-    folder = Path(f"run/checkpoints/step_{step:06d}")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.json").write_bytes(b"{}")
-    (folder / "COMMIT").write_text(commit_text(b"{}"))
+    from tests.unit_tests.operations.launcher.programs import save_in
+    save_in(Path("run/checkpoints"), step)
 """
 
 
@@ -96,6 +93,14 @@ def start(folder: Path, program: str, *, key: str = "", nohup: bool = False, **s
 def run(folder: Path, program: str, **settings: object) -> tuple[int, str]:
     """Run a launcher to its end; return exit code and standard error."""
     return start(folder, program, **settings).end()  # type: ignore[arg-type]
+
+
+def save_in(root: Path, step: int) -> None:
+    """Write a complete checkpoint, as far as a launcher looks at one."""
+    folder = root / f"step_{step:06d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").write_bytes(b"{}")
+    (folder / "COMMIT").write_text(commit_text(b"{}"))
 
 
 def free_port() -> int:

@@ -204,27 +204,6 @@ def test_crowd_of_silent_callers_keeps_no_launcher_out(listener: socket.socket) 
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-class Unsteady:
-    """A listener whose first call fails, as of a caller that hung up before it was taken."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener, self._failed = listener, False
-
-    def accept(self) -> object:
-        if not self._failed:
-            self._failed = True
-            raise ConnectionAbortedError(103, "Software caused connection abort")
-        return self._listener.accept()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._listener, name)
-
-
-def test_failed_call_does_not_close_the_door(listener: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
-    assert join(Door(Unsteady(listener), KEY), listener) == ME  # type: ignore[arg-type]
-    assert "could not be taken: Software caused connection abort" in caplog.text
-
-
 @pytest.mark.parametrize("changes", [{"nproc": None}, {"nproc": True}, {"master_addr": 3}])
 def test_malformed_order_is_refused(changes: dict[str, object]) -> None:
     assignment = Assignment(2, 1, 3, 8, "h", 29500, "auto")

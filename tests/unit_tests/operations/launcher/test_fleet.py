@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import cast
 
 import pytest
 
-from mega_rl.operations.launcher.channel import Channel, Door, Joining
 from mega_rl.operations.launcher.nodes import Fleet, LocalNode, NodeNews, RemoteNode
 from mega_rl.operations.launcher.outcome import GenerationState, RestartPolicy
 from mega_rl.operations.launcher.ranks import NodeRanks
@@ -59,21 +57,6 @@ def test_all_launchers_may_end_before_the_wait(played: tuple[Fleet, list[tuple[s
     fleet, calls = played
     fleet.finish(1, "lost")
     assert calls == [("finish", 1), ("finish", 2), ("leave", 1), ("leave", 2)]
-
-
-def test_caller_that_is_gone_at_the_end_is_no_error(local: LocalNode) -> None:
-    here, there = socket.socketpair()
-    channel = Channel(here, b"key", is_server=True)
-    there.close()
-
-    class PlayedDoor:
-        def arrivals(self) -> list[tuple[Channel, Joining]]:
-            return [(channel, Joining(1, "h", "c"))]
-
-        def close(self) -> None: ...
-
-    channel._session = b"session"
-    Fleet(local, door=cast(Door, PlayedDoor())).finish(0, "")
 
 
 def test_other_nodes_end_their_ranks_before_this_one_writes_stacks(

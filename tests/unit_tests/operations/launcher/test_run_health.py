@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.checkpoint.format.manifest import commit_text
 from mega_rl.checkpoint.memory import place
 from mega_rl.cli.launcher import newest_checkpoints
 from mega_rl.health.records import LastWords, PhaseRecord, read_records, write_record
 from mega_rl.operations.launcher import run_health
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
 from tests.unit_tests.operations.diagnosis.examples import NOW, call, record
+from tests.unit_tests.operations.launcher.programs import save_in
 
 
 @pytest.fixture
@@ -91,13 +91,6 @@ def test_launcher_continues_without_records(
     assert health.step() is None
     health.clear()
     assert caplog.text.count("takes longer than 0.05 s: does the file system hang?") == 2
-
-
-def save_in(root: Path, step: int) -> None:
-    folder = root / f"step_{step:06d}"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_bytes(b"{}")
-    (folder / "COMMIT").write_text(commit_text(b"{}"))
 
 
 def save_in_memory(run_dir: Path, step: int, *, history: str = "a" * 16) -> None:
