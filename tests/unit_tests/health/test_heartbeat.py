@@ -30,7 +30,7 @@ def test_last_words_are_on_disk_when_they_are_said(tmp_path: Path) -> None:
     assert read_records(tmp_path)[0].ended == words, "the first ones stay"
 
 
-def test_a_new_phase_is_on_disk_long_before_the_next_beat(tmp_path: Path) -> None:
+def test_new_phase_is_recorded_before_the_next_beat(tmp_path: Path) -> None:
     with heartbeat_in(tmp_path), progress.rounds("training", 8) as steps:
         for done in (0, 1):
             with progress.phase("reward"):
@@ -41,7 +41,7 @@ def test_a_new_phase_is_on_disk_long_before_the_next_beat(tmp_path: Path) -> Non
             steps.advance()
 
 
-def test_system_exit_inside_of_a_run_is_its_failure(tmp_path: Path) -> None:
+def test_system_exit_inside_a_run_is_a_failure(tmp_path: Path) -> None:
     with (
         pytest.raises(
             RunError, match=r"^SystemExit\(0\) was raised inside of the run \(at .*test_heartbeat.py:\d+ in test_"
@@ -55,7 +55,7 @@ def test_system_exit_inside_of_a_run_is_its_failure(tmp_path: Path) -> None:
     assert words.kind == "error"
 
 
-def test_a_file_system_that_hangs_does_not_hold_the_end(
+def test_hanging_file_system_does_not_hold_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hangs, goes_on = threading.Event(), threading.Event()

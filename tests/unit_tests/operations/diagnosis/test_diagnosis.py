@@ -122,7 +122,7 @@ CASES: dict[str, tuple[Observations, str, int | None]] = {
 
 
 @pytest.mark.parametrize(("facts", "cause", "rank"), CASES.values(), ids=CASES)
-def test_the_cause(facts: Observations, cause: str, rank: int | None) -> None:
+def test_cause_is_named(facts: Observations, cause: str, rank: int | None) -> None:
     named = name_cause(facts)
     assert named is not None
     assert named[0].startswith(cause), named[0]
@@ -130,18 +130,18 @@ def test_the_cause(facts: Observations, cause: str, rank: int | None) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 2, 143])
-def test_a_rank_that_has_spoken_or_was_asked_to_stop_is_no_cause(code: int) -> None:
+def test_rank_that_spoke_or_was_stopped_is_no_cause(code: int) -> None:
     ended = record(0, ended=LastWords("error", "data: no such file", None, ""))
     assert name_cause(seen(ended, exits={0: code})) is None
     assert name_cause(seen(record(0), exits={0: code})) is None
 
 
-def test_nothing_is_said_without_records_or_of_a_run_at_work() -> None:
+def test_run_at_work_has_no_cause() -> None:
     assert name_cause(seen(exits={0: -9})) is None
     assert name_cause(seen(*(record(rank) for rank in range(4)))) is None
 
 
-def test_a_rank_that_a_launcher_kills_after_a_hang_is_not_blamed() -> None:
+def test_rank_killed_after_a_hang_is_not_blamed() -> None:
     """It ends the others with SIGTERM, and stopped ones with SIGKILL."""
     states: dict[str, Any] = {"states": {2: STOPPED, 3: RUNNING}}
     named = name_cause(seen(late(0, DP_OF_0), record(2), record(3), exits={0: 76, 3: -15, 2: -9}, **states))
@@ -149,7 +149,7 @@ def test_a_rank_that_a_launcher_kills_after_a_hang_is_not_blamed() -> None:
     assert named[0].startswith("rank 2 (pid 102, node7) is stopped")
 
 
-def test_memory_is_named_where_the_kernel_has_killed_for_it() -> None:
+def test_kill_for_memory_is_named() -> None:
     facts = seen(record(2), exits={2: -9})
     for ran_out, words in ((True, "the kernel has killed a process for lack of memory"), (False, "memory")):
         named = name_cause(facts, memory_ran_out=ran_out)

@@ -37,7 +37,7 @@ def check_innocents(said: dict[int, str], cause: str) -> None:
         assert re.search(r"(waited 3 s|lost the connection).* in '\w[\w ]+' of step 3", said[rank]), said
 
 
-def test_a_stopped_rank_is_named_with_its_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stopped_rank_is_named_with_its_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cause, text, said = report_of(tmp_path, "stop")
     pid = read_records(tmp_path)[FAULTY].pid
     assert re.match(rf"rank 2 \(pid {pid}, \S+\) is stopped \(state T\)", cause)
@@ -50,21 +50,21 @@ def test_a_stopped_rank_is_named_with_its_stack(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.rstrip("\n").endswith(cause)
 
 
-def test_a_killed_rank_is_named_and_the_others_say_one_line(tmp_path: Path) -> None:
+def test_killed_rank_is_named(tmp_path: Path) -> None:
     cause, _, said = report_of(tmp_path, "kill")
     # Without a launcher nobody has its exit code; a zombie, not waited for yet, tells the signal.
     assert re.match(r"rank 2 \(pid \d+, \S+\) (was killed by SIGKILL|has died without a word), last seen in", cause)
     check_innocents(said, cause)
 
 
-def test_a_rank_that_skips_a_collective_has_diverged(tmp_path: Path) -> None:
+def test_rank_that_skips_a_collective_has_diverged(tmp_path: Path) -> None:
     cause, text, _ = report_of(tmp_path, "skip")
     assert re.fullmatch(
         r"diverged: rank 2 waits in world all_reduce \d+ while rank 0 waits for it in dp all_reduce \d+", cause
     ), text
 
 
-def test_a_reward_that_never_returns_is_named_with_its_line(tmp_path: Path) -> None:
+def test_endless_reward_is_named_with_its_line(tmp_path: Path) -> None:
     """The rank is interrupted there, and ends by itself."""
     cause, _, said = report_of(tmp_path, "loop")
     assert (tmp_path / "hung.txt").read_text().startswith("rank 2")

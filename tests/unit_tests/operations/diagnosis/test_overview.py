@@ -44,9 +44,7 @@ def write_living(run: Path, pid: int) -> None:
     write_record(run, record(1, world_size=3, beat=time.time() - 100.0))
 
 
-def test_a_live_run_is_a_table_with_the_silent_ranks(
-    tmp_path: Path, pid: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_live_run_is_shown_as_a_table(tmp_path: Path, pid: int, capsys: pytest.CaptureFixture[str]) -> None:
     write_living(tmp_path, pid)
     assert cli.main(["doctor", "--run", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -64,7 +62,7 @@ def test_a_live_run_is_a_table_with_the_silent_ranks(
     assert ("nap (<string>:" if find_py_spy() is not None else "no stacks: py-spy is not installed") in out
 
 
-def test_stacks_and_state_of_a_stopped_process_are_kept(tmp_path: Path, pid: int) -> None:
+def test_stacks_of_a_stopped_process_are_kept(tmp_path: Path, pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     while not process_state(pid).stopped:
         time.sleep(0.01)
@@ -76,7 +74,7 @@ def test_stacks_and_state_of_a_stopped_process_are_kept(tmp_path: Path, pid: int
     assert stacks.top.startswith("nap (<string>:" if find_py_spy() is not None else "")
 
 
-def test_a_process_without_a_record_gets_no_signal(tmp_path: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_without_a_record_gets_no_signal(tmp_path: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal that asks a rank for its stacks would end another program."""
     monkeypatch.setattr("mega_rl.operations.diagnosis.stacks.find_py_spy", lambda: None)
     write_living(tmp_path, pid)
@@ -85,7 +83,7 @@ def test_a_process_without_a_record_gets_no_signal(tmp_path: Path, pid: int, mon
     assert process_state(pid).alive
 
 
-def test_the_end_decides_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_end_decides_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_record(tmp_path, record(0, world_size=1, ended=LastWords("done", "", 60, "")))
     assert cli.main(["doctor", "--run", str(tmp_path)]) == 0
     assert capsys.readouterr().out.rstrip().endswith("ended: done, after step 60")
@@ -98,7 +96,7 @@ def test_the_end_decides_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("kind", ["done", "error"])
-def test_last_words_between_record_and_state_count(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_words_after_the_record_count(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank ends well after its record has been read, and before the kernel is asked for its process."""
     living = {"pid": os.getpid(), "host": socket.gethostname(), "started": 0, "beat": time.time()}
     write_record(tmp_path, record(0, world_size=1, **living))
@@ -116,7 +114,7 @@ def test_last_words_between_record_and_state_count(tmp_path: Path, kind: str, mo
     assert cli.main(["doctor", "--run", str(tmp_path)]) == int(kind == "error")
 
 
-def test_the_newest_report_is_the_last_of_a_second(tmp_path: Path) -> None:
+def test_newest_report_is_the_last_of_a_second(tmp_path: Path) -> None:
     seen = observe(tmp_path, world_size=1)
     for number in range(12):
         write_report(tmp_path, seen, f"cause {number}")
@@ -126,7 +124,7 @@ def test_the_newest_report_is_the_last_of_a_second(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "empty", "link", "hostile"])
-def test_a_folder_of_no_run_is_one_line(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_of_no_run_is_refused(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     if kind == "file":
         run.write_text("")
@@ -145,6 +143,6 @@ def test_a_folder_of_no_run_is_one_line(tmp_path: Path, kind: str, capsys: pytes
     assert "holds no records of ranks" in err
 
 
-def test_stacks_want_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stacks_need_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--stacks"]) == 2
     assert "give its folder with --run" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def start(end: str) -> tuple[subprocess.Popen[str], int, int]:
     return process, rank, reaper
 
 
-def test_a_rank_that_outlives_its_launcher_too_long_is_killed() -> None:
+def test_rank_that_outlives_its_launcher_is_killed() -> None:
     process, rank, reaper = start("time.sleep(600)")
     assert not is_gone(rank)
     process.kill()
@@ -53,7 +53,7 @@ def test_a_rank_that_outlives_its_launcher_too_long_is_killed() -> None:
     assert errors == f"error: process {rank} did not end within 0.3 s after its launcher: killed\n"
 
 
-def test_ranks_are_killed_though_nobody_reads_standard_error_any_more() -> None:
+def test_ranks_are_killed_without_a_reader_of_errors() -> None:
     process, rank, _ = start("time.sleep(600)")
     assert process.stderr is not None
     process.stderr.close()
@@ -62,7 +62,7 @@ def test_ranks_are_killed_though_nobody_reads_standard_error_any_more() -> None:
     process.wait()
 
 
-def test_the_reaper_of_a_launcher_that_ends_well_has_nothing_to_do() -> None:
+def test_reaper_ends_with_a_launcher_that_ends_well() -> None:
     process, _, reaper = start("ranks[0].kill(); ranks[0].wait(); reaper.close()")
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
@@ -70,7 +70,7 @@ def test_the_reaper_of_a_launcher_that_ends_well_has_nothing_to_do() -> None:
 
 
 @pytest.mark.parametrize("make", [Reaper, lambda: RankStore("127.0.0.1")], ids=["reaper", "store"])
-def test_a_machine_that_allows_no_further_process_is_named(
+def test_machine_without_further_processes_is_named(
     make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -83,7 +83,7 @@ def test_a_machine_that_allows_no_further_process_is_named(
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_the_reaper_gets_no_signal_of_a_terminal_or_scheduler() -> None:
+def test_reaper_gets_no_other_signals() -> None:
     process, rank, reaper = start("time.sleep(600)")
     for number in (1, 2, 3, 15, 10):
         psutil.Process(reaper).send_signal(number)

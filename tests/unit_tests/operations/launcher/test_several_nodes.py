@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def test_ranks_are_numbered_by_their_nodes(node: Start, tmp_path: Path) -> None:
     assert shown == [f"4 {rank % 2} 2 {rank // 2} 127.0.0.1 lo" for rank in range(4)]
 
 
-def test_a_failure_on_one_node_restarts_the_ranks_of_all(node: Start, tmp_path: Path) -> None:
+def test_failure_on_one_node_restarts_all_ranks(node: Start, tmp_path: Path) -> None:
     program = """
         reached("up")
         if generation == 0 and rank == 1: wait_for("up", 0); save(3); os.kill(os.getpid(), 9)
@@ -69,7 +70,7 @@ def test_a_failure_on_one_node_restarts_the_ranks_of_all(node: Start, tmp_path: 
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(2)", 2), ("os.kill(os.getpid(), 11)", 139)])
-def test_all_launchers_end_with_the_code_of_the_first_failure(node: Start, end: str, code: int) -> None:
+def test_all_launchers_end_with_the_first_code(node: Start, end: str, code: int) -> None:
     program = f"""
         reached("up")
         if rank == 1: wait_for("up", 0); {end}
@@ -80,7 +81,7 @@ def test_all_launchers_end_with_the_code_of_the_first_failure(node: Start, end: 
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_signal_to_one_launcher_ends_all(node: Start, number: int) -> None:
+def test_signal_to_one_launcher_ends_all(node: Start, number: int) -> None:
     """Its own ranks get it; the ranks agree, as those of a training do."""
     program = """
         def stop(*_): Path("stop").write_text("")
@@ -99,27 +100,24 @@ def test_a_signal_to_one_launcher_ends_all(node: Start, number: int) -> None:
 WAITS = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); reached('up'); time.sleep(600)"
 
 
-def test_a_lost_node_ends_the_run_with_its_name(node: Start) -> None:
-    first, second = node(0, WAITS, max_restarts=3), node(1, WAITS, max_restarts=3)
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGKILL, "its connection is closed"), (signal.SIGSTOP, "nothing was heard of it for 2 s")],
+    ids=["killed", "silent"],
+)
+def test_lost_node_ends_the_run_with_its_name(node: Start, number: signal.Signals, how: str) -> None:
+    first, second = (node(one, WAITS, max_restarts=3, silent_s=2.0) for one in range(2))
     pid = first.reached("up", 1)
-    second.process.kill()
+    second.process.send_signal(number)
     code, errors = first.end()
     assert code == 1
-    assert f"error: node 1 ({socket.gethostname()}) is lost: its connection is closed" in errors
+    assert f"error: node 1 ({socket.gethostname()}) is lost: {how}" in errors
     assert "no spare is there to take its place" in errors
-    wait_until(lambda: is_gone(pid))  # the kernel ends it with its launcher
+    if number == signal.SIGKILL:
+        wait_until(lambda: is_gone(pid))  # the kernel ends it with its launcher
 
 
-def test_a_silent_launcher_is_lost_after_a_deadline(node: Start) -> None:
-    first, second = node(0, WAITS, silent_s=2.0), node(1, WAITS, silent_s=2.0)
-    first.reached("up", 1)
-    second.process.send_signal(signal.SIGSTOP)
-    code, errors = first.end()
-    assert code == 1
-    assert "is lost: nothing was heard of it for 2 s" in errors
-
-
-def test_without_node_0_the_others_save_and_end(node: Start) -> None:
+def test_nodes_save_and_end_without_node_0(node: Start) -> None:
     first, second = node(0, WAITS), node(1, WAITS)
     pids = [first.reached("up", rank) for rank in range(2)]
     first.process.kill()
@@ -129,7 +127,7 @@ def test_without_node_0_the_others_save_and_end(node: Start) -> None:
     wait_until(lambda: all(map(is_gone, pids)))
 
 
-def test_signals_reach_ranks_that_save_without_node_0(node: Start) -> None:
+def test_second_signal_ends_ranks_without_node_0(node: Start) -> None:
     """As a second Ctrl-C does, which ends them at once."""
     program = """
         signal.signal(signal.SIGTERM, lambda *_: reached("saves"))
@@ -147,18 +145,24 @@ def test_signals_reach_ranks_that_save_without_node_0(node: Start) -> None:
     os.kill(pids[0], signal.SIGKILL)
 
 
-def test_a_spare_takes_the_place_of_a_lost_node(node: Start, tmp_path: Path) -> None:
+def start_numbered(node: Start, count: int, program: str, **settings: object) -> list[Started]:
+    """Start launchers whose ranks find the number of their node in NODE."""
+    launchers = []
+    for number in range(count):
+        os.environ["NODE"] = str(number)
+        launchers.append(node(number, program, **settings))
+    del os.environ["NODE"]
+    return launchers
+
+
+def test_spare_replaces_a_lost_node(node: Start, tmp_path: Path) -> None:
     """Ranks keep the order of the nodes: 0, 2, 3 after the loss of 1."""
     program = """
         Path(f"node.{rank}.{generation}").write_text(os.environ["NODE"])
         reached("up")
         if generation == 0: time.sleep(600)
     """
-    launchers = []
-    for number in range(4):
-        os.environ["NODE"] = str(number)
-        launchers.append(node(number, program, nnodes=3, spares=1, max_restarts=1))
-    del os.environ["NODE"]
+    launchers = start_numbered(node, 4, program, nnodes=3, spares=1, max_restarts=1)
     for rank in range(3):
         launchers[0].reached("up", rank)
     launchers[0].says("is a spare")
@@ -171,7 +175,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(node: Start, tmp_path: Path) -> 
     assert [(tmp_path / f"node.{rank}.1").read_text() for rank in range(3)] == ["0", "2", "3"]
 
 
-def test_a_node_whose_ranks_fail_twice_is_replaced(node: Start, tmp_path: Path) -> None:
+def test_node_that_fails_twice_is_replaced(node: Start, tmp_path: Path) -> None:
     program = """
         Path(f"node.{rank}.{generation}").write_text(os.environ["NODE"])
         reached("up")
@@ -179,11 +183,7 @@ def test_a_node_whose_ranks_fail_twice_is_replaced(node: Start, tmp_path: Path) 
         if os.environ["NODE"] == "1": save(generation + 1); os.kill(os.getpid(), 11)
         if generation < 2: time.sleep(600)
     """
-    launchers = []
-    for number in range(3):
-        os.environ["NODE"] = str(number)
-        launchers.append(node(number, program, spares=1, max_restarts=3))
-    del os.environ["NODE"]
+    launchers = start_numbered(node, 3, program, spares=1, max_restarts=3)
     launchers[0].says("is a spare")
     (tmp_path / "go").write_text("")
     code, errors = launchers[0].end()
@@ -197,20 +197,23 @@ def test_a_node_whose_ranks_fail_twice_is_replaced(node: Start, tmp_path: Path) 
     assert (tmp_path / "node.1.2").read_text() == "2"
 
 
-def test_nodes_that_do_not_join_are_named(node: Start) -> None:
-    code, errors = node(0, WAITS, nnodes=3, join_s=0.3).end()
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "error: the launcher of nodes 1, 2 of 3 has not joined within 0.3 s; look at its output there"),
+        (
+            1,
+            r"error: the launcher of node 0 did not answer at 127.0.0.1, port \d+, within 0.3 s \(Connection refused\)",
+        ),
+    ],
+)
+def test_missing_launchers_are_named(node: Start, number: int, words: str) -> None:
+    code, errors = node(number, WAITS, nnodes=3, join_s=0.3).end()
     assert code == 1
-    assert "error: the launcher of nodes 1, 2 of 3 has not joined within 0.3 s; look at its output there" in errors
+    assert re.search(words, errors), errors
 
 
-def test_a_launcher_that_does_not_answer_is_named(node: Start) -> None:
-    code, errors = node(1, WAITS, join_s=0.3).end()
-    assert code == 1
-    assert "error: the launcher of node 0 did not answer at 127.0.0.1, port" in errors
-    assert "within 0.3 s (Connection refused)" in errors
-
-
-def test_a_signal_while_others_are_waited_for_ends_the_wait(node: Start) -> None:
+def test_signal_ends_the_wait_for_others(node: Start) -> None:
     first = node(0, WAITS)
     wait_until(lambda: can_connect(node.port), first)  # type: ignore[attr-defined]
     first.process.send_signal(signal.SIGTERM)
@@ -220,24 +223,23 @@ def test_a_signal_while_others_are_waited_for_ends_the_wait(node: Start) -> None
     assert second.end()[0] in (143, -15)  # it may not have got as far as its handlers
 
 
-def test_a_launcher_with_another_key_is_not_let_in(node: Start) -> None:
-    first, second = node(0, WAITS), node(1, WAITS, key="f" * 32)
+@pytest.mark.parametrize(
+    ("changes", "words", "at_node_0"),
+    [
+        ({"key": "f" * 32}, "this node is not let in (its connection is closed)", "it does not know the key"),
+        ({"run_dir": "other"}, "error: it was started with other options or settings than node 0", "is not let in"),
+    ],
+    ids=["another key", "another command"],
+)
+def test_strangers_are_not_let_in(node: Start, changes: dict[str, object], words: str, at_node_0: str) -> None:
+    first, second = node(0, WAITS), node(1, WAITS, **changes)
     code, errors = second.end()
     assert code == 2
-    assert "this node is not let in (its connection is closed)" in errors
+    assert words in errors
     first.process.send_signal(signal.SIGTERM)
     code, errors = first.end()
     assert code == 143
-    assert "a caller from 127.0.0.1 is not let in as a launcher: it does not know the key" in errors
-
-
-def test_a_launcher_with_another_command_is_not_let_in(node: Start) -> None:
-    first, second = node(0, WAITS), node(1, WAITS, run_dir="other")
-    code, errors = second.end()
-    assert code == 2
-    assert "error: it was started with other options or settings than node 0" in errors
-    first.process.send_signal(signal.SIGTERM)
-    assert first.end()[0] == 143
+    assert at_node_0 in errors
 
 
 def test_several_nodes_need_a_key(tmp_path: Path) -> None:
@@ -249,7 +251,7 @@ def test_several_nodes_need_a_key(tmp_path: Path) -> None:
     ]
 
 
-def test_the_key_is_in_no_command_line(node: Start) -> None:
+def test_key_is_in_no_command_line(node: Start) -> None:
     first, second = node(0, WAITS), node(1, WAITS)
     pids = [first.reached("up", rank) for rank in range(2)]
     pids += [child.pid for one in (first, second) for child in psutil.Process(one.process.pid).children()]

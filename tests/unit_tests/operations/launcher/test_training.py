@@ -119,13 +119,13 @@ def undisturbed(folder: Path) -> Undisturbed:
     return Undisturbed(weights_of(run), addresses)
 
 
-def test_one_node_listens_on_the_loopback_interface_only(undisturbed: Undisturbed) -> None:
+def test_one_node_listens_only_on_loopback(undisturbed: Undisturbed) -> None:
     """Store, gloo, whatever else."""
     assert undisturbed.addresses, "the store and gloo listen"
     assert all(ipaddress.ip_address(address).is_loopback for address in undisturbed.addresses)
 
 
-def test_a_killed_rank_changes_nothing_in_what_is_learned(folder: Path, undisturbed: Undisturbed) -> None:
+def test_killed_rank_changes_no_weights(folder: Path, undisturbed: Undisturbed) -> None:
     """At a random moment after a random step; the last lines are those of any run."""
     launcher = start(folder, "killed", "--nproc-per-node", "2")
     step, victim = random.randrange(1, STEPS - 1), random.randrange(2)
@@ -146,7 +146,7 @@ def test_a_killed_rank_changes_nothing_in_what_is_learned(folder: Path, undistur
 
 
 @pytest.mark.skipif(not FULL, reason="make test-full: as on one node")
-def test_a_killed_rank_of_another_node_changes_nothing(folder: Path, undisturbed: Undisturbed) -> None:
+def test_killed_rank_of_another_node_changes_no_weights(folder: Path, undisturbed: Undisturbed) -> None:
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     launchers = [start(folder, "nodes", *nodes, "--node-rank", str(number)) for number in range(2)]
     ends = end_of(launchers, folder / "nodes", 3, lambda: ranks_of(launchers[1])[1].kill())

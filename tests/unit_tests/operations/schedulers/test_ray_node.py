@@ -51,7 +51,7 @@ def test_output_and_exit_code_come_in_their_order(tmp_path: Path, monkeypatch: p
     assert output.exit_code == 3
 
 
-def test_signals_reach_the_launcher_though_ray_blocks_sigint(tmp_path: Path) -> None:
+def test_signals_reach_the_launcher(tmp_path: Path) -> None:
     node = launcher("""
         import signal, sys
         signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))
@@ -68,7 +68,7 @@ def test_signals_reach_the_launcher_though_ray_blocks_sigint(tmp_path: Path) -> 
     assert output_of(node).exit_code == 130
 
 
-def test_a_killed_launcher_takes_its_processes_along(tmp_path: Path) -> None:
+def test_killed_launcher_takes_its_processes_along(tmp_path: Path) -> None:
     node = launcher("""
         import subprocess, sys
         print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
@@ -81,7 +81,7 @@ def test_a_killed_launcher_takes_its_processes_along(tmp_path: Path) -> None:
     assert ends(child)
 
 
-def test_a_launcher_is_told_to_end_when_its_actor_is_killed(tmp_path: Path) -> None:
+def test_launcher_ends_with_its_killed_actor(tmp_path: Path) -> None:
     actor = f"""
         import sys, time
         from mega_rl.operations.schedulers.ray.node import NodeLauncher
@@ -99,7 +99,7 @@ def test_a_launcher_is_told_to_end_when_its_actor_is_killed(tmp_path: Path) -> N
     assert ends(pid)
 
 
-def test_a_launcher_waits_for_the_lock_of_a_lost_nodes_ranks(tmp_path: Path) -> None:
+def test_launcher_waits_for_the_lock(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     held = lock_file(folder / ".lock")
@@ -110,7 +110,7 @@ def test_a_launcher_waits_for_the_lock_of_a_lost_nodes_ranks(tmp_path: Path) -> 
     assert output_of(node) == NodeOutput(("started",), 0)
 
 
-def test_a_stop_ends_the_wait_for_a_lock(tmp_path: Path) -> None:
+def test_stop_ends_the_wait_for_the_lock(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     held = lock_file(folder / ".lock")
@@ -121,7 +121,7 @@ def test_a_stop_ends_the_wait_for_a_lock(tmp_path: Path) -> None:
     os.close(held)
 
 
-def test_a_missing_folder_is_a_mistake(tmp_path: Path) -> None:
+def test_missing_folder_is_a_mistake(tmp_path: Path) -> None:
     node = launcher("")
     node.start([], {}, str(tmp_path / "nowhere"))
     output = output_of(node)
@@ -129,7 +129,7 @@ def test_a_missing_folder_is_a_mistake(tmp_path: Path) -> None:
     assert "the launcher cannot be started: No such file or directory in the run's folder" in output.lines[0]
 
 
-def test_a_missing_ray_is_one_line() -> None:
+def test_missing_ray_is_one_line() -> None:
     program = "import sys; sys.modules['ray'] = None; sys.path[:] = [p for p in sys.path if not p.endswith('ray')]\n"
     program += "from mega_rl.cli.app import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "launch", "ray", "quickstart", "--nodes=1", "--nproc-per-node=2"]
@@ -140,7 +140,7 @@ def test_a_missing_ray_is_one_line() -> None:
     )
 
 
-def test_a_mistake_in_the_settings_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistake_in_the_settings_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "ray", "quickstart", "--nodes=3", "--nproc-per-node=1"]) == 2
     assert "tp" in capsys.readouterr().err
 

@@ -25,7 +25,7 @@ STEP = {
 }
 
 
-def test_a_task_becomes_the_rank_of_its_place() -> None:
+def test_task_becomes_the_rank_of_its_place() -> None:
     environment = dict(STEP)
     become_rank(environment)
     assert {name: environment[name] for name in environment if name not in STEP} == {
@@ -45,7 +45,7 @@ def test_ports_are_below_those_of_outgoing_connections(job: str) -> None:
     assert FIRST_PORT <= int(environment["MASTER_PORT"]) < FIRST_PORT + NUM_PORTS < 32_768
 
 
-def test_an_address_that_a_script_has_set_stays() -> None:
+def test_address_set_by_a_script_stays() -> None:
     environment = {**STEP, "MASTER_ADDR": "gpu07-ib", "MASTER_PORT": "29500", "WORLD_SIZE": "8"}
     become_rank(environment)
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["RANK"]) == ("gpu07-ib", "29500", "5")
@@ -62,7 +62,7 @@ def test_an_address_that_a_script_has_set_stays() -> None:
     ],
     ids=["no Slurm", "a launcher's rank", "one task", "batch script", "salloc"],
 )
-def test_everything_else_stays_as_it_is(environment: dict[str, str]) -> None:
+def test_other_environments_stay_unchanged(environment: dict[str, str]) -> None:
     before = dict(environment)
     become_rank(environment)
     assert environment == before
@@ -88,7 +88,7 @@ def test_everything_else_stays_as_it_is(environment: dict[str, str]) -> None:
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
     ],
 )
-def test_variables_that_contradict_one_another_are_a_mistake(changes: dict[str, str], message: str) -> None:
+def test_contradicting_variables_are_a_mistake(changes: dict[str, str], message: str) -> None:
     environment = {**STEP, **changes}
     with pytest.raises(UserError) as raised:
         become_rank(environment)
