@@ -63,6 +63,7 @@ class Channel:
         self._session = b""  # key of the session, once the other end's nonce is known
         self._sent = self._received = 0
         self._buffer = b""
+        self._unread: list[Message] = []  # messages that came with the welcome
         self._incoming = select.poll()  # select(2) takes no descriptor above 1023, which large runs have
         self._incoming.register(connection, select.POLLIN)
         self.since = self._heard = time.monotonic()
@@ -119,7 +120,7 @@ class Channel:
                 lost = f"nothing was heard of it for {self._silent_s:g} s"
         except OSError as error:
             lost = f"its connection is broken ({error.strerror or error})"
-        messages: list[Message] = []
+        messages, self._unread = self._unread, []
         while (message := self._take()) is not None:
             messages += [message] if message.get("type") != BEAT else []
         if lost and not messages:
@@ -172,13 +173,14 @@ def connect(address: str, port: int, key: bytes, joining: Joining, *, silent_s: 
     try:
         channel = Channel(connection, key, is_server=False, silent_s=silent_s)
         asked = False
-        while not channel.receive():  # node 0 welcomes only callers that know the key
+        while not (messages := channel.receive()):  # node 0 welcomes only callers that know the key
             if channel.is_ready and not asked:
                 channel.send({"type": JOIN, **vars(joining)})
                 asked = True
             if time.monotonic() - channel.since > HANDSHAKE_S:
                 raise TimeoutError("timed out")
             time.sleep(0.01)
+        channel._unread = messages[1:]
     except (OSError, ChannelLost):
         connection.close()
         raise

@@ -153,6 +153,18 @@ def test_client_trusts_no_other_server(listener: socket.socket, answer: bytes, e
         connect("127.0.0.1", port_of(listener), KEY, ME)
 
 
+def test_orders_that_come_with_the_welcome_are_kept(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    door, joined = Door(listener, KEY), []
+    thread = threading.Thread(target=lambda: joined.append(connect("127.0.0.1", port_of(listener), KEY, ME)))
+    monkeypatch.setattr(
+        Channel, "keep_alive", lambda channel: channel._own == b"s" and channel.send({"type": "finish"})
+    )
+    thread.start()
+    wait_until(lambda: door.arrivals() != [])
+    thread.join()
+    assert received(joined[0]) == [{"type": "finish"}]
+
+
 def test_strangers_do_not_keep_launchers_out(
     listener: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
