@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -171,22 +170,13 @@ def _ask(run_dir: Path, rank: int, pid: int) -> str:
 
     Only a process with a rank's record has set a handler; the signal would end any other.
     """
-    record = load_record(run_dir, rank)
-    path = dump_path(run_dir, rank)
+    record, path = load_record(run_dir, rank), dump_path(run_dir, rank)
+    is_rank = record is not None and record.pid == pid and record.started == start_time(pid) != 0
+    if not is_rank or not catches(pid, STACKS_SIGNAL):
+        return ""
     before = path.stat().st_size if path.exists() else 0
-    try:
-        process = os.pidfd_open(pid)  # before the checks: the signal reaches no later process with this number
-    except OSError:
-        return ""
-    try:
-        is_of_rank = record is not None and record.pid == pid and record.started == start_time(pid) != 0
-        if not is_of_rank or not catches(pid, STACKS_SIGNAL):
-            return ""
-        signal.pidfd_send_signal(process, STACKS_SIGNAL)
-    except OSError:
-        return ""
-    finally:
-        os.close(process)
+    with suppress(ProcessLookupError):
+        os.kill(pid, STACKS_SIGNAL)
     end = time.monotonic() + ANSWER_S
     text = ""
     while time.monotonic() < end:

@@ -6,10 +6,10 @@ import math
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
+from mega_rl.operations.launcher.nodes import END, KILL
 from mega_rl.operations.launcher.ranks import INNOCENT, RankEnd
 from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.operations.launcher.signals import SIGNALS, STOPPED
@@ -99,14 +99,6 @@ def _exit_code(end: RankEnd) -> int:
     return RunError.exit_code if end.code >= UNSAID else end.code if end.code >= 0 else 128 - end.code
 
 
-class Due(Enum):
-    """Order for the ranks that have not ended."""
-
-    NOTHING = ""
-    END = "end"  # of a failed run
-    KILL = "kill"
-
-
 class GenerationState:
     """State machine of one set of ranks: which have ended, and whether to end or kill the others."""
 
@@ -176,15 +168,15 @@ class GenerationState:
         self._is_stopped = True
         self._kill_at = min(self._kill_at, self._clock() + SAVE_S)
 
-    def due(self) -> Due:
-        """Return the order that is due now; each order comes once."""
+    def due(self) -> str:
+        """Return the order that is due for the ranks that have not ended, END or KILL, each once; empty for none."""
         now = self._clock()
-        due = Due.KILL if now >= self._kill_at else Due.END if now >= self._end_at else Due.NOTHING
-        if due is not Due.NOTHING and self._counted is None:
+        due = KILL if now >= self._kill_at else END if now >= self._end_at else ""
+        if due and self._counted is None:
             self._counted = len(self._ends)
-        if due is Due.KILL:
+        if due == KILL:
             self._kill_at, self._give_up_at = math.inf, now + GIVE_UP_S
-        elif due is Due.END:
+        elif due == END:
             self._end_at, self._kill_at = math.inf, now + KILL_S
         return due
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from mega_rl.errors import UserError, name_of_signal
-from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, Fleet
-from mega_rl.operations.launcher.outcome import Conclusion, Due, GenerationState, RestartPolicy, RunFailure, stop_code
+from mega_rl.operations.launcher.nodes import POLL_S, SIGNAL, START, Fleet
+from mega_rl.operations.launcher.outcome import Conclusion, GenerationState, RestartPolicy, RunFailure, stop_code
 from mega_rl.operations.launcher.ranks import Assignment
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
 from mega_rl.operations.launcher.signals import STOPPED, StopSignals
@@ -89,11 +89,8 @@ class Supervisor:
         due, failure = state.due(), state.failure
         may_go_on = failure is not None and failure.may_go_on and not self._stopped_by
         # This node comes last: it may take ten seconds to write stacks.
-        for node in reversed(self._fleet.nodes):
-            if due is Due.KILL:
-                node.order(KILL)
-            elif due is Due.END:
-                node.order(END, collect=may_go_on)
+        for node in reversed(self._fleet.nodes if due else ()):
+            node.order(due, collect=may_go_on)
 
     def _pass_on(self, state: GenerationState | None) -> bool:
         """Pass the user's signals on to the ranks, if they run; return whether any signal has come so far."""

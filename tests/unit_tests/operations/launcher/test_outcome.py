@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from mega_rl.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
+from mega_rl.operations.launcher.nodes import END, KILL
 from mega_rl.operations.launcher.outcome import (
     GIVE_UP_S,
     INNOCENT_S,
     KILL_S,
     LATE_S,
     SETTLE_S,
-    Due,
     GenerationState,
     RestartPolicy,
     RunFailure,
@@ -49,10 +49,10 @@ def end(rank: int, code: int) -> RankEnd:
     return RankEnd(rank, 1000 + rank, code)
 
 
-def due_after(state: GenerationState, clock: Clock, seconds: float) -> Due:
+def due_after(state: GenerationState, clock: Clock, seconds: float) -> str:
     """Return the order after some seconds; there must be none a little earlier."""
     clock.now += seconds - 0.01
-    assert state.due() is Due.NOTHING
+    assert state.due() == ""
     clock.now += 0.02
     return state.due()
 
@@ -119,8 +119,8 @@ def test_failure_ends_the_other_ranks(
     act(state)
     assert not state.running
     clock.now -= 0.01 if after_s == 0.01 else 0.0  # at once
-    assert due_after(state, clock, after_s) is Due.END
-    assert state.due() is Due.NOTHING
+    assert due_after(state, clock, after_s) == END
+    assert state.due() == ""
     for other in state.left:
         state.add(end(other, -1))
     assert state.over
@@ -146,15 +146,15 @@ def test_rank_at_fault_explains_the_others(codes: tuple[int, ...], rank: int | N
 def test_innocent_rank_gives_the_one_at_fault_time(state: GenerationState, clock: Clock) -> None:
     state.add(end(0, LOST_PEER_CODE))
     clock.now += INNOCENT_S / 2
-    assert state.due() is Due.NOTHING
+    assert state.due() == ""
     state.add(end(2, 1))
-    assert due_after(state, clock, SETTLE_S) is Due.END
+    assert due_after(state, clock, SETTLE_S) == END
 
 
 @pytest.mark.parametrize("by_rank", [False, True])
 def test_stop_gives_time_to_save_and_ends_in_a_kill(state: GenerationState, clock: Clock, by_rank: bool) -> None:
     state.add(end(0, 143)) if by_rank else state.stop()
-    assert due_after(state, clock, SAVE_S) is Due.KILL
+    assert due_after(state, clock, SAVE_S) == KILL
     assert not state.over
     clock.now += GIVE_UP_S
     assert state.over
@@ -164,14 +164,14 @@ def test_ranks_stopped_while_they_start_are_innocent(state: GenerationState, clo
     state.stop()
     state.add(end(0, -15))
     clock.now += INNOCENT_S / 2
-    assert state.due() is Due.NOTHING
+    assert state.due() == ""
 
 
 def test_ranks_that_no_kill_ends_are_given_up(state: GenerationState, clock: Clock) -> None:
     state.add(end(0, -9))
-    assert due_after(state, clock, SETTLE_S) is Due.END
+    assert due_after(state, clock, SETTLE_S) == END
     state.add(end(1, -1))
-    assert due_after(state, clock, KILL_S) is Due.KILL
+    assert due_after(state, clock, KILL_S) == KILL
     assert not state.over
     clock.now += GIVE_UP_S
     assert state.over
