@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.operations.schedulers.ray.node import LINES_PER_CALL, NodeLauncher, NodeOutput
 from mega_rl.storage.lock import lock_file
+from tests.unit_tests.operations.launcher.programs import is_gone, wait_until
 
 WAIT_S = 60.0
 
@@ -78,7 +78,7 @@ def test_killed_launcher_takes_its_processes_along(tmp_path: Path) -> None:
     child = int(output_of(node, lines=1).lines[0])
     node.signal(signal.SIGKILL)
     assert output_of(node).exit_code == -signal.SIGKILL
-    assert ends(child)
+    wait_until(lambda: is_gone(child))
 
 
 def test_launcher_ends_with_its_killed_actor(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_launcher_ends_with_its_killed_actor(tmp_path: Path) -> None:
         pid = int(process.stdout.readline())
         wait_until(lambda: b"mega_rl.processes" not in Path(f"/proc/{pid}/cmdline").read_bytes())
         process.kill()
-    assert ends(pid)
+    wait_until(lambda: is_gone(pid))
 
 
 def test_launcher_waits_for_the_lock(tmp_path: Path) -> None:
@@ -143,22 +143,3 @@ def test_missing_ray_is_one_line() -> None:
 def test_mistake_in_the_settings_needs_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "ray", "quickstart", "--nodes=3", "--nproc-per-node=1"]) == 2
     assert "tp" in capsys.readouterr().err
-
-
-def ends(pid: int) -> bool:
-    """Return whether a process has ended, or ends soon."""
-
-    def gone() -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
-
-    return wait_until(gone)
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not (done := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return done
