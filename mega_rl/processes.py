@@ -41,7 +41,7 @@ class ChildDeadlineError(RunError):
 
 
 class Child:
-    """A child process, the leader of a session and process group of its own: Ctrl-C reaches only its parent.
+    """A child process that leads its own session and process group: Ctrl-C reaches only its parent.
 
     Its process id stays its own until `wait`, `end` or `close`, so that a signal never reaches another process.
     As a context manager it ends with the block.
@@ -88,7 +88,7 @@ class Child:
         except OSError as error:
             raise ChildStartError(f"{os.uname().nodename}: {name} cannot be started: {error.strerror}") from error
         self.pid = self._process.pid  # also the number of its process group
-        self.stdin, self.stdout = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)  # of PIPE
+        self.stdin, self.stdout = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)  # if PIPE
 
     def __enter__(self) -> Self:
         return self

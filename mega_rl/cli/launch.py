@@ -87,7 +87,7 @@ def slurm(recipe: Recipe, options: batch.SlurmRun, overrides: Overrides = None) 
 
 
 def _read(recipe: Path, overrides: Sequence[str], *, ranks: int) -> tuple[RecipeFacts, list[str]]:
-    """Return what schedulers need of a recipe, and its broken rules. Raises UserError."""
+    """Return the facts of a recipe for schedulers, and its broken rules. Raises UserError."""
     config = load(recipe, overrides)
     file = recipe if recipe.is_file() else packaged.file_of(str(recipe))
     facts = RecipeFacts(

@@ -11,7 +11,7 @@ GENERATION = "MEGA_RL_GENERATION"  # environment variable of ranks that a launch
 # Exit codes of ranks that a launcher has started and that did nothing wrong: the connection to another rank broke
 # (EX_TEMPFAIL of sysexits.h), or another rank did not come to a collective in time. The launcher names the cause.
 LOST_PEER_CODE, TIMEOUT_CODE = 75, 76
-INNOCENT_CODES: Mapping[str, int] = {"lost peer": LOST_PEER_CODE, "timeout": TIMEOUT_CODE}  # by kind of failure
+INNOCENT_CODES: Mapping[str, int] = {"lost peer": LOST_PEER_CODE, "timeout": TIMEOUT_CODE}  # kind of failure: exit code
 UNSAID = 256  # added to the exit code of a rank whose command did not report that it ends with that code
 LOST_CONNECTION = "lost the connection to another rank, which has ended; what that rank said, if anything, is the cause"
 # Messages of ranks that another rank has ended, outside of a run, whose guard names phase and collective.
@@ -34,7 +34,7 @@ LOST_PEER = (
     "remote process exited or there was a network error",
     "ncclRemoteError",
 )
-WHOLE_TEXTS = ("Application timeout caused pair closure",)  # of gloo, without its name
+WHOLE_TEXTS = ("Application timeout caused pair closure",)  # an error of gloo that does not name it
 OF_THE_STORE = ("DistNetworkError", "DistStoreError")
 TIMED_OUT = (
     "Timed out waiting",
@@ -56,7 +56,7 @@ def has_launcher() -> bool:
 
 
 def innocent_code(error: BaseException) -> int | None:
-    """Return the exit code of a rank that another rank brought down; None for an error of its own.
+    """Return the exit code of a rank that another rank brought down; None if no other rank did.
 
     The first error of a chain decides: later ones come up while files and groups are closed.
     """

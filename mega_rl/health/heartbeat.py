@@ -56,7 +56,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(mega_rl.__file__)) + os.sep
 _LIBRARIES = tuple(
     {path + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))}
 )
-_dumps: dict[int, IO[str]] = {}  # by rank; open for as long as the process may get the signal
+_dumps: dict[int, IO[str]] = {}  # rank: file, open as long as the process may get the signal
 
 
 # Returns (the oldest collective in flight, the last one called, the last one of each group) of this process.
@@ -72,7 +72,7 @@ class RankFacts:
     world_size: int
     generation: int
     timeout_s: float
-    launched: bool  # by a launcher of this package, which then finds the cause of a failure
+    launched: bool  # a launcher of this package started the rank and finds the cause of a failure
 
     @property
     def interval_s(self) -> float:

@@ -64,7 +64,7 @@ class Collective:
 
     operation: str  # all_reduce
     group: str  # dp
-    ranks: tuple[int, ...]  # of the group, the first `MAX_MEMBERS`; empty: not known
+    ranks: tuple[int, ...]  # members of the group, the first `MAX_MEMBERS`; empty: not known
     sequence: int | None  # number in its group, the same on all ranks; None: not counted
     age_s: float = 0.0  # since it was called
     deadline_s: float | None = None  # it fails then

@@ -19,8 +19,12 @@ from mega_rl.operations.diagnosis.report import write_report
 from mega_rl.operations.diagnosis.stacks import collect, write_stacks
 
 SIGKILL, SIGTERM = 9, 15
-SAID_CODES = (0, UserError.exit_code, *(128 + number for number in (2, 10, 15)))  # of ranks that said why they ended
-GRACE_S = 1.5  # in which ranks that wait in the same collective record its failure
+SAID_CODES = (
+    0,
+    UserError.exit_code,
+    *(128 + number for number in (2, 10, 15)),
+)  # exit codes of ranks that said why they ended
+GRACE_S = 1.5  # for ranks that wait in the same collective to record its failure
 
 
 def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int, host_kills: int = 0) -> str | None:
@@ -101,7 +105,7 @@ def _death(seen: Observations, memory_ran_out: bool) -> tuple[str, int] | None:
 
 
 def _failure(seen: Observations) -> tuple[str, int] | None:
-    """Return the rank that hung and was interrupted, or the first rank with an error of its own.
+    """Return the rank that hung and was interrupted, or the first rank that failed by itself.
 
     None if rank 0 had an error: it says so itself.
     """
@@ -172,7 +176,7 @@ def _likelihood(seen: Observations, rank: int) -> tuple[int, int]:
 
 
 def _state_of(seen: Observations, rank: int) -> str:
-    """Return what a missing rank does, as the predicate of a sentence."""
+    """Return the state of a missing rank, as the predicate of a sentence."""
     record, state, stacks = seen.records.get(rank), seen.states.get(rank), seen.stacks.get(rank)
     if record is None:
         return "has left no record"

@@ -21,7 +21,7 @@ class Observations:
     world_size: int
     now: float  # time.time()
     records: Mapping[int, RankRecord]
-    states: Mapping[int, ProcessState] = field(default_factory=dict)  # of ranks on this host, or with stacks
+    states: Mapping[int, ProcessState] = field(default_factory=dict)  # ranks on this host, or with stacks
     exits: Mapping[int, int] = field(default_factory=dict)  # in the order of the ends; below 0 a signal
     stacks: Mapping[int, Stacks] = field(default_factory=dict)
 

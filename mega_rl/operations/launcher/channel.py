@@ -34,7 +34,7 @@ BEAT_S = 2.0
 SILENT_S = 30.0  # without a beat: the other launcher, its host or the network is lost
 SEND_S = 10.0
 MAX_BYTES = 1 << 20  # length of a message; a few are sent for each rank of a node
-MAX_CALLERS = 128  # that have not joined yet, well below the 1,024 files that a process may usually open
+MAX_CALLERS = 128  # callers that have not joined yet, well below the 1,024 files that a process may usually open
 JOIN, WELCOME, BEAT = "join", "welcome", "beat"
 _GREETING, _CODE, _LENGTH = len(MAGIC) + 32, 32, 4
 

@@ -142,7 +142,7 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
         door = None if listener is None else Door(listener, key, silent_s=settings.silent_s)
         local = node_at(LOOPBACK if listener is None else str(listener.getsockname()[0]))
         fleet = Fleet(local, nodes=settings.nnodes, spares=settings.spares, door=door, command=settings.digest)
-        conclusion = Conclusion(RunError.exit_code, "the launcher of node 0 has ended by an error of its own")
+        conclusion = Conclusion(RunError.exit_code, "the launcher of node 0 has ended by an internal error")
         try:
             log.info("starting %d ranks", settings.nnodes * settings.nproc_per_node)
             fleet.gather(stopped=is_stopped, join_s=settings.join_s)

@@ -24,7 +24,7 @@ ENDED, STOPPED_BY = "ended", "stopped by"  # reports to it
 JOIN_S = 600.0  # images are pulled, disks are mounted
 REMIND_S = 30.0
 POLL_S = 0.05
-FINISH_S = 5.0  # in which launchers that were told to end hang up
+FINISH_S = 5.0  # for launchers that were told to end to hang up
 FAULTS = 2  # failures of a node's ranks after which a spare takes its place
 
 
@@ -117,7 +117,7 @@ class RemoteNode:
             self._lost = str(error)
 
     def poll(self) -> NodeNews:
-        """Return what the launcher has reported; of a lost node each time that it is lost."""
+        """Return the launcher's reports; for a lost node each time that it is lost."""
         ends: list[RankEnd] = []
         stopped_by = 0
         try:

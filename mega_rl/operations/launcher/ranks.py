@@ -20,7 +20,7 @@ from mega_rl.operations.launcher.reaper import Reaper
 from mega_rl.operations.launcher.signals import STOPPED
 from mega_rl.processes import Child, ChildDeadlineError
 
-KEY = "MEGA_RL_LAUNCH_KEY"  # of launchers; ranks, whose environment other programs inherit, do not see it
+KEY = "MEGA_RL_LAUNCH_KEY"  # only launchers see it: other programs inherit the environment of ranks
 INNOCENT = tuple(INNOCENT_CODES.values())
 # Exit codes with a meaning. Believed only if the rank's command reports them: a library may call os._exit(0).
 MEANINGFUL = (0, UserError.exit_code, *INNOCENT, *STOPPED)

@@ -30,7 +30,7 @@ NewestCheckpoints: TypeAlias = Callable[[Path], tuple[str, str]]
 ANSWER_S = 60.0  # for a few small files, from a busy file server
 LOOK_S = 0.5  # one look for overdue waits, before the launcher turns to its other work
 LEAST_MARGIN_S = 5.0  # after a deadline, in which its owner ends by itself
-SILENT_S = 60.0  # of all ranks, in addition to trainer.timeout_s
+SILENT_S = 60.0  # silence of all ranks that ends them, in addition to trainer.timeout_s
 
 
 class RunHealth:
@@ -45,7 +45,7 @@ class RunHealth:
         self._kills = kills_for_memory()
         self._look: Running[str | None] | None = None
         self._look_began = 0.0
-        self._beats: dict[int, float] = {}  # of each rank, at the last look
+        self._beats: dict[int, float] = {}  # last beat of each rank
         self._heard = 0.0  # time of the last new beat
         self._timeout_s = 0.0  # the longest of any rank
 

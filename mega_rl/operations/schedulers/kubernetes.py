@@ -100,7 +100,7 @@ class JobSetRun:
 
 
 def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
-    """Return what is wrong with a run, one line each."""
+    """Return the problems of a run, one line each."""
     problems = []
     if facts.resume == "never":
         problems.append(
@@ -114,12 +114,12 @@ def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
             f"take at most {len(run.name) - len(host) + MAX_HOST_NAME} characters"
         )
     if not _SIZE.fullmatch(run.memory_size):
-        problems.append(f"--memory={run.memory}: is no quantity of Kubernetes; write 64Gi or the like")
+        problems.append(f"--memory={run.memory}: is not a quantity of Kubernetes; write 64Gi or the like")
     for name, count in pairs("--rdma", run.rdma).items():
         if not (count.isascii() and count.isdigit() and int(count)):
             problems.append(f"--rdma={name}={count}: needs a whole number of at least 1")
     if re.search(r"\s", run.image) or not run.image:
-        problems.append(f"--image={run.image!r}: is no name of an image; write REGISTRY/NAME:TAG")
+        problems.append(f"--image={run.image!r}: is not the name of an image; write REGISTRY/NAME:TAG")
     elif "@" not in run.image and run.image.rpartition("/")[2].partition(":")[2] in ("", "latest"):
         problems.append(f"--image={run.image}: nodes and restarts may get different images; name a tag or a digest")
     paths = [mount.path for mount in run.mounts]

@@ -56,7 +56,7 @@ class RayCluster:
             raise UserError(
                 f"no Ray cluster at {address or os.environ.get('RAY_ADDRESS') or 'this machine'} "
                 f"({_last_line(error)}); start one with RAY_AUTH_MODE=token ray start --head, give its --address, or "
-                f"--address {LOCAL} for a Ray of this machine alone"
+                f"--address {LOCAL} for a Ray of only this machine"
             ) from error
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from mega_rl.operations.schedulers.options import (
     variables,
 )
 
-MAX_WARNING_S = 65_535  # of --signal
+MAX_WARNING_S = 65_535  # limit of sbatch --signal
 MIN_WORK_S = 60  # between a job's start and its warning, which Slurm sends up to a minute early
 SCRIPT = Path(__file__).with_name("job.sh")
 SBATCH = ("sbatch", "--parsable")
@@ -122,14 +122,14 @@ def directives(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> dict[str, s
 
 
 def check(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> list[str]:
-    """Return what is wrong with a run, one line each."""
+    """Return the problems of a run, one line each."""
     problems = []
     for name, value in directives(run, facts, folder=folder).items():
         if value and not _VALUE.fullmatch(value):
             problems.append(f"--{name}={value!r}: has a blank, quote, backslash or #, which a batch script cannot hold")
     for name in (text.removeprefix("--").partition("=")[0] for text in run.sbatch or ()):
         if not _NAME.fullmatch(name):
-            problems.append(f"--sbatch={name}: is no option of sbatch; write --sbatch NAME=VALUE or --sbatch NAME")
+            problems.append(f"--sbatch={name}: is not an option of sbatch; write --sbatch NAME=VALUE or --sbatch NAME")
         elif name in RESERVED:
             problems.append(f"--sbatch={name}: would break the script; use instead: {RESERVED[name]}")
     if run.requeue and facts.resume == "never":
@@ -153,7 +153,9 @@ def seconds_of(time: str) -> int | None:
         return None
     match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time, re.ASCII)
     if match is None:
-        raise UserError(f"--time={time}: is no time limit of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS")
+        raise UserError(
+            f"--time={time}: is not a time limit of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"
+        )
     days, *clock = match.groups()
     parts = [int(part) for part in clock if part is not None]
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
@@ -161,15 +163,19 @@ def seconds_of(time: str) -> int | None:
 
 
 def _check_paths(run: SlurmRun, facts: RecipeFacts) -> list[str]:
-    """Return what is wrong with an image and the paths that its container sees."""
+    """Return the problems of an image and of the paths that its container sees."""
     mounts = run.mount or []
     if not run.image:
         return ["--mount: has no effect without --image"] if mounts else []
-    problems = [f"--mount={path}: is no absolute path without blanks" for path in mounts if not _PATH.fullmatch(path)]
+    problems = [
+        f"--mount={path}: is not an absolute path without blanks" for path in mounts if not _PATH.fullmatch(path)
+    ]
     if run.venv is not None:
         problems.append(f"--venv={run.venv}: has no effect with --image, which brings its own; leave one out")
     if not re.fullmatch(r"[!-~]+", run.image):
-        problems.append(f"--image={run.image!r}: is no name of an image; write REGISTRY#NAME:TAG or /PATH/FILE.sqsh")
+        problems.append(
+            f"--image={run.image!r}: is not the name of an image; write REGISTRY#NAME:TAG or /PATH/FILE.sqsh"
+        )
     shown = ", ".join(mounts) or "there is none"
     if not is_below(facts.run_dir, mounts):
         problems.append(

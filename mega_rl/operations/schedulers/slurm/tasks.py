@@ -38,7 +38,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     )
     task, node = _number(environment, "SLURM_PROCID", 0, tasks - 1), _number(environment, "SLURM_NODEID", 0, nodes - 1)
     counts = _text(environment, "SLURM_STEP_TASKS_PER_NODE")
-    uniform = re.fullmatch(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,4})\))?", counts, re.ASCII)  # as 8(x4)
+    uniform = re.fullmatch(r"([1-9][0-9]{0,8})(?:\(x([1-9][0-9]{0,4})\))?", counts, re.ASCII)  # 8(x4)
     if uniform is None:
         raise UserError(
             f"srun started {tasks} tasks as {counts[:80]} on its nodes, and every node needs the same number of ranks; "
@@ -75,7 +75,7 @@ def first_host(hosts: str) -> str:
     first = re.match(r"(?:[A-Za-z0-9._-]+|\[[0-9,-]+\])+(?=,|$)", hosts[:1000])
     name = "" if first is None else re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", first[0])
     if not name or "[" in name:
-        raise UserError(f"SLURM_STEP_NODELIST={hosts[:80]}: is no list of hosts of Slurm; {_ADVICE}")
+        raise UserError(f"SLURM_STEP_NODELIST={hosts[:80]}: is not a list of hosts of Slurm; {_ADVICE}")
     return name
 
 

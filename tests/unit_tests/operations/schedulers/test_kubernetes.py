@@ -110,7 +110,7 @@ def test_recipe_travels_unchanged() -> None:
     [
         ({"name": "Run_1"}, "--name=Run_1: needs lower-case letters"),
         ({"name": "a" * 60}, "makes host names of 69 characters"),
-        ({"memory": "much"}, "--memory=much: is no quantity"),
+        ({"memory": "much"}, "--memory=much: is not a quantity"),
         ({"rdma": ["rdma/hca=many"]}, "--rdma=rdma/hca=many: needs a whole number"),
         ({"image": "mega_rl"}, "name a tag or a digest"),
         ({"image": "localhost:5000/mega_rl:latest"}, "name a tag or a digest"),

@@ -256,15 +256,15 @@ def test_container_sees_recipe_and_run_folder() -> None:
         ),
         (RUN, {"sbatch": ["array=1-4"]}, "", "--sbatch=array: would break the script"),
         (RUN, {"sbatch": ["no-kill"]}, "", "--sbatch=no-kill: would break the script"),
-        (RUN, {"sbatch": ["Nodes;"]}, "", "is no option of sbatch"),
+        (RUN, {"sbatch": ["Nodes;"]}, "", "is not an option of sbatch"),
         (RUN, {"sbatch": ["comment=it's"]}, "", "--comment="),
         (RUN, {"mount": ["/a"]}, "", "--mount: has no effect without --image"),
-        (EVERYTHING, {"image": "my image"}, "", "is no name of an image"),
+        (EVERYTHING, {"image": "my image"}, "", "is not the name of an image"),
         (EVERYTHING, {"mount": ["/home/me"]}, "", "trainer.run_dir=/runs/a: is lost with its container"),
         (EVERYTHING, {"mount": ["/home/me", "/run"]}, "", "trainer.run_dir=/runs/a: is lost with its container"),
         (EVERYTHING, {"mount": ["/runs"]}, "", "/home/me/recipe.yaml: is not seen in the container"),
-        (EVERYTHING, {"mount": ["/home/me", "/runs", "data"]}, "", "--mount=data: is no absolute path"),
-        (EVERYTHING, {"mount": ["/home/me", "/runs", "/a:/b"]}, "", "--mount=/a:/b: is no absolute path"),
+        (EVERYTHING, {"mount": ["/home/me", "/runs", "data"]}, "", "--mount=data: is not an absolute path"),
+        (EVERYTHING, {"mount": ["/home/me", "/runs", "/a:/b"]}, "", "--mount=/a:/b: is not an absolute path"),
     ],
 )
 def test_runs_that_cannot_work_are_refused(run: SlurmRun, changes: dict, folder: str, message: str) -> None:
@@ -306,7 +306,7 @@ def test_command_prints_a_script(capsys: pytest.CaptureFixture[str], monkeypatch
         (["--venv=/nowhere", "--image=a", "--mount=/runs", "trainer.run_dir=/runs/a"], "has no effect with --image"),
         (["--env=NO_SUCH_VARIABLE"], "--env=NO_SUCH_VARIABLE: has no value here"),
         (["--sbatch=constraint="], "--sbatch=constraint=: has no value"),
-        (["--time=soon"], "--time=soon: is no time limit"),
+        (["--time=soon"], "--time=soon: is not a time limit"),
         (["--submit"], "sbatch: is not installed here"),
     ],
 )

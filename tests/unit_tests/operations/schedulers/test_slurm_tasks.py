@@ -79,7 +79,7 @@ def test_other_environments_stay_unchanged(environment: dict[str, str]) -> None:
         ({"SLURM_STEP_NUM_TASKS": "6"}, "SLURM_STEP_TASKS_PER_NODE=4(x2): contradicts SLURM_STEP_NUM_TASKS=6"),
         ({"SLURM_NODEID": "2"}, "SLURM_NODEID='2'"),
         ({"SLURM_LOCALID": "4"}, "SLURM_LOCALID='4'"),
-        ({"SLURM_STEP_NODELIST": "gpu[07-"}, "SLURM_STEP_NODELIST=gpu[07-: is no list of hosts"),
+        ({"SLURM_STEP_NODELIST": "gpu[07-"}, "SLURM_STEP_NODELIST=gpu[07-: is not a list of hosts"),
         ({"SLURM_STEP_TASKS_PER_NODE": "8"}, "SLURM_STEP_TASKS_PER_NODE=8: contradicts"),
         ({"SLURM_STEP_TASKS_PER_NODE": "5,3"}, "every node needs the same number of ranks"),
         ({"SLURM_LOCALID": "2"}, "--distribution=block"),
@@ -118,5 +118,5 @@ def test_first_host_of_a_list_is_found(hosts: str, first: str) -> None:
     "hosts", ["", ",a", "a b", "a;reboot", "n[1-3", "n1-3]", "n[[1]]", "ä1", "n[]", "n[-1]", "n[a-b]", "n[٣]"]
 )
 def test_other_lists_are_refused_in_one_line(hosts: str) -> None:
-    with pytest.raises(UserError, match="is no list of hosts of Slurm"):
+    with pytest.raises(UserError, match="is not a list of hosts of Slurm"):
         first_host(hosts)
