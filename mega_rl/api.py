@@ -16,8 +16,9 @@ from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
 from mega_rl.metrics.records import StepMetrics, read_metrics
+from mega_rl.operations.diagnosis.cause import investigate
+from mega_rl.operations.schedulers.slurm.tasks import become_rank
 from mega_rl.preflight import check_run
-from mega_rl.schedulers.slurm.tasks import become_rank
 
 if TYPE_CHECKING:
     from mega_rl.trainer import Trainer as Loop
@@ -94,7 +95,7 @@ class Trainer:
         self.config = config
         self._fitted = False
         with ExitStack() as resources:  # takes down what was built if a later part fails
-            self._loop, self._stop = resources.enter_context(running(config, accelerator, reward=reward))
+            self._loop, self._stop = resources.enter_context(running(config, accelerator, investigate, reward=reward))
             self._resources = resources.pop_all()
         Trainer._open = self
 

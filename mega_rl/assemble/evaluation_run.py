@@ -25,8 +25,8 @@ from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
 from mega_rl.health.flight_recorder import FlightRecorder
-from mega_rl.health.guard import Guard
-from mega_rl.health.heartbeat import beating
+from mega_rl.health.guard import Guard, Investigate
+from mega_rl.health.heartbeat import Heartbeat
 from mega_rl.health.interruption import stop_on_signals
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
@@ -49,16 +49,16 @@ from mega_rl.types import JsonObject
 from mega_rl.versions import installed_version
 
 
-def evaluate(config: Config, accelerator: Accelerator) -> JsonObject:
+def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> JsonObject:
     """Evaluate as `config.validation` says, on every rank of this job; returns the results, the same on all ranks.
 
     Rank 0 writes samples.jsonl, one row a sample, as they come, and results.json into trainer.run_dir. A rank that
     fails or hangs ends all, with its cause, as in training. Raises StoppedBySignal after SIGTERM, SIGUSR1 or Ctrl-C.
     """
     with (
-        beating(rank_facts(config), FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
+        Heartbeat(rank_facts(config), FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
         stop_on_signals(),
-        Guard(heartbeat) as guard,
+        Guard(heartbeat, investigate) as guard,
         session(config, accelerator) as groups,
         ExitStack() as resources,
         guard,  # says the cause before servers and groups are taken down, which a peer that is gone may hold up

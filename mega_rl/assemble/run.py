@@ -16,9 +16,10 @@ from mega_rl.assemble.trainer import build_trainer
 from mega_rl.checkpoint.random_state import seed_python
 from mega_rl.config.schema import Config
 from mega_rl.health import records
+from mega_rl.health.failure_kinds import GENERATION, has_launcher
 from mega_rl.health.flight_recorder import FlightRecorder
-from mega_rl.health.guard import Guard
-from mega_rl.health.heartbeat import RankFacts, beating
+from mega_rl.health.guard import Guard, Investigate
+from mega_rl.health.heartbeat import Heartbeat, RankFacts
 from mega_rl.metrics.summary import show_summary
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import ranks_of
@@ -32,9 +33,12 @@ from mega_rl.workers.reward_functions import RewardFunction
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, accelerator: Accelerator) -> int:
-    """Train as `config` says on every rank of this job; returns the exit code (0, or 128 + signal when stopped)."""
-    with running(config, accelerator) as (trainer, stop):
+def train(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> int:
+    """Train as `config` says on every rank of this job; return the exit code (0, or 128 + signal when stopped).
+
+    investigate: finds the cause when a rank hangs or is lost, see `Guard`.
+    """
+    with running(config, accelerator, investigate) as (trainer, stop):
         done = trainer.fit()
     if os.environ.get("RANK", "0") == "0":
         show_summary(Path(config.trainer.run_dir))
@@ -45,16 +49,20 @@ def train(config: Config, accelerator: Accelerator) -> int:
 
 @contextmanager
 def running(
-    config: Config, accelerator: Accelerator, *, reward: RewardFunction | None = None
+    config: Config,
+    accelerator: Accelerator,
+    investigate: Investigate | None = None,
+    *,
+    reward: RewardFunction | None = None,
 ) -> Iterator[tuple[Trainer, StopRequest]]:
     """Yield the trainer of a run with all its parts, and the request that stops it; all of it ends with the block.
 
-    reward: scores responses in place of the function that the config names.
+    investigate: as in `train`. reward: scores responses in place of the function that the config names.
     """
     facts = rank_facts(config)
     with (
-        beating(facts, FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
-        Guard(heartbeat) as guard,
+        Heartbeat(facts, FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
+        Guard(heartbeat, investigate) as guard,
         session(config, accelerator) as groups,
         ExitStack() as resources,
     ):
@@ -77,12 +85,12 @@ def running(
 
 def rank_facts(config: Config) -> RankFacts:
     """Return the facts of this rank; rank 0 removes what ranks of an earlier start have left, unless a launcher has."""
-    launched = "MEGA_RL_GENERATION" in os.environ
+    launched = has_launcher()
     facts = RankFacts(
         run_dir=Path(config.trainer.run_dir),
         rank=int(os.environ.get("RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        generation=int(os.environ.get("MEGA_RL_GENERATION", "0")),
+        generation=int(os.environ.get(GENERATION, "0")),
         timeout_s=config.trainer.timeout_s,
         launched=launched,
     )

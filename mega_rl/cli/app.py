@@ -113,10 +113,10 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
 
 def _end_of_run(error: Exception) -> int | None:
     """Report what ended a run and return the exit code; None for an error that needs its traceback."""
-    from mega_rl.launcher.peers import BY_OTHERS, has_launcher, innocence
+    from mega_rl.health.failure_kinds import BY_OTHERS, has_launcher, innocent_code
 
     is_known = isinstance(error, RunError)
-    code = innocence(error) if isinstance(error, PeerError) or not is_known else None
+    code = innocent_code(error) if isinstance(error, PeerError) or not is_known else None
     if code is not None and has_launcher():
         return code  # the launcher says which rank it was
     problem = str(error) if is_known else BY_OTHERS.get(code or 0, "")

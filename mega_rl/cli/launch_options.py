@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, NoReturn
+from dataclasses import dataclass, fields, replace
+from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.options import made
 from mega_rl.errors import UserError
-from mega_rl.launcher.launch import Launch, key_of
-from mega_rl.launcher.restarts import DEFAULT_RESTARTS
-from mega_rl.launcher.signals import SIGNALS
-from mega_rl.launcher.store import LOOPBACK
+from mega_rl.operations.launcher.launch import Launch, key_of
+from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
+from mega_rl.operations.launcher.store import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -51,22 +46,21 @@ class LaunchOptions:
 
     @property
     def world_size(self) -> int | None:
-        """Return the number of ranks; None where the environment of a launcher says it."""
+        """Return the number of ranks; None if another launcher has started them."""
         return None if self.nproc_per_node is None else self.nnodes * self.nproc_per_node
 
     @property
     def needs_launcher(self) -> bool:
-        """Return whether ranks are children of a launcher: more than one, or one that may be started again."""
+        """Return whether ranks need a launcher: several ranks, or one that may be started again."""
         return self.world_size is not None and (self.world_size > 1 or self.spares > 0 or bool(self.max_restarts))
 
     def check(self, environment: Mapping[str, str]) -> None:
-        """Raise UserError for options that have no effect, are missing or do not fit together."""
+        """Raise UserError for options that have no effect, are missing or contradict one another."""
         if self.nproc_per_node is None:
-            given = {"--max-restarts": self.max_restarts is not None, "--nnodes": self.nnodes > 1}
-            given |= {"--node-rank": self.node_rank > 0, "--master-addr": self.master_addr != ""}
-            given |= {"--spares": self.spares > 0}
-            if options := [option for option, is_given in given.items() if is_given]:
-                raise UserError(f"{options[0]}: is of ranks that this command starts; add --nproc-per-node")
+            for field in fields(self):
+                if getattr(self, field.name) != field.default:
+                    option = f"--{field.name.replace('_', '-')}"
+                    raise UserError(f"{option}: is for ranks that this command starts; add --nproc-per-node")
             return
         if "RANK" in environment:
             raise UserError(
@@ -91,12 +85,3 @@ class LaunchOptions:
         launch = made(Launch, self, program=tuple(program), max_restarts=restarts, run_dir=run_dir, resume=resume)
         one_node = self.nnodes + self.spares == 1
         return replace(launch, master_addr=LOOPBACK, master_port=0) if one_node else launch
-
-
-def become(launch: Launch) -> NoReturn:
-    """Replace this process by a launcher, which then gets the signals and gives the exit code itself."""
-    progress.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes now waits until the launcher takes it
-    os.execve(sys.executable, launch.command, os.environ)

@@ -9,8 +9,8 @@ import typer
 
 from mega_rl import progress
 from mega_rl.errors import UserError
-from mega_rl.health.overview import overview
 from mega_rl.metrics.plot import plot_runs
+from mega_rl.operations.diagnosis.overview import overview
 from mega_rl.report.document import page_of
 from mega_rl.report.runs import read_runs
 from mega_rl.report.server import ViewServer

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mega_rl import progress
-from mega_rl.cli.launch_options import LaunchOptions, become
+from mega_rl.cli.launch_options import LaunchOptions
+from mega_rl.cli.launcher import become
 from mega_rl.cli.options import Overrides, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.origins import pinned_overrides
@@ -24,7 +25,8 @@ from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
 from mega_rl.health.interruption import StoppedBySignal
-from mega_rl.schedulers.slurm.tasks import become_rank
+from mega_rl.operations.diagnosis.cause import investigate
+from mega_rl.operations.schedulers.slurm.tasks import become_rank
 
 if TYPE_CHECKING:
     from mega_rl.accelerator import Accelerator
@@ -68,7 +70,7 @@ def train(
         accelerator = _prepare(resolved)
         from mega_rl.assemble import train as run
 
-    raise typer.Exit(run(resolved, accelerator))
+    raise typer.Exit(run(resolved, accelerator, investigate))
 
 
 def _prepare(config: Config) -> Accelerator:
@@ -165,7 +167,7 @@ def evaluate(
         accelerator = _prepare(resolved)
         from mega_rl.assemble.evaluation_run import evaluate as run
     try:
-        results = run(resolved, accelerator)
+        results = run(resolved, accelerator, investigate)
     except StoppedBySignal as stop:
         raise typer.Exit(stop.exit_code) from stop
     if os.environ.get("RANK", "0") == "0":

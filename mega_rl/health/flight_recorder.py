@@ -1,7 +1,4 @@
-"""Collectives in flight, from torch's flight recorder, which gloo and NCCL keep of every group of this process.
-
-The one module of this package that imports torch.
-"""
+"""Read the collectives in flight from torch's flight recorder, which gloo and NCCL fill for every group."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from torch._C import _distributed_c10d
 
 from mega_rl.health.records import MAX_MEMBERS, Collective
 
-# Entries that are kept. A look at them costs 10 us each, and is only taken of a rank that does not move.
+# A look at the recorder costs 10 us per entry; it is taken only while the rank does not move.
 VARIABLE, ENTRIES = "TORCH_FR_BUFFER_SIZE", 512
 
-# Megatron-Core's descriptions of its groups, torch's of the world, in the words of the settings.
+# Descriptions of groups by Megatron-Core and, of the world, by torch, in the words of the settings.
 GROUPS: Mapping[str, str] = {
     "default_pg": "world",
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
@@ -45,7 +42,7 @@ GROUPS: Mapping[str, str] = {
 
 
 class Flight(TypedDict):
-    """Fields of the recorder's entries that are read here."""
+    """Fields of an entry of the recorder."""
 
     process_group: tuple[str, str]  # name, description
     profiling_name: str  # gloo:all_reduce
@@ -59,35 +56,32 @@ class Flight(TypedDict):
 
 
 class FlightRecorder:
-    """`heartbeat.Flights` of this process's groups.
-
-    Messages between two ranks over gloo, which pipelines send, are not recorded by torch.
-    """
+    """`heartbeat.Flights` of this process's groups. torch does not record messages between two ranks over gloo."""
 
     def __init__(self) -> None:
-        """Let the groups that this process makes from now on keep their last collectives, as many as the user set."""
+        """Let groups that this process makes from now on record their last collectives."""
         os.environ.setdefault(VARIABLE, str(ENTRIES))
         self._looked = time.monotonic()
-        self._called: dict[
-            tuple[str, int], float
-        ] = {}  # by group and torch's time: those open, by the clock of `_looked`
+        self._called: dict[tuple[str, int], float] = {}  # monotonic time of open ones, by group and torch's time
 
-    def collectives(self) -> tuple[Collective | None, tuple[Collective, ...]]:
-        """Return (the oldest collective that has not ended, the last one of each group); ages are as of now."""
+    def __call__(self) -> tuple[Collective | None, Collective | None, tuple[Collective, ...]]:
+        """Return (the oldest collective in flight, the last one called, the last one of each group)."""
         entries = _entries()
         open_entries = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
         ages = self._ages(open_entries)
         oldest = max(range(len(ages)), key=ages.__getitem__, default=None)
+        newest = max(entries, key=lambda entry: entry["time_created_ns"], default=None)
         last = {entry["process_group"][0]: entry for entry in entries}
         return (
             None if oldest is None else _collective(open_entries[oldest], ages[oldest]),
+            None if newest is None else _collective(newest, _age(newest)),
             tuple(_collective(entry, _age(entry), ranks=False) for entry in last.values()),
         )
 
     def _ages(self, open_entries: Sequence[Flight]) -> list[float]:
-        """Return the seconds since each was called, whatever the wall clock has done, which torch writes down.
+        """Return the seconds since each call, correct also if the wall clock, which torch records, has jumped.
 
-        One that was not open at the last look has been called since then.
+        An entry that was not open at the last look was called since then.
         """
         now = time.monotonic()
         keys = [(entry["process_group"][0], entry["time_created_ns"]) for entry in open_entries]
@@ -98,11 +92,6 @@ class FlightRecorder:
         }
         self._looked = now
         return [now - self._called[key] for key in keys]
-
-    def last(self) -> Collective | None:
-        """Return the collective that was called last; None without any."""
-        newest = max(_entries(), key=lambda entry: entry["time_created_ns"], default=None)
-        return None if newest is None else _collective(newest, _age(newest))
 
 
 def _entries() -> list[Flight]:
@@ -131,13 +120,13 @@ def _collective(entry: Flight, age_s: float, *, ranks: bool = True) -> Collectiv
 
 
 def _group_name(description: str) -> str:
-    """Return the name of a group for people; "host tp" of the gloo group beside an NCCL one."""
+    """Return the name of a group for people; "host tp" for the gloo group next to an NCCL group."""
     on_host, described = ("host ", description[5:]) if description.startswith("host ") else ("", description)
     return on_host + GROUPS.get(described, described.lower())
 
 
 def _members(name: str) -> tuple[int, ...]:
-    """Return the ranks of a group of this process by its name in torch, empty where torch does not know it."""
+    """Return the ranks of a group by its name in torch; empty if torch does not know it."""
     groups = dist.distributed_c10d._world.pg_names
     group = next((group for group, known in groups.items() if known == name), None)
     return () if group is None else tuple(sorted(dist.get_process_group_ranks(group))[:MAX_MEMBERS])

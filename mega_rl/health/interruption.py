@@ -1,4 +1,4 @@
-"""End of work that a signal interrupts at once, as it has no steps to finish. Imports no torch."""
+"""Interrupt work on a signal at once: for commands that have no step to finish first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """End of a command by a signal; no Exception, so that nothing on its way takes it for a failure."""
+    """A signal ended the command. Not an Exception, so that no handler takes it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -20,7 +20,7 @@ class StoppedBySignal(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """Exit code that a shell expects after the signal: 128 plus its number."""
+        """Return 128 plus the signal's number, as a shell expects."""
         return 128 + self.signal
 
 
@@ -28,9 +28,8 @@ class StoppedBySignal(KeyboardInterrupt):
 def stop_on_signals() -> Iterator[None]:
     """Raise StoppedBySignal in the block on SIGTERM, SIGUSR1 and Ctrl-C.
 
-    What closes files and servers on the way out is not interrupted again, except by another Ctrl-C. A trainer in the
-    block answers signals itself while it is open: its step in progress ends first. Outside the main thread, where
-    Python sets no handlers, the block changes nothing.
+    Afterwards only another Ctrl-C interrupts the code that closes files and servers. A trainer in the block handles
+    signals itself while it is open, and ends its step first. Outside the main thread the block changes nothing.
     """
     numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
     previous = {number: signal.signal(number, _stop) for number in numbers}

@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from mega_rl.errors import UserError
-from mega_rl.health.overview import overview
+from mega_rl.operations.diagnosis.overview import overview
 from mega_rl.report.document import content_of, render
 from mega_rl.report.runs import CONFIG, METRICS, read_runs
 from mega_rl.storage.strict_json import JsonFields

@@ -1,15 +1,10 @@
-"""Launcher of a verification's ranks on this machine; it ends them in every case.
-
-It shares the ranks' environment and leash with `mega_rl.launcher`; but it keeps their output in files, has a deadline,
-and starts nothing again.
-"""
+"""Start a verification's ranks on this machine, with output in files and a deadline, and end them in every case."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +15,11 @@ from torch._C._distributed_c10d import TCPStore
 from mega_rl.accelerator.gpus import HIDDEN
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, name_of_signal
-from mega_rl.launcher.leash import leashed
-from mega_rl.launcher.ranks import Assignment, environment
-from mega_rl.launcher.store import LOOPBACK, listen
+from mega_rl.operations.launcher.ranks import Assignment, environment
+from mega_rl.operations.launcher.store import LOOPBACK, listen
+from mega_rl.processes import DEVNULL, STDOUT, Child
 
-GRACE_S = 2.0  # after a first failure, the time in which the others may report theirs
+GRACE_S = 2.0  # after a first failure, time for the others to report theirs
 POLL_S = 0.05
 
 
@@ -50,35 +45,31 @@ def run_ranks(
 
     watch: called every POLL_S seconds while they run.
 
-    Raises RanksFailed as soon as one fails, or at the deadline; no rank is alive when this returns, whichever way.
+    Raises RanksFailed as soon as a rank fails, or at the deadline. No rank is alive afterwards.
     """
     with _store() as port:
-        processes: list[subprocess.Popen[bytes]] = []
+        children: list[Child] = []
         try:
             for rank in range(ranks):
-                environment = _environment(rank, ranks, port, use_gpus=use_gpus)
-                processes.append(_start([module, *arguments], environment, log=logs / f"rank{rank}.log"))
-            first = _wait(processes, timeout_s=timeout_s, watch=watch)
-            waiting = [rank for rank, process in enumerate(processes) if process.poll() is None]
+                variables = _environment(rank, ranks, port, use_gpus=use_gpus)
+                children.append(_start(rank, [module, *arguments], variables, log=logs / f"rank{rank}.log"))
+            first = _wait(children, timeout_s=timeout_s, watch=watch)
+            waiting = [rank for rank, child in enumerate(children) if child.exit_code is None]
         finally:
-            _kill(processes)
+            for child in children:
+                child.end()
     if first is not None:
-        raise RanksFailed(_last_words(first, processes[first].returncode, logs), blamed=processes[first].returncode)
+        code = children[first].wait()
+        raise RanksFailed(_last_words(first, code, logs), blamed=code)
     if waiting:
         raise RanksFailed(f"rank(s) {waiting} did not end within {timeout_s:g} s", blamed=None)
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], *, log: Path) -> subprocess.Popen[bytes]:
+def _start(rank: int, command: Sequence[str], variables: Mapping[str, str], *, log: Path) -> Child:
     """Start a Python module with its arguments, its output in `log`."""
     with log.open("wb") as output:
-        return subprocess.Popen(
-            leashed(python_module(*command)),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that a kill reaches what a rank has started
-        )
+        streams = (DEVNULL, output, STDOUT)
+        return Child(f"rank {rank}", python_module(*command), dies_by=signal.SIGTERM, streams=streams, env=variables)
 
 
 @contextmanager
@@ -91,19 +82,17 @@ def _store() -> Iterator[int]:
 
 
 def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping[str, str]:
-    """Return the environment of a rank: on one node, and with a thread of its own unless the user says otherwise."""
+    """Return the environment of a rank on one node, with one thread unless the user says otherwise."""
     base = {"OMP_NUM_THREADS": "1", **os.environ, **({} if use_gpus else HIDDEN)}
     return environment(Assignment(0, 0, 1, ranks, LOOPBACK, port), rank, base)
 
 
-def _wait(
-    processes: list[subprocess.Popen[bytes]], *, timeout_s: float, watch: Callable[[], None] = lambda: None
-) -> int | None:
-    """Wait for all ranks, at most `GRACE_S` after a failure or to the deadline; return the first to fail, or None."""
+def _wait(children: list[Child], *, timeout_s: float, watch: Callable[[], None] = lambda: None) -> int | None:
+    """Wait for all ranks, at most `GRACE_S` after a failure or to the deadline; return the first that failed."""
     deadline = time.monotonic() + timeout_s
     first = None
     while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
+        codes = [child.exit_code for child in children]
         if first is None:
             first = next((rank for rank, code in enumerate(codes) if code), None)
             if first is not None:
@@ -127,13 +116,3 @@ def _last_words(rank: int, code: int, logs: Path) -> str:
     where = f" ({places[-1][0]}:{places[-1][1]}, in {places[-1][2]})" if places else ""
     last = re.sub(rf"^(\[rank{rank}\]: |error: )", "", lines[-1])
     return f"rank {rank}: {last}{where}"
-
-
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Kill the ranks with all processes that they have started."""
-    for process in processes:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            process.kill()
-        process.wait()

@@ -129,7 +129,7 @@ class Slurm:
         return ["launch", "slurm", "r.yaml", "--submit", *options]
 
     def start_run(self, run: ClusterRun, command: Sequence[str], output: Path) -> Launcher:
-        words = [sys.executable, "-m", "mega_rl.cli", *command[:4], "--output", str(output), *command[4:]]
+        words = [sys.executable, "-m", "mega_rl.cli", *command[:4], f"--sbatch=output={output}", *command[4:]]
         environment = {**self._cluster.environment, **run.environment}
         done = subprocess.run(
             words, env=environment, cwd=run.folder, capture_output=True, text=True, timeout=SUBMIT_S, check=False

@@ -18,33 +18,30 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 COMMAND_LINE = ["-m", "mega_rl.cli"]
-STORE = ["-P", "-m", "mega_rl.launcher.store"]
-LEASH = ["-P", "-m", "mega_rl.launcher.leash"]
-LAUNCHER = ["-P", "-m", "mega_rl.launcher"]
+STORE = ["-P", "-m", "mega_rl.operations.launcher.store"]
+DIES_WITH_PARENT = ["-P", "-m", "mega_rl.processes"]
+LAUNCHER = ["-P", "-m", "mega_rl.cli.launcher"]
 RANK = ["-P", *COMMAND_LINE]
 
 
 def run_command(command: Sequence[str]) -> NoReturn:
     """Run `mega-rl` with these arguments, after `COMMAND_LINE`, in this forked process; never returns."""
+    from mega_rl import processes
     from mega_rl.cli import app
-    from mega_rl.launcher import ranks, store
 
     assert list(command[:2]) == COMMAND_LINE, command
     logging.getLogger().handlers.clear()
-    for module in (ranks, store):  # of this process alone, which is one launcher
-        setattr(module, "subprocess", _Subprocess())  # noqa: B010 - a module, to a type checker
-    os.execve = _become  # type: ignore[assignment]  # of this process alone, as above
+    setattr(processes, "subprocess", _Subprocess())  # noqa: B010 - only in this process, which is one launcher
+    os.execve = _become  # type: ignore[assignment]  # only in this process, as above
     _end(lambda: app.main(list(command[2:])))
 
 
 def _become(path: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Run the launcher in this process, which would execute it."""
-    from mega_rl.launcher.launch import Launch, launch
-    from mega_rl.progress.terminal import show_progress
+    from mega_rl.cli import launcher
 
     assert list(command[1:4]) == LAUNCHER, command
-    show_progress(live=False, beside_ranks=True)
-    _end(lambda: launch(Launch.parse(command[4])))
+    _end(lambda: launcher.main(command[4]))
 
 
 def _end(main: Callable[[], int | None]) -> NoReturn:
@@ -71,11 +68,11 @@ class _Subprocess:
     def Popen(self, command: Sequence[str], **options: Any) -> Any:
         words = list(command)
         if words[1:4] == STORE:
-            from mega_rl.launcher import store
+            from mega_rl.operations.launcher import store
 
             return ForkedProcess(words, lambda: store.main(words[4:]), **options)
-        if words[1:4] == LEASH and words[6:9] == RANK:
-            return ForkedProcess(words, lambda: _rank(words[4], words[9:]), **options)
+        if words[1:4] == DIES_WITH_PARENT and words[7:10] == RANK:
+            return ForkedProcess(words, lambda: _rank(words[4], words[10:]), **options)
         return subprocess.Popen(command, **options)
 
 
@@ -95,6 +92,7 @@ class ForkedProcess:
     ) -> None:
         self.args = list(command)
         self.returncode: int | None = None
+        self.stdin = self.stdout = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -146,7 +144,7 @@ class ForkedProcess:
 
 
 def _rank(parent: str, arguments: Sequence[str]) -> int:
-    """Run a rank: leave a note of its process, and be on the leash of its launcher."""
+    """Run a rank, which leaves a note of its process and dies with its launcher."""
     from mega_rl.cli import app
 
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -9,8 +9,8 @@ import tests.helpers.preloaded
 
 for name in (
     "mega_rl.cli.app",
-    "mega_rl.launcher.ranks",
-    "mega_rl.launcher.store",
+    "mega_rl.operations.launcher.ranks",
+    "mega_rl.operations.launcher.store",
     "mega_rl.health.records",
     "mega_rl.engines.fsdp.engine",
     "mega_rl.preflight",

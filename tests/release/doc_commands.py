@@ -149,7 +149,7 @@ HOW: dict[str, How] = {
         f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 {SMALL} trainer.run_dir=runs/g"
     ),
     "mega-rl train --config gsm8k_qwen3_32b_64gpu --nnodes 8 --nproc-per-node 8 --node-rank 0 --master-addr HOST": How(
-        apart="by tests/unit_tests/launcher: needs a launcher on each node"
+        apart="by tests/unit_tests/operations/launcher: needs a launcher on each node"
     ),
     "mega-rl train --config my.yaml metrics.trackers=[wandb] metrics.project=sums metrics.run_name=first": How(
         apart="by tests/unit_tests/metrics/test_trackers.py, with the real client"

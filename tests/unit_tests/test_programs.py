@@ -18,11 +18,11 @@ START_S = 120.0  # for imports of a few seconds
 PROGRAMS = (
     "mega_rl.checkpoint.saving.writer",
     "mega_rl.cli",
-    "mega_rl.launcher",
-    "mega_rl.launcher.leash",
-    "mega_rl.launcher.store",
-    "mega_rl.launcher.warden",
+    "mega_rl.cli.launcher",
     "mega_rl.metrics.tracker_process",
+    "mega_rl.operations.launcher.reaper",
+    "mega_rl.operations.launcher.store",
+    "mega_rl.processes",
     "mega_rl.rollout.sglang.server.launcher",
     "mega_rl.verify.rank",
     "mega_rl.workers.reward_pool.program",
@@ -68,7 +68,7 @@ def test_no_program_runs_a_file_of_the_working_folder(poisoned: Path) -> None:
 
 
 def test_without_the_helper_the_files_run(poisoned: Path) -> None:
-    subprocess.run([sys.executable, "-m", "mega_rl.launcher"], cwd=poisoned, stderr=subprocess.DEVNULL, check=False)
+    subprocess.run([sys.executable, "-m", "mega_rl.cli.launcher"], cwd=poisoned, stderr=subprocess.DEVNULL, check=False)
     assert (poisoned / "ran").exists()
 
 

@@ -21,8 +21,8 @@ from mega_rl.cli.quickstart import programs, sums, word_problems
 from mega_rl.config.loader import load
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError
-from mega_rl.launcher.launch import Launch
-from mega_rl.launcher.launch import launch as start_ranks
+from mega_rl.operations.launcher.launch import Launch
+from mega_rl.operations.launcher.launch import launch as start_ranks
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.launcher import refuse_tasks_of_srun
 
@@ -138,9 +138,9 @@ def quickstart(
 
     log.info("warm start: %d supervised steps on %d ranks", chosen.steps, NUM_RANKS)
     # The warm start is Megatron-Core's, so runs of both engines begin with the same weights.
-    warm_start_s = launch([WARM_START, "--run-dir", str(folder), "--seed", str(seed), "--task", task])
+    warm_start_s = launch([WARM_START, "--run-dir", str(folder), "--seed", str(seed), "--task", task], run_dir)
     log.info("training on %d ranks", NUM_RANKS)
-    train_s = launch(["train", "--config", chosen.recipe, *overrides])
+    train_s = launch(["train", "--config", chosen.recipe, *overrides], run_dir)
     with progress.phase("drawing the curves"):
         from mega_rl.cli.quickstart.report import summarize
 
@@ -197,7 +197,7 @@ def prepare_folder(run_dir: Path) -> None:
         raise UserError(f"--run-dir={run_dir}: cannot be made: {error.strerror}; give another folder") from None
 
 
-def launch(command: list[str]) -> float:
+def launch(command: list[str], run_dir: Path) -> float:
     """Run a command of `mega-rl` on NUM_RANKS ranks, on the CPU unless there is a GPU for each; return its seconds.
 
     Raises RunError when it fails; it has shown why.
@@ -205,7 +205,8 @@ def launch(command: list[str]) -> float:
     from mega_rl.accelerator.gpus import environment_of_ranks
 
     started = time.perf_counter()
-    code = start_ranks(Launch(("mega_rl.cli", *command), NUM_RANKS), variables=environment_of_ranks(NUM_RANKS))
+    settings = Launch(("mega_rl.cli", *command), NUM_RANKS, run_dir=str(run_dir))
+    code = start_ranks(settings, variables=environment_of_ranks(NUM_RANKS))
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code:

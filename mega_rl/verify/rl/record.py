@@ -20,6 +20,7 @@ from mega_rl.config.schema import Config
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.fsdp.engine import FSDPEngine
 from mega_rl.engines.megatron.engine import MegatronEngine
+from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.protocols import Inspect, Learner, Ranks, RolloutSource, Scorer
 from mega_rl.trainer import Trainer
 from mega_rl.trainer.collect import Batch, Collector
@@ -37,7 +38,7 @@ SHIFT = 0.3  # nats
 
 def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
     """Run the trainer of a config to its end; rank 0 writes what it does to `folder`; collective over the world."""
-    with running(config, accelerator, reward=reward_of(config)) as (trainer, _):
+    with running(config, accelerator, investigate, reward=reward_of(config)) as (trainer, _):
         instrument(trainer, folder)
         trainer.fit()
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.schedulers.ray.driver import NodesRun, drive
-from mega_rl.schedulers.ray.placement import RayCluster
+from mega_rl.operations.schedulers.options import RecipeFacts
+from mega_rl.operations.schedulers.ray.driver import RayRun, drive
+from mega_rl.operations.schedulers.ray.placement import RayCluster
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not there: make test-ray"),
@@ -102,15 +103,10 @@ def run(
     nodes: Nodes, inputs: Path, run_dir: Path, *, during: Callable[[], None] | None = None, resume: str = "never"
 ) -> tuple[int, list[str]]:
     """Drive a run, calling `during` once it has saved a few steps; returns the exit code and output."""
-    job = NodesRun(
-        arguments=[*arguments(inputs, run_dir), f"checkpoint.resume={resume}"],
-        nodes=2,
-        nproc_per_node=1,
-        run_dir=str(run_dir),
-        resume=resume,
-        node_restarts=2,
-        max_restarts=0,
-        environment={"OMP_NUM_THREADS": "1"},
+    job = RayRun(nodes=2, nproc_per_node=1, node_restarts=2, max_restarts=0, env=["OMP_NUM_THREADS=1"])
+    overrides = [*arguments(inputs, run_dir)[2:], f"checkpoint.resume={resume}"]
+    facts = RecipeFacts(
+        recipe="quickstart", text="", overrides=overrides, run_dir=str(run_dir), resume=resume, device="cpu", saves=True
     )
     lines: list[str] = []
     left = [] if during is None else [during]
@@ -122,7 +118,7 @@ def run(
 
     cluster = RayCluster(nodes.cluster.address)
     try:
-        code = drive(job, lambda stop: cluster.place(2, BUNDLE, wait_s=WAIT_S, stop=stop), write=write)
+        code = drive(job, facts, lambda stop: cluster.place(2, BUNDLE, wait_s=WAIT_S, stop=stop), write=write)
     finally:
         cluster.close()
     assert left == [], "the run ended before the fault"

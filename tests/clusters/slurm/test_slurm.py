@@ -122,7 +122,7 @@ class Run:
             "--nproc-per-node=2",
             f"--time={LIMIT_MINUTES}",
         ]
-        launch += ["--output", str(folder / "job.out"), "--env=OMP_NUM_THREADS", *options]
+        launch += [f"--sbatch=output={folder / 'job.out'}", "--env=OMP_NUM_THREADS", *options]
         self.output = folder / "job.out"
         self.number = int(
             cluster.call(*CLI, *launch, *arguments(inputs, self.run_dir), environment={"OMP_NUM_THREADS": "1"})

@@ -18,9 +18,9 @@ from mega_rl.cli.help import summary
 from mega_rl.config import packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
-from mega_rl.launcher.launch import Launch
-from mega_rl.launcher.peers import LOST_CONNECTION
-from mega_rl.launcher.restarts import DEFAULT_RESTARTS
+from mega_rl.health.failure_kinds import LOST_CONNECTION
+from mega_rl.operations.launcher.launch import Launch
+from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
 from mega_rl.workers.user_files import load_from_file
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
@@ -47,7 +47,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     reached: list[Config] = []
     assemble = ModuleType("mega_rl.assemble")
 
-    def run(config: Config, accelerator: object) -> int:
+    def run(config: Config, accelerator: object, investigate: object) -> int:
         reached.append(config)
         return 0
 
@@ -215,7 +215,7 @@ def test_more_ranks_become_a_launcher(runs: list[Config], monkeypatch: pytest.Mo
     assert signal.SIGTERM in blocked, "a signal waits until the launcher takes it"
     ((path, arguments, _),) = started
     assert path == sys.executable
-    assert arguments[1:4] == ["-P", "-m", "mega_rl.launcher"]
+    assert arguments[1:4] == ["-P", "-m", "mega_rl.cli.launcher"]
     assert Launch.parse(arguments[4]) == Launch(
         program=("mega_rl.cli", "train", "--config", "r.yaml", *GOOD, "engine.megatron.tp=2"),
         nproc_per_node=2,
@@ -245,7 +245,7 @@ def test_end_of_a_run_decides_the_exit_code(
     runs: list[Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def end(outcome: int | BaseException) -> int:
-        def run(config: Config, accelerator: object) -> int:
+        def run(config: Config, accelerator: object, investigate: object) -> int:
             if isinstance(outcome, int):
                 return outcome
             raise outcome
@@ -278,7 +278,9 @@ def test_error_of_a_users_file_names_its_place(
 
     def run_with(name: str, *given: object) -> None:
         function = load_from_file(f"{file}:{name}", key="rollout.source", kind="function")
-        monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", lambda config, accelerator: function(*given))
+        monkeypatch.setattr(
+            sys.modules["mega_rl.assemble"], "train", lambda config, accelerator, investigate: function(*given)
+        )
 
     run_with("answers", "{}")
     line = f"your own code raised KeyError: 'answers' (at {file}:2 in answers)"

@@ -6,8 +6,8 @@ import pytest
 
 from mega_rl.cli.launch_options import LaunchOptions
 from mega_rl.errors import UserError
-from mega_rl.launcher.launch import Launch
-from mega_rl.launcher.restarts import DEFAULT_RESTARTS
+from mega_rl.operations.launcher.launch import Launch
+from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
 
 KEY = {"MEGA_RL_LAUNCH_KEY": "k" * 32}
 SEVERAL = LaunchOptions(nproc_per_node=8, nnodes=2, node_rank=1, master_addr="h", master_port=1234, spares=1)
@@ -16,11 +16,11 @@ SEVERAL = LaunchOptions(nproc_per_node=8, nnodes=2, node_rank=1, master_addr="h"
 @pytest.mark.parametrize(
     ("options", "environment", "words"),
     [
-        (LaunchOptions(max_restarts=1), {}, "--max-restarts: is of ranks that this command starts; add --nproc"),
-        (LaunchOptions(nnodes=2), {}, "--nnodes: is of ranks"),
-        (LaunchOptions(node_rank=1), {}, "--node-rank: is of ranks"),
-        (LaunchOptions(master_addr="h"), {}, "--master-addr: is of ranks"),
-        (LaunchOptions(spares=1), {}, "--spares: is of ranks"),
+        (LaunchOptions(max_restarts=1), {}, "--max-restarts: is for ranks that this command starts; add --nproc"),
+        (LaunchOptions(nnodes=2), {}, "--nnodes: is for ranks"),
+        (LaunchOptions(node_rank=1), {}, "--node-rank: is for ranks"),
+        (LaunchOptions(master_addr="h"), {}, "--master-addr: is for ranks"),
+        (LaunchOptions(spares=1), {}, "--spares: is for ranks"),
         (LaunchOptions(nproc_per_node=2), {"RANK": "0"}, "--nproc-per-node=2 under a launcher that already started"),
         (LaunchOptions(nproc_per_node=2, node_rank=1), {}, "--node-rank=1: must be below --nnodes=1 plus --spares=0"),
         (LaunchOptions(nproc_per_node=2, nnodes=2), KEY, "--master-addr: is missing"),

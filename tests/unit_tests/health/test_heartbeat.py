@@ -12,36 +12,26 @@ from mega_rl import progress
 from mega_rl.errors import RunError
 from mega_rl.health import heartbeat
 from mega_rl.health.guard import Guard
-from mega_rl.health.heartbeat import Heartbeat, RankFacts, beating
-from mega_rl.health.records import Collective, RankRecord, read_records
-
-FACTS = {"rank": 0, "world_size": 1, "generation": 0, "timeout_s": 60.0, "launched": False}
+from mega_rl.health.heartbeat import Heartbeat, RankFacts
+from mega_rl.health.records import RankRecord, read_records
 
 
-class NoFlights:
-    """No collectives."""
-
-    def collectives(self) -> tuple[Collective | None, tuple[Collective, ...]]:
-        return None, ()
-
-    def last(self) -> Collective | None:
-        return None
+def heartbeat_in(folder: Path) -> Heartbeat:
+    facts = RankFacts(folder, rank=0, world_size=1, generation=0, timeout_s=60.0, launched=False)
+    return Heartbeat(facts, lambda: (None, None, ()))
 
 
 def test_last_words_are_on_disk_when_they_are_said(tmp_path: Path) -> None:
-    beat = Heartbeat(RankFacts(tmp_path, **FACTS), NoFlights())  # type: ignore[arg-type]
-    beat.start()
-    beat.end("error", "no room")
-    words = read_records(tmp_path)[0].ended
+    with heartbeat_in(tmp_path) as beat:
+        beat.end("error", "no room")
+        words = read_records(tmp_path)[0].ended
     assert words is not None
     assert (words.kind, words.message) == ("error", "no room")
-    beat.end("done", "")
     assert read_records(tmp_path)[0].ended == words, "the first ones stay"
-    beat.stop()
 
 
-def test_a_new_phase_is_on_disk_long_before_the_next_beat(tmp_path: Path) -> None:
-    with beating(RankFacts(tmp_path, **FACTS), NoFlights()), progress.rounds("training", 8) as steps:  # type: ignore[arg-type]
+def test_new_phase_is_recorded_before_the_next_beat(tmp_path: Path) -> None:
+    with heartbeat_in(tmp_path), progress.rounds("training", 8) as steps:
         for done in (0, 1):
             with progress.phase("reward"):
                 deadline = time.monotonic() + 4.0  # beats are 5 s apart
@@ -51,12 +41,12 @@ def test_a_new_phase_is_on_disk_long_before_the_next_beat(tmp_path: Path) -> Non
             steps.advance()
 
 
-def test_system_exit_inside_of_a_run_is_its_failure(tmp_path: Path) -> None:
+def test_system_exit_inside_a_run_is_a_failure(tmp_path: Path) -> None:
     with (
         pytest.raises(
             RunError, match=r"^SystemExit\(0\) was raised inside of the run \(at .*test_heartbeat.py:\d+ in test_"
         ),
-        beating(RankFacts(tmp_path, **FACTS), NoFlights()) as beat,  # type: ignore[arg-type]
+        heartbeat_in(tmp_path) as beat,
         Guard(beat),
     ):
         raise SystemExit(0)
@@ -65,7 +55,7 @@ def test_system_exit_inside_of_a_run_is_its_failure(tmp_path: Path) -> None:
     assert words.kind == "error"
 
 
-def test_a_file_system_that_hangs_does_not_hold_the_end(
+def test_hanging_file_system_does_not_hold_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hangs, goes_on = threading.Event(), threading.Event()
@@ -78,11 +68,9 @@ def test_a_file_system_that_hangs_does_not_hold_the_end(
 
     monkeypatch.setattr(heartbeat, "write_record", write)
     monkeypatch.setattr(heartbeat, "WRITE_S", 0.1)
-    beat = Heartbeat(RankFacts(tmp_path, **FACTS), NoFlights())  # type: ignore[arg-type]
-    beat.start()
-    hangs.set()
-    assert beat.end("error", "no room").message == "no room"
-    assert [record.ended for record in written] == [None]
-    assert "the last words of rank 0 are not written after 0.1 s: does the file system of" in caplog.text
-    beat.stop()
+    with heartbeat_in(tmp_path) as beat:
+        hangs.set()
+        assert beat.end("error", "no room").message == "no room"
+        assert [record.ended for record in written] == [None]
+        assert "the last words of rank 0 are not written after 0.1 s: does the file system of" in caplog.text
     goes_on.set()

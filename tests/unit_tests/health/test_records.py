@@ -21,7 +21,7 @@ from mega_rl.health.records import (
     record_path,
     write_record,
 )
-from tests.unit_tests.health.examples import call, record
+from tests.unit_tests.operations.diagnosis.examples import call, record
 
 FULL = record(
     3, waiting=call("dp", 17, 1, 3), collectives=(call("tp", 4),), memory={"resident": 5}, log=("a", "b"),
@@ -29,7 +29,7 @@ FULL = record(
 )  # fmt: skip
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_written_records_are_read(tmp_path: Path) -> None:
     write_record(tmp_path, FULL)
     first = os.stat(record_path(tmp_path, 3))
     write_record(tmp_path, FULL)
@@ -38,7 +38,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert read_records(tmp_path) == {3: FULL}
 
 
-def test_long_texts_are_cut_and_still_fit() -> None:
+def test_long_texts_are_cut_to_fit() -> None:
     long = record(
         phases=tuple(PhaseRecord("é" * 1000, 1.0) for _ in range(50)), log=("\u2603" * 9999,) * 50,
         waiting=call("world", 1, *range(3000)),
@@ -74,7 +74,7 @@ def hostile(data: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", hostile(encode(FULL)))
-def test_a_damaged_file_is_left_out(tmp_path: Path, name: str) -> None:
+def test_damaged_file_is_left_out(tmp_path: Path, name: str) -> None:
     write_record(tmp_path, record(0))
     record_path(tmp_path, 3).write_bytes(hostile(encode(FULL))[name])
     assert list(read_records(tmp_path)) == [0]
@@ -83,12 +83,12 @@ def test_a_damaged_file_is_left_out(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rank", -1), ("rank", 1.5), ("pid", True), ("beat", 1e300), ("host", 7), ("host", "x" * 1000), ("phases", {}),
+        ("rank", 1.5), ("pid", True), ("beat", 1e300), ("host", 7), ("phases", {}),
         ("phases", [[]]), ("memory", []), ("waiting", {}), ("ended", {"kind": "asleep"}), ("log", [1]),
         ("timeout_s", None), ("step", "3"),
     ],
 )  # fmt: skip
-def test_a_field_of_another_type_or_range_is_refused(field: str, value: object) -> None:
+def test_field_of_another_type_is_refused(field: str, value: object) -> None:
     import zlib
 
     fields = {**json.loads(encode(FULL))["record"], field: value}
@@ -96,7 +96,7 @@ def test_a_field_of_another_type_or_range_is_refused(field: str, value: object) 
     assert decode(json.dumps({"record": fields, "crc32": checksum}).encode()) is None
 
 
-def test_foreign_files_and_links_are_not_followed(tmp_path: Path) -> None:
+def test_foreign_files_and_links_are_left_out(tmp_path: Path) -> None:
     folder = health_folder(tmp_path)
     write_record(tmp_path, record(0))
     (folder / "rank_00001.json").symlink_to(record_path(tmp_path, 0))

@@ -14,7 +14,7 @@ from mega_rl.config.loader import load
 from mega_rl.config.packaged import file_of
 from mega_rl.data.hub.names import folder_name
 from mega_rl.errors import UserError
-from mega_rl.launcher.launch import Launch
+from mega_rl.operations.launcher.launch import Launch
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings,
 from mega_rl.rollout.sglang.weights.transport import RanksLost
 from tests.helpers.kept_rank import SETTINGS, scripted
 from tests.helpers.sglang import assert_gone, private_folder, wait_until
-from tests.unit_tests.launcher.programs import run
+from tests.unit_tests.operations.launcher.programs import run
 
 Rank = Callable[..., tuple[subprocess.Popen[str], dict[str, Any]]]
 ROOT = Path(__file__).parents[4]

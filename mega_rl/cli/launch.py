@@ -1,0 +1,112 @@
+"""`mega-rl launch`: runs on several nodes, started by the scheduler of a cluster."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from mega_rl import progress
+from mega_rl.cli.help import Commands
+from mega_rl.cli.options import Overrides, Recipe, with_options
+from mega_rl.config import packaged, rules
+from mega_rl.config.loader import load
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.operations.schedulers import kubernetes as jobset
+from mega_rl.operations.schedulers.options import RecipeFacts
+from mega_rl.operations.schedulers.ray.driver import RayRun, drive
+from mega_rl.operations.schedulers.ray.placement import RayCluster
+from mega_rl.operations.schedulers.slurm import batch
+
+log = logging.getLogger(__name__)
+
+app = Commands(name="launch", help="Runs on several nodes, by the scheduler of a cluster.")
+
+
+@app.command()
+@with_options
+def ray(recipe: Recipe, options: RayRun, overrides: Overrides = None) -> None:
+    """Train on nodes of a Ray cluster: a placement group by node, one launcher on each.
+
+    Output of all nodes is written here; signals go to the ranks, which save and end. Works in `ray job submit`.
+    """
+    progress.show_progress(live=False)
+    facts, problems = _read(recipe, overrides or [], ranks=options.nodes * options.nproc_per_node)
+    _raise(problems)
+    cluster = RayCluster(options.address)
+    try:
+        if cluster.ships_folder() and not Path(facts.run_dir).is_absolute():
+            raise UserError(
+                f"trainer.run_dir={facts.run_dir}: is relative, and each node of this Ray job works in a copy of the "
+                "working directory; give the path of a folder that all nodes share, from the root on"
+            )
+        bundle = {"CPU": float(options.cpus_per_node or options.nproc_per_node)}
+        if facts.device == "cuda" or (facts.device == "auto" and cluster.has_gpus()):
+            bundle = {"GPU": float(options.nproc_per_node), **bundle}
+        if options.node_restarts:
+            _warn_unless_saving(facts)
+        code = drive(
+            options,
+            facts,
+            lambda stop: cluster.place(options.nodes, bundle, wait_s=options.wait_s, stop=stop),
+            write=typer.echo,
+        )
+    finally:
+        cluster.close()
+    raise typer.Exit(code)
+
+
+@app.command()
+@with_options
+def kubernetes(recipe: Recipe, options: jobset.JobSetRun, overrides: Overrides = None) -> None:
+    """Print a JobSet that trains on nodes of a Kubernetes cluster; `kubectl apply -f -` starts it.
+
+    The recipe travels along. Models, data and the run folder are on volumes, below paths of --mount.
+    """
+    facts, problems = _read(recipe, overrides or [], ranks=options.nodes * options.nproc_per_node)
+    _raise([*problems, *jobset.check(options, facts)])
+    typer.echo(jobset.render(options, facts), nl=False)
+
+
+@app.command()
+@with_options
+def slurm(recipe: Recipe, options: batch.SlurmRun, overrides: Overrides = None) -> None:
+    """Print a batch script that trains on nodes of a Slurm cluster; --submit hands it to sbatch.
+
+    The job works in the present folder, which every node needs under the same path, with recipe, models and data.
+    """
+    facts, problems = _read(recipe, overrides or [], ranks=options.nodes * options.nproc_per_node)
+    folder = str(Path.cwd())
+    _raise([*problems, *batch.check(options, facts, folder=folder)])
+    if options.requeue:
+        _warn_unless_saving(facts)
+    text = batch.render(options, facts, folder=folder)
+    typer.echo(batch.submit(text) if options.submit else text, nl=options.submit)
+
+
+def _read(recipe: Path, overrides: Sequence[str], *, ranks: int) -> tuple[RecipeFacts, list[str]]:
+    """Return the facts of a recipe for schedulers, and its broken rules. Raises UserError."""
+    config = load(recipe, overrides)
+    file = recipe if recipe.is_file() else packaged.file_of(str(recipe))
+    facts = RecipeFacts(
+        recipe=str(recipe.absolute()) if recipe.is_file() else str(recipe),
+        text=file.read_text(encoding="utf-8"),
+        overrides=overrides,
+        run_dir=config.trainer.run_dir,
+        resume=config.checkpoint.resume,
+        device=config.trainer.device,
+        saves=bool(config.checkpoint.save_interval),
+    )
+    return facts, list(rules.check(config, world_size=ranks))
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise UserErrors(problems)
+
+
+def _warn_unless_saving(facts: RecipeFacts) -> None:
+    if not facts.saves:
+        log.warning("checkpoint.save_interval=0: after the loss of a node the run would begin anew; set it to save")

@@ -1,0 +1,67 @@
+"""The launcher of one node as a program: `python -m mega_rl.cli.launcher LAUNCH`, a `Launch` in JSON."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from mega_rl import progress
+from mega_rl.checkpoint.folders import complete
+from mega_rl.checkpoint.memory import place
+from mega_rl.checkpoint.previous import CHECKPOINTS
+from mega_rl.environment import python_module
+from mega_rl.errors import UserError
+from mega_rl.operations.launcher.launch import Launch, launch
+from mega_rl.operations.launcher.signals import SIGNALS
+from mega_rl.progress.terminal import show_progress
+from mega_rl.rollout.sglang.server.kept import keeping_servers
+
+
+def become(settings: Launch) -> NoReturn:
+    """Replace this process by a launcher, which then gets the signals and gives the exit code itself."""
+    progress.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a signal that comes now waits until the launcher takes it
+    os.execve(sys.executable, command(settings), os.environ)
+
+
+def command(settings: Launch) -> list[str]:
+    """Return the command that runs a launch as a process."""
+    return python_module("mega_rl.cli.launcher", settings.to_json())
+
+
+def newest_checkpoints(run_dir: Path, *, shm: Path = place.SHM) -> tuple[str, str]:
+    """Return names and times of a run's newest complete checkpoints: (on disk, in this host's memory); "" for none."""
+    root = run_dir / CHECKPOINTS
+    history = place.read_history(root)
+    if not history:
+        return _newest_in(root), ""
+    folder = place.folder_of(shm, os.path.realpath(run_dir), history)
+    return _newest_in(root), "" if place.unusable(folder) else _newest_in(folder)
+
+
+def _newest_in(folder: Path) -> str:
+    try:
+        folders = complete(folder)
+        return f"{folders[-1].name}@{folders[-1].stat().st_mtime_ns}" if folders else ""
+    except (OSError, UserError):  # the ranks say what is wrong with the folder
+        return ""
+
+
+def main(argument: str) -> int:
+    """Run the launcher and return its exit code."""
+    settings = Launch.parse(argument)
+    show_progress(live=False, beside_ranks=True)
+    restarts = settings.max_restarts > 0 or settings.node_rank > 0  # node 0 decides for all nodes
+    try:
+        return launch(settings, servers=keeping_servers(possible=restarts), newest=newest_checkpoints)
+    finally:
+        progress.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

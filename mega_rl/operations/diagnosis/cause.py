@@ -1,0 +1,231 @@
+"""Find the cause of a failure: the rank that lags or died, where, and the likely reason."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from mega_rl.errors import UserError, name_of_signal
+from mega_rl.health.failure_kinds import INNOCENT_CODES, UNSAID
+from mega_rl.health.guard import in_phase
+from mega_rl.health.heartbeat import RankFacts
+from mega_rl.health.process_state import STATES, kills_for_memory, memory_full, process_state
+from mega_rl.health.records import RankRecord, health_folder, read_records
+from mega_rl.operations.diagnosis.observations import Observations, by_call, in_words, observe, same_call
+from mega_rl.operations.diagnosis.report import write_report
+from mega_rl.operations.diagnosis.stacks import collect, write_stacks
+
+SIGKILL, SIGTERM = 9, 15
+SAID_CODES = (
+    0,
+    UserError.exit_code,
+    *(128 + number for number in (2, 10, 15)),
+)  # exit codes of ranks that said why they ended
+GRACE_S = 1.5  # for ranks that wait in the same collective to record its failure
+
+
+def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int, host_kills: int = 0) -> str | None:
+    """Return the cause of a hang or death with the path of its report, which it writes; None if there is none to name.
+
+    exits: exit codes by rank in the order of the ends, below 0 a signal, without the ranks that the launcher ended;
+    None without a launcher. host_kills: `kills_for_memory` when the run began.
+    """
+    seen = observe(run_dir, world_size=world_size, exits=exits)
+    named = name_cause(seen, memory_ran_out=kills_for_memory() > host_kills)
+    if named is None:
+        return None
+    report = write_report(run_dir, seen, named[0])
+    return named[0] if report is None else f"{named[0]} (report: {report})"
+
+
+def investigate(facts: RankFacts, own: str) -> str | None:
+    """Return the cause of a failure that a rank has noticed; None if a launcher or another rank finds it.
+
+    Writes the stacks of this rank, `own`, and of this host's other ranks if no launcher does.
+    """
+    write_stacks(facts.run_dir, facts.rank, os.getpid(), process_state(os.getpid()), own)
+    if facts.launched:
+        return None
+    time.sleep(min(GRACE_S, facts.interval_s + 0.3))
+    records, host = read_records(facts.run_dir), socket.gethostname()
+    noticed = [rank for rank, one in records.items() if one.ended is not None and one.ended.kind in INNOCENT_CODES]
+    if facts.rank == min((rank for rank in noticed if records[rank].host == host), default=facts.rank):
+        collect(facts.run_dir, {rank: one.pid for rank, one in records.items() if one.host == host and not one.ended})
+    if facts.rank != min(noticed, default=facts.rank):
+        return None
+    claim = health_folder(facts.run_dir) / f"claim_cause_{facts.generation}"  # ranks may see different records
+    try:
+        os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
+    except OSError:
+        return None
+    return diagnose(facts.run_dir, exits=None, world_size=facts.world_size)
+
+
+def name_cause(seen: Observations, *, memory_ran_out: bool = False) -> tuple[str, int | None] | None:
+    """Return (one line that names the cause, the rank to blame); None if there is nothing to say.
+
+    memory_ran_out: the kernel has killed a process for lack of memory since the run began.
+    """
+    if not seen.records:
+        return None
+    return _death(seen, memory_ran_out) or _failure(seen) or _hang(seen)
+
+
+def _death(seen: Observations, memory_ran_out: bool) -> tuple[str, int] | None:
+    """Return the first rank that died without last words and was not ended by a launcher because of others."""
+    by_beat = sorted(seen.records, key=lambda rank: seen.records[rank].beat)
+    for rank in (*seen.exits, *(rank for rank in by_beat if rank not in seen.exits and seen.has_ended(rank))):
+        record, state, code = seen.records.get(rank), seen.states.get(rank), seen.exits.get(rank)
+        if seen.is_innocent(rank) or (record is not None and record.ended is not None) or code in SAID_CODES:
+            continue
+        number = -code if code is not None and code < 0 else state.exit_signal if state is not None else 0
+        if number == SIGTERM or (number == SIGKILL and state is not None and state.stopped):
+            continue  # the launcher ends other ranks like this
+        who, last, memory = _named(seen, rank), _last_seen(record), ""
+        if memory_ran_out:
+            memory = ": the kernel has killed a process for lack of memory"
+        elif number == SIGKILL and memory_full():
+            memory = ": memory is nearly full, perhaps it ran out"
+        elif number == SIGKILL:
+            resident = 0 if record is None else record.memory.get("resident", 0)
+            memory = f": perhaps out of memory (it held {resident / 1e9:.1f} GB)"
+        if number:
+            return f"{who} was killed by {name_of_signal(number)}{last}{memory if number == SIGKILL else ''}", rank
+        if code is None:
+            return f"{who} has died without a word{last}{memory}", rank
+        if code >= UNSAID:
+            in_users = record is not None and record.place is not None and record.place.users
+            last = f", last seen {_doing(record)}" if record is not None and in_users else last
+            return f"{who} ended with exit code {code - UNSAID} before its work was done{last}", rank
+        return f"{who} ended with exit code {code}{last}", rank
+    return None
+
+
+def _failure(seen: Observations) -> tuple[str, int] | None:
+    """Return the rank that hung and was interrupted, or the first rank that failed by itself.
+
+    None if rank 0 had an error: it says so itself.
+    """
+    ended = [(rank, record.ended) for rank in _in_order(seen) if (record := seen.records.get(rank)) and record.ended]
+    for rank, words in ended:
+        if words.kind == "hung":
+            return f"{_named(seen, rank)} hung {_doing(seen.records[rank])}: {words.message}", rank
+    failed = [(rank, words) for rank, words in ended if words.kind == "error"]
+    if not failed or any(rank == 0 for rank, _ in failed):
+        return None
+    rank, words = failed[0]
+    return f"{_named(seen, rank)} failed{in_phase(words.phase, words.step)}: {words.message}", rank
+
+
+def _in_order(seen: Observations) -> list[int]:
+    """Return the ranks in the order of their ends, as far as known, then by their last beats."""
+    others = [rank for rank in seen.records if rank not in seen.exits]
+    return [*seen.exits, *sorted(others, key=lambda rank: seen.records[rank].beat)]
+
+
+def _hang(seen: Observations) -> tuple[str, int | None] | None:
+    """Return the rank that others wait for."""
+    calls = by_call(seen)
+    gave_up = any(seen.is_innocent(rank) for rank in seen.records)
+    silent = any(record.silent_s(seen.now) for record in seen.records.values())
+    if not (calls or gave_up or silent or any(state.stopped for state in seen.states.values())):
+        return None
+    missing = seen.missing()
+    missing = [rank for rank in missing if not _done(seen, rank)] or missing
+    if missing:
+        rank = min(missing, key=lambda one: _likelihood(seen, one))
+        also = f" (also missing: {in_words([one for one in missing if one != rank])})" if len(missing) > 1 else ""
+        return f"{_named(seen, rank)} {_state_of(seen, rank)}{_while_others(seen, missing)}{also}", rank
+    if (diverged := _divergence(seen)) is not None:
+        return diverged
+    if not calls:
+        return None
+    reason = "the network between them, or the device, does not answer"
+    if len(calls) == 1:
+        return f"all ranks wait in {calls[0][0]}: {reason}", None
+    groups = ", ".join(f"{in_words(ranks)} in {call}" for call, ranks in calls[:3]) + ", ..." * (len(calls) > 3)
+    return f"all ranks of each group wait, {groups}: {reason}", None
+
+
+def _divergence(seen: Observations) -> tuple[str, int] | None:
+    """Return two ranks that wait for each other in different collectives, in the smallest such group; None without."""
+    waiting = {rank: call for rank in sorted(seen.records) if (call := seen.waiting(rank)) is not None}
+    world = tuple(range(seen.world_size))
+    pairs = [
+        (len(call.ranks or world), rank, other)
+        for rank, call in waiting.items()
+        for other in call.ranks or world
+        if other in waiting and not same_call(call, waiting[other])
+    ]
+    if not pairs:
+        return None
+    mutual = [pair for pair in pairs if pair[1] in (waiting[pair[2]].ranks or world)]
+    _, rank, other = min(mutual or pairs)
+    return f"diverged: rank {other} waits in {waiting[other]} while rank {rank} waits for it in {waiting[rank]}", other
+
+
+def _likelihood(seen: Observations, rank: int) -> tuple[int, int]:
+    """Return a sort key of missing ranks: stopped and dead ranks, then silent ones, then those at work."""
+    state, record = seen.states.get(rank), seen.records.get(rank)
+    if state is not None and (state.stopped or not state.alive):
+        return 0, rank
+    return 1 if record is None or record.silent_s(seen.now) else 2, rank
+
+
+def _state_of(seen: Observations, rank: int) -> str:
+    """Return the state of a missing rank, as the predicate of a sentence."""
+    record, state, stacks = seen.records.get(rank), seen.states.get(rank), seen.stacks.get(rank)
+    if record is None:
+        return "has left no record"
+    at = f" at {stacks.top}" if stacks is not None and stacks.top else ""  # newer than a silent rank's record
+    if state is not None and state.stopped:
+        return f"is stopped (state {state.state}){at}{_last_seen(record)}"
+    if record.ended is not None:
+        return f"has ended ({record.ended.kind}){_when(record)}"
+    if state is not None and not state.alive:
+        return f"is gone{_when(record)}"
+    if not (silent_s := record.silent_s(seen.now)):
+        return f"is {_doing(record)}"
+    kernel = f", process state {state.state}: {STATES[state.state]}" if state is not None else ""
+    return f"has given no sign of life for {silent_s:.0f} s{kernel}{at}; last seen {_doing(record)}"
+
+
+def _doing(record: RankRecord) -> str:
+    place = record.place
+    if place is None:
+        return f"at work{_when(record)}"
+    kind = "reward function" if record.phase == "reward" else "your function"
+    what = f"{kind} {place.users}" if place.users else place.function
+    return f"in {what} at {place.file}:{place.line}{_when(record)}"
+
+
+def _while_others(seen: Observations, missing: list[int]) -> str:
+    for call, ranks in by_call(seen):
+        others = [rank for rank in ranks if rank not in missing]
+        if others and any(not call.ranks or rank in call.ranks for rank in missing):
+            verb = "waits" if len(others) == 1 else "wait"
+            return f", while {in_words(others)} {verb} for it in {call}"
+    return ""
+
+
+def _last_seen(record: RankRecord | None) -> str:
+    where = "" if record is None else _when(record)
+    return f", last seen{where}" if where else ""
+
+
+def _when(record: RankRecord) -> str:
+    last = record if record.ended is None else record.ended
+    return in_phase(last.phase, last.step)
+
+
+def _named(seen: Observations, rank: int) -> str:
+    record = seen.records.get(rank)
+    return f"rank {rank}" if record is None else f"rank {rank} (pid {record.pid}, {record.host})"
+
+
+def _done(seen: Observations, rank: int) -> bool:
+    record = seen.records.get(rank)
+    return record is not None and record.ended is not None and record.ended.kind not in INNOCENT_CODES

@@ -1,0 +1,5 @@
+"""Start the ranks of a run on one node or several, watch them, end them and start them again.
+
+The launcher of each node has the ranks of its node as children. The launcher of node 0 decides for all nodes
+(`supervisor`); the launchers of the other nodes follow it (`member`).
+"""

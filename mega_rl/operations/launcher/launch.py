@@ -1,0 +1,164 @@
+"""A launch: its settings, and the launcher of a node as one call."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from mega_rl import __version__
+from mega_rl.errors import RunError, UserError, limits_as_errors
+from mega_rl.operations.launcher.channel import SILENT_S, Door, Joining, join
+from mega_rl.operations.launcher.member import follow
+from mega_rl.operations.launcher.nodes import JOIN_S, Fleet, LocalNode
+from mega_rl.operations.launcher.outcome import Conclusion, RestartPolicy
+from mega_rl.operations.launcher.ranks import KEY, NodeRanks, interface_of
+from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth, RunProgress
+from mega_rl.operations.launcher.signals import StopSignals
+from mega_rl.operations.launcher.store import LOOPBACK, listen
+from mega_rl.operations.launcher.supervisor import Supervisor
+from mega_rl.progress.printable import printable
+from mega_rl.progress.terminal import ERASE_LINE
+
+log = logging.getLogger(__name__)
+
+MIN_KEY = 16  # characters
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The ranks of one node and their place in the run.
+
+    program: a module and its arguments. run_dir: folder of the ranks' records and checkpoints. resume:
+    checkpoint.resume of the first start. master_addr, master_port: of node 0's launcher, with several nodes. spares:
+    launchers that wait to take a node's place. join_s: time for all to join. silent_s: time without a beat after which
+    a launcher is lost.
+    """
+
+    program: tuple[str, ...]
+    nproc_per_node: int
+    run_dir: str
+    max_restarts: int = 0
+    resume: str = "auto"
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+    spares: int = 0
+    join_s: float = JOIN_S
+    silent_s: float = SILENT_S
+
+    @classmethod
+    def parse(cls, text: str) -> Launch:
+        """Return the launch that `to_json` has written."""
+        fields = json.loads(text)
+        return cls(**{**fields, "program": tuple(fields["program"])})
+
+    def to_json(self) -> str:
+        """Return the launch as a JSON object."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @property
+    def has_others(self) -> bool:
+        """Return whether launchers of other nodes take part."""
+        return self.nnodes + self.spares > 1
+
+    @property
+    def digest(self) -> str:
+        """Return a digest that is equal on all nodes of a run."""
+        same = replace(self, node_rank=0, max_restarts=0)
+        return hashlib.sha256(f"{__version__} {same.to_json()}".encode()).hexdigest()
+
+
+def key_of(environment: Mapping[str, str]) -> bytes:
+    """Return the key that launchers share. Raises UserError if it is missing or short enough to be guessed."""
+    key = environment.get(KEY, "").strip()
+    if len(key) < MIN_KEY:
+        raise UserError(
+            f"environment variable {KEY}: {'is too short' if key else 'is not set'}; launchers of several nodes know "
+            "one another by it: set the same on every node, as made by 'openssl rand -hex 32'"
+        )
+    return key.encode()
+
+
+def launch(
+    settings: Launch,
+    *,
+    variables: Mapping[str, str] | None = None,
+    servers: AbstractContextManager[Mapping[str, str]] | None = None,
+    newest: NewestCheckpoints = lambda run_dir: ("", ""),
+) -> int:
+    """Run ranks on this node until they have ended for good; return the exit code of the first that failed.
+
+    0 if all ended well; 128 + signal if a signal to a rank or to this process, which passes it on, ended them.
+
+    Args:
+        variables: environment variables of the ranks, in addition to this process's.
+        servers: keeps servers for later ranks while it is open; yields variables of the ranks.
+        newest: finds checkpoints to restart from.
+    """
+    with StopSignals() as stop, servers or nullcontext({}) as kept:
+        variables = {**os.environ, **kept, **(variables or {})}
+        os.environ.pop(KEY, None)  # store and reaper would inherit it
+        try:
+            with limits_as_errors():
+                conclusion = _run(settings, variables, stop, newest)
+        except (UserError, RunError) as error:
+            conclusion = Conclusion(error.exit_code, str(error))
+    if conclusion.line:
+        start = ERASE_LINE if sys.stderr.isatty() else ""
+        with contextlib.suppress(OSError):  # the reader has gone
+            sys.stderr.write(f"{start}error: {printable(conclusion.line)}\n")
+    return conclusion.code
+
+
+def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newest: NewestCheckpoints) -> Conclusion:
+    health = RunHealth(Path(settings.run_dir))
+
+    def node_at(address: str) -> LocalNode:
+        interface = interface_of(address) if settings.has_others else "lo"
+        return LocalNode(NodeRanks(settings.program, variables=variables, interface=interface), health)
+
+    def is_stopped() -> bool:
+        return stop.first != 0
+
+    key = key_of(variables) if settings.has_others else b""
+    if settings.node_rank > 0:
+        place = settings.master_addr, settings.master_port
+        joining = Joining(settings.node_rank, socket.gethostname(), settings.digest)
+        channel = join(place, key, joining, join_s=settings.join_s, silent_s=settings.silent_s, stopped=is_stopped)
+        return (
+            Conclusion(128 + stop.first) if channel is None else follow(channel, node_at(channel.local_address), stop)
+        )
+    with listen(settings.master_addr, settings.master_port) if settings.has_others else nullcontext() as listener:
+        door = None if listener is None else Door(listener, key, silent_s=settings.silent_s)
+        local = node_at(LOOPBACK if listener is None else str(listener.getsockname()[0]))
+        fleet = Fleet(local, nodes=settings.nnodes, spares=settings.spares, door=door, command=settings.digest)
+        conclusion = Conclusion(RunError.exit_code, "the launcher of node 0 has ended by an internal error")
+        try:
+            log.info("starting %d ranks", settings.nnodes * settings.nproc_per_node)
+            fleet.gather(stopped=is_stopped, join_s=settings.join_s)
+            conclusion = Supervisor(
+                fleet,
+                nproc=settings.nproc_per_node,
+                master_addr=settings.master_addr if settings.has_others else LOOPBACK,
+                health=health,
+                progress=RunProgress(Path(settings.run_dir), health, newest, resume=settings.resume),
+                restarts=RestartPolicy(settings.max_restarts),
+                stop=stop,
+            ).run()
+        except RunError as error:
+            conclusion = Conclusion(error.exit_code, str(error))
+        finally:
+            local.ranks.close()
+            local.close_store()
+            fleet.finish(conclusion.code, conclusion.line)
+        return conclusion

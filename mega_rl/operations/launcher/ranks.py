@@ -1,0 +1,190 @@
+"""Start and end the ranks of one node: child processes of its launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from mega_rl.cores import threads_per_rank
+from mega_rl.environment import LAST_WORD, python_module
+from mega_rl.errors import UserError
+from mega_rl.health.failure_kinds import GENERATION, INNOCENT_CODES, UNSAID
+from mega_rl.operations.launcher.reaper import Reaper
+from mega_rl.operations.launcher.signals import STOPPED
+from mega_rl.processes import Child, ChildDeadlineError
+
+KEY = "MEGA_RL_LAUNCH_KEY"  # only launchers see it: other programs inherit the environment of ranks
+INNOCENT = tuple(INNOCENT_CODES.values())
+# Exit codes with a meaning. Believed only if the rank's command reports them: a library may call os._exit(0).
+MEANINGFUL = (0, UserError.exit_code, *INNOCENT, *STOPPED)
+# Ends the other ranks after a failure. They do not catch it. SIGTERM would let them finish a step that cannot finish.
+END_NOW = signal.SIGHUP
+END_GRACE_S = 5.0  # from END_NOW to SIGKILL
+CLOSE_S = 10.0  # from SIGKILL to the end
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """End of a rank's process.
+
+    code: its exit code, plus UNSAID if it is not to be believed; below 0 the signal that killed it.
+    """
+
+    rank: int
+    pid: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A node's part in one start of the run; a restart is another generation, perhaps on other nodes."""
+
+    generation: int
+    node: int  # place among the run's nodes, from 0
+    nodes: int
+    nproc: int  # ranks on each node
+    master_addr: str  # address of the ranks' store
+    master_port: int
+    resume: str = ""  # value of checkpoint.resume; empty: as the program's arguments say
+
+    @property
+    def ranks(self) -> range:
+        """Return the ranks of this node."""
+        return range(self.node * self.nproc, (self.node + 1) * self.nproc)
+
+
+def environment(
+    assignment: Assignment, local_rank: int, base: Mapping[str, str], *, interface: str = "lo"
+) -> dict[str, str]:
+    """Return the environment of a rank: the launcher's, with the variables that torchrun would set.
+
+    interface: network interface towards the other nodes. Gloo listens there, and on a single node NCCL, unless `base`
+    names others: anybody may connect to what listens there.
+    """
+    names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if assignment.nodes == 1 else [])]
+    variables = {name: interface for name in names} if interface else {}
+    variables["OMP_NUM_THREADS"] = str(threads_per_rank(assignment.nproc))
+    variables |= {name: value for name, value in base.items() if name != KEY}
+    return variables | {
+        "RANK": str(assignment.ranks[local_rank]),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(assignment.nodes * assignment.nproc),
+        "LOCAL_WORLD_SIZE": str(assignment.nproc),
+        "GROUP_RANK": str(assignment.node),
+        "GROUP_WORLD_SIZE": str(assignment.nodes),
+        "MASTER_ADDR": assignment.master_addr,
+        "MASTER_PORT": str(assignment.master_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's env:// joins the store as a client on every rank
+        GENERATION: str(assignment.generation),
+    }
+
+
+class NodeRanks:
+    """The ranks of this node, of one generation after another."""
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        *,
+        variables: Mapping[str, str],
+        interface: str = "lo",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """program: a module and its arguments. variables: as `base` of `environment`."""
+        self._program, self._variables, self._interface, self._clock = program, variables, interface, clock
+        self._reaper = Reaper()
+        self._running: dict[int, Child] = {}
+        self._last_words = -1  # descriptor of the generation's file, see LAST_WORD
+        self._kill_at = float("inf")
+
+    @property
+    def processes(self) -> dict[int, int]:
+        """Return the process of each rank that has not ended."""
+        return {rank: child.pid for rank, child in self._running.items()}
+
+    def start(self, assignment: Assignment, *, lifeline: int | None = None) -> None:
+        """Start the ranks; those of the generation before have ended. lifeline: see `RankStore`.
+
+        Raises RunError when the machine allows no further process.
+        """
+        assert not self._running, "ranks of an earlier generation still run"
+        self._kill_at = float("inf")
+        resume = [f"checkpoint.resume={assignment.resume}"] if assignment.resume else []
+        self._forget_last_words()
+        self._last_words = word = os.memfd_create("last words of ranks")
+        for local_rank, rank in enumerate(assignment.ranks):
+            variables = environment(assignment, local_rank, self._variables, interface=self._interface)
+            self._running[rank] = child = Child(
+                f"rank {rank}",
+                python_module(*self._program, *resume),
+                dies_by=signal.SIGTERM,
+                pass_fds=[word] if lifeline is None else [word, lifeline],
+                streams=(None, None, None),
+                env={**variables, LAST_WORD: str(word)},
+            )
+            self._reaper.watch(child.pid)
+
+    def poll(self) -> list[RankEnd]:
+        """Return the ranks that have ended since the last call; kill those whose time is over."""
+        if self._clock() >= self._kill_at:
+            self.kill()
+        ends = []
+        for rank, child in list(self._running.items()):
+            code = child.exit_code
+            if code is None:
+                continue
+            if code in MEANINGFUL and os.pread(self._last_words, 1, rank) != bytes([code + 1]):
+                code += UNSAID
+            if code not in (0, *STOPPED):
+                child.kill()  # processes that a failed rank has left running
+            child.wait()
+            del self._running[rank]
+            ends.append(RankEnd(rank, child.pid, code))
+        return ends
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the ranks, not to what they have started."""
+        for child in self._running.values():
+            child.signal(number)
+
+    def end(self) -> None:
+        """End the ranks of a failed run, by END_NOW and after END_GRACE_S by SIGKILL; return at once."""
+        self.signal(END_NOW)
+        self.signal(signal.SIGCONT)  # a stopped process takes no other signal
+        self._kill_at = min(self._kill_at, self._clock() + END_GRACE_S)
+
+    def kill(self) -> None:
+        """Kill the ranks and their process groups."""
+        for child in self._running.values():
+            child.kill()
+
+    def close(self) -> None:
+        """Kill the ranks that still run, and end the reaper."""
+        self.kill()
+        for child in self._running.values():
+            with contextlib.suppress(ChildDeadlineError):  # in a file system that does not answer
+                child.wait(CLOSE_S)
+        self._running.clear()
+        self._forget_last_words()
+        self._reaper.close()
+
+    def _forget_last_words(self) -> None:
+        if self._last_words >= 0:
+            os.close(self._last_words)
+        self._last_words = -1
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface of this machine that has an address; empty without one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.address.partition("%")[0] == address:
+                return str(name)
+    return ""

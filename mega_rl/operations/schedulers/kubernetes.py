@@ -1,0 +1,198 @@
+"""A JobSet for Kubernetes: an Indexed Job with a pod for each node, the recipe as a ConfigMap, a NetworkPolicy.
+
+Fields: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2 and
+https://kubernetes.io/docs/concepts/workloads/controllers/job.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from mega_rl.errors import UserError
+from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
+from mega_rl.operations.launcher.ranks import KEY
+from mega_rl.operations.schedulers.options import (
+    MaxRestarts,
+    NodeRestarts,
+    Nodes,
+    RanksPerNode,
+    RecipeFacts,
+    Variables,
+    is_below,
+    pairs,
+    variables,
+)
+
+TEMPLATE = Path(__file__).with_name("jobset.yaml")
+KEY_FIELD = "launch-key"
+LABEL = "jobset.sigs.k8s.io/jobset-name"  # the controller of JobSets sets it on every pod
+MAX_HOST_NAME = 63
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_SIZE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Folder of a container, and the volume it comes from."""
+
+    path: str
+    source: Mapping[str, object]  # fields of the volume
+
+    @classmethod
+    def parse(cls, text: str) -> Mount:
+        """Return the mount of `pvc:CLAIM:/path` or `host:/path/on/the/node:/path`. Raises UserError."""
+        source, _, rest = text.partition(":")
+        name, _, path = rest.partition(":")
+        if source not in ("pvc", "host") or not name or not path.startswith("/") or ":" in path:
+            raise UserError(f"--mount={text}: is neither pvc:CLAIM:/PATH nor host:/PATH/ON/THE/NODE:/PATH")
+        if source == "host" and not name.startswith("/"):
+            raise UserError(f"--mount={text}: the folder of the node needs its path from the root on")
+        claim, folder = {"claimName": name}, {"path": name, "type": "Directory"}
+        return cls(
+            path.rstrip("/") or "/", {"persistentVolumeClaim": claim} if source == "pvc" else {"hostPath": folder}
+        )
+
+
+@dataclass(frozen=True)
+class JobSetRun:
+    """A run on nodes of a Kubernetes cluster; every field is an option of the command."""
+
+    nodes: Nodes
+    image: Annotated[str, typer.Option("--image", help="Image whose entry point is mega-rl, with a tag or digest.")]
+    nproc_per_node: RanksPerNode = 8
+    name: Annotated[str, typer.Option("--name", help="Name of the JobSet and its Secret.")] = "mega-rl"
+    mount: Annotated[
+        list[str] | None,
+        typer.Option("--mount", metavar="SOURCE", help="pvc:CLAIM:/PATH or host:/PATH/ON/THE/NODE:/PATH; repeatable."),
+    ] = None
+    cpus: Annotated[int, typer.Option("--cpus", min=0, help="CPUs of a pod; default: 8 for each rank.")] = 0
+    memory: Annotated[str, typer.Option("--memory", help="Memory of a pod; default: 64Gi for each rank.")] = ""
+    rdma: Annotated[
+        list[str] | None, typer.Option("--rdma", metavar="RESOURCE=COUNT", help="RDMA devices of a pod, as rdma/hca=8.")
+    ] = None
+    env: Variables = None
+    secret: Annotated[
+        list[str] | None, typer.Option("--secret", help="Secret whose entries are variables of the ranks.")
+    ] = None
+    node_selector: Annotated[
+        list[str] | None, typer.Option("--node-selector", metavar="LABEL=VALUE", help="Label of the nodes to use.")
+    ] = None
+    queue: Annotated[str, typer.Option("--queue", help="Local queue of Kueue, which admits all pods at once.")] = ""
+    max_restarts: MaxRestarts = DEFAULT_RESTARTS
+    node_restarts: NodeRestarts = 3
+
+    @property
+    def mounts(self) -> list[Mount]:
+        """Return the folders of the container. Raises UserError."""
+        return [Mount.parse(text) for text in self.mount or ()]
+
+    @property
+    def memory_size(self) -> str:
+        """Return the memory of a pod as a Kubernetes quantity."""
+        return self.memory or f"{64 * self.nproc_per_node}Gi"
+
+
+def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
+    """Return the problems of a run, one line each."""
+    problems = []
+    if facts.resume == "never":
+        problems.append(
+            "checkpoint.resume=never: pods that are made again would begin anew; set checkpoint.resume=auto"
+        )
+    if not _NAME.fullmatch(run.name):
+        problems.append(f"--name={run.name}: needs lower-case letters, digits and dashes, a letter first")
+    if len(host := pod_name(run, run.nodes - 1)) > MAX_HOST_NAME:
+        problems.append(
+            f"--name={run.name}: makes host names of {len(host)} characters ({host}), more than {MAX_HOST_NAME}; "
+            f"take at most {len(run.name) - len(host) + MAX_HOST_NAME} characters"
+        )
+    if not _SIZE.fullmatch(run.memory_size):
+        problems.append(f"--memory={run.memory}: is not a quantity of Kubernetes; write 64Gi or the like")
+    for name, count in pairs("--rdma", run.rdma).items():
+        if not (count.isascii() and count.isdigit() and int(count)):
+            problems.append(f"--rdma={name}={count}: needs a whole number of at least 1")
+    if re.search(r"\s", run.image) or not run.image:
+        problems.append(f"--image={run.image!r}: is not the name of an image; write REGISTRY/NAME:TAG")
+    elif "@" not in run.image and run.image.rpartition("/")[2].partition(":")[2] in ("", "latest"):
+        problems.append(f"--image={run.image}: nodes and restarts may get different images; name a tag or a digest")
+    paths = [mount.path for mount in run.mounts]
+    if doubled := sorted({path for path in paths if paths.count(path) > 1}):
+        problems.append(f"--mount: {doubled[0]} is given twice; one source for each path")
+    if not is_below(facts.run_dir, paths):
+        problems.append(
+            f"trainer.run_dir={facts.run_dir}: is lost with its pod; take a folder below a --mount of all nodes "
+            f"({', '.join(paths) or 'there is none'}), as trainer.run_dir=/runs/{run.name} with --mount pvc:CLAIM:/runs"
+        )
+    return problems
+
+
+def pod_name(run: JobSetRun, node: int) -> str:
+    """Return the host name of a node's pod."""
+    return f"{run.name}-node-0-{node}"
+
+
+def render(run: JobSetRun, facts: RecipeFacts) -> str:
+    """Return the manifests as YAML, with the commands that make the Secret and start the run on top."""
+    head = (
+        f"# mega_rl on {run.nodes} nodes. Once, the key by which launchers know one another:\n"
+        f"#   kubectl create secret generic {run.name} --from-literal={KEY_FIELD}=$(openssl rand -hex 32)\n"
+        f"# then: kubectl apply -f THIS_FILE; kubectl logs -f -l {LABEL}={run.name} --prefix\n"
+    )
+    recipe, policy, job_set = documents = list(yaml.safe_load_all(TEMPLATE.read_text(encoding="utf-8")))
+    for document in documents:
+        document["metadata"] = {"name": run.name, "labels": {**_labels(run)}}
+    recipe["data"] = {"recipe.yaml": facts.text}
+    policy["spec"]["podSelector"] = {"matchLabels": {LABEL: run.name}}
+    policy["spec"]["ingress"][0]["from"] = [{"podSelector": {"matchLabels": {LABEL: run.name}}}]
+    job_set["spec"]["network"]["subdomain"] = run.name
+    job_set["spec"]["failurePolicy"]["maxRestarts"] = run.node_restarts
+    if run.queue:
+        job_set["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = run.queue
+        job_set["spec"]["suspend"] = True  # until Kueue admits it
+    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job |= {"completions": run.nodes, "parallelism": run.nodes}
+    job["template"]["metadata"] = {"labels": _labels(run)}
+    pod = job["template"]["spec"]
+    pod["volumes"][0]["configMap"]["name"] = run.name
+    (container,) = pod["containers"]
+    container |= _container(run, facts)
+    if facts.device != "cpu":
+        pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    if run.node_selector:
+        pod["nodeSelector"] = pairs("--node-selector", run.node_selector)
+    if run.rdma:
+        container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # registers memory with the network card
+    for number, mount in enumerate(run.mounts):
+        container["volumeMounts"].append({"name": f"mount-{number}", "mountPath": mount.path})
+        pod["volumes"].append({"name": f"mount-{number}", **mount.source})
+    return head + yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _container(run: JobSetRun, facts: RecipeFacts) -> dict[str, object]:
+    """Return the image, arguments, variables and devices of a pod's container."""
+    resources = {"cpu": str(run.cpus or 8 * run.nproc_per_node), "memory": run.memory_size, **pairs("--rdma", run.rdma)}
+    resources |= {} if facts.device == "cpu" else {"nvidia.com/gpu": str(run.nproc_per_node)}
+    key = {"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}}
+    values = {"HOME": "/cache", **variables(run.env)}
+    options = ["--nnodes", str(run.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"]  # Kubernetes puts the number in
+    options += ["--nproc-per-node", str(run.nproc_per_node), "--max-restarts", str(run.max_restarts)]
+    options += ["--master-addr", f"{pod_name(run, 0)}.{run.name}", "--master-port", "29500"]
+    settings = [setting.replace("$(", "$$(") for setting in facts.overrides]  # else a variable's value
+    return {
+        "image": run.image,
+        "args": ["train", *options, "--config", "/etc/mega_rl/recipe.yaml", *settings],
+        "env": [key, *({"name": name, "value": value} for name, value in values.items())],
+        "envFrom": [{"secretRef": {"name": name}} for name in run.secret or ()],
+        "resources": {"requests": dict(resources), "limits": dict(resources)},
+    }
+
+
+def _labels(run: JobSetRun) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "mega-rl", "app.kubernetes.io/instance": run.name}

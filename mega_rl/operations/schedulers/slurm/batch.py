@@ -1,0 +1,263 @@
+"""Batch script for Slurm: one task with a launcher on each node; the job is saved and requeued where that helps.
+
+Options: https://slurm.schedmd.com/sbatch.html, https://github.com/NVIDIA/pyxis for images.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import typer
+
+from mega_rl.checkpoint.lock import LOCK_FILE
+from mega_rl.checkpoint.previous import CHECKPOINTS
+from mega_rl.environment import python_module
+from mega_rl.errors import RunError, UserError
+from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
+from mega_rl.operations.schedulers.options import (
+    MaxRestarts,
+    Nodes,
+    RanksPerNode,
+    RecipeFacts,
+    Variables,
+    is_below,
+    variables,
+)
+
+MAX_WARNING_S = 65_535  # limit of sbatch --signal
+MIN_WORK_S = 60  # between a job's start and its warning, which Slurm sends up to a minute early
+SCRIPT = Path(__file__).with_name("job.sh")
+SBATCH = ("sbatch", "--parsable")
+SUBMIT_S = 120.0
+_VALUE = re.compile(r"[!$-&(-\[\]-~]+")  # printable, without characters that would need quoting
+_PATH = re.compile(r"/[!$-&(-+\--9;-\[\]-~]*")  # also without the commas and colons of pyxis
+_NAME = re.compile(r"[a-z]+(-[a-z]+)*")
+# Options of sbatch that the script depends on: set by others of `mega-rl launch slurm`, or of no use for a run.
+# --no-kill would keep a job without its first node, and so without this script, until the time limit.
+RESERVED = {
+    **dict.fromkeys(("nodes", "partition", "account", "time"), "the option of this name"),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "tasks-per-node"), "--nproc-per-node"),
+    **dict.fromkeys(("exclusive", "oversubscribe"), "--cpus-per-node"),
+    **{"job-name": "--name", "cpus-per-task": "--cpus-per-node", "signal": "--warning-s", "export": "--env"},
+    **dict.fromkeys(("requeue", "no-requeue"), "--requeue or --no-requeue"),
+    **dict.fromkeys(("array", "wrap", "wait", "parsable", "test-only", "open-mode", "chdir", "no-kill"), "none"),
+}
+
+
+@dataclass(frozen=True)
+class SlurmRun:
+    """A run on nodes of a Slurm cluster; every field is an option of the command."""
+
+    nodes: Nodes
+    nproc_per_node: RanksPerNode
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Submit the script with sbatch and print the job's number.")
+    ] = False
+    name: Annotated[str, typer.Option("--name", help="Name of the job.")] = "mega-rl"
+    partition: Annotated[str, typer.Option("--partition", help="Partition, or several with commas.")] = ""
+    account: Annotated[str, typer.Option("--account", help="Account that the job is charged to.")] = ""
+    time: Annotated[str, typer.Option("--time", help="Time limit, as 4:00:00 or 2-00; default: the partition's.")] = ""
+    warning_s: Annotated[
+        int, typer.Option("--warning-s", help="Seconds before the time limit in which the run ends its step and saves.")
+    ] = 600
+    cpus_per_node: Annotated[
+        int, typer.Option("--cpus-per-node", min=0, help="Share nodes with other jobs and take this many CPUs of each.")
+    ] = 0
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sbatch", metavar="NAME[=VALUE]", help="Further option of sbatch, as constraint=h100, mem=900G."
+        ),
+    ] = None
+    image: Annotated[str, typer.Option("--image", help="Image with mega-rl, by pyxis; default: no container.")] = ""
+    mount: Annotated[
+        list[str] | None,
+        typer.Option("--mount", metavar="PATH", help="Folder of the nodes in the container; repeatable."),
+    ] = None
+    venv: Annotated[
+        Path | None, typer.Option("--venv", help="Environment with mega-rl on every node; default: this one.")
+    ] = None
+    env: Variables = None
+    requeue: Annotated[
+        bool, typer.Option("--requeue/--no-requeue", help="Again after the time limit, preemption or a lost node.")
+    ] = True
+    max_restarts: MaxRestarts = DEFAULT_RESTARTS
+
+
+def directives(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> dict[str, str]:
+    """Return the options of sbatch with their values, empty for a flag; folder: the job's working folder."""
+    further: dict[str, str] = {}
+    for text in run.sbatch or ():
+        name, sign, value = text.removeprefix("--").partition("=")
+        if sign and not value:
+            raise UserError(
+                f"--sbatch={text}: has no value; write --sbatch {name}=VALUE, or --sbatch {name} for a flag"
+            )
+        further[name] = value
+    by_name = "gres" in further or "gpus-per-node" in further or facts.device == "cpu"
+    given = {
+        "job-name": run.name,
+        "nodes": str(run.nodes),
+        "ntasks-per-node": "1",
+        "partition": run.partition,
+        "account": run.account,
+        "time": run.time,
+        "gpus-per-node": "" if by_name else str(run.nproc_per_node),
+        "cpus-per-task": str(run.cpus_per_node) if run.cpus_per_node else "",
+        "mem": "" if run.cpus_per_node else "0",  # 0: all that the node has
+        "chdir": folder,
+        "output": "%x-%j.out",
+        "signal": f"B:USR1@{run.warning_s}",
+    }
+    flags = [*([] if run.cpus_per_node else ["exclusive"]), "requeue" if run.requeue else "no-requeue"]
+    given = {name: value for name, value in given.items() if value}
+    return {**given, **dict.fromkeys(flags, ""), "open-mode": "append", **further}  # append: after a requeue
+
+
+def check(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> list[str]:
+    """Return the problems of a run, one line each."""
+    problems = []
+    for name, value in directives(run, facts, folder=folder).items():
+        if value and not _VALUE.fullmatch(value):
+            problems.append(f"--{name}={value!r}: has a blank, quote, backslash or #, which a batch script cannot hold")
+    for name in (text.removeprefix("--").partition("=")[0] for text in run.sbatch or ()):
+        if not _NAME.fullmatch(name):
+            problems.append(f"--sbatch={name}: is not an option of sbatch; write --sbatch NAME=VALUE or --sbatch NAME")
+        elif name in RESERVED:
+            problems.append(f"--sbatch={name}: would break the script; use instead: {RESERVED[name]}")
+    if run.requeue and facts.resume == "never":
+        problems.append(
+            "checkpoint.resume=never: a requeued job would begin anew; set checkpoint.resume=auto, or --no-requeue"
+        )
+    if not 1 <= run.warning_s <= MAX_WARNING_S:
+        problems.append(f"--warning-s={run.warning_s}: needs 1 to {MAX_WARNING_S} seconds")
+    least = run.warning_s + MIN_WORK_S
+    if run.time and (seconds := seconds_of(run.time)) is not None and seconds < least:
+        problems.append(
+            f"--time={run.time}: is {seconds} s, of which --warning-s={run.warning_s} are for the last step and its "
+            f"checkpoint; take at least {least} s, or a shorter warning"
+        )
+    return [*problems, *_check_paths(run, facts)]
+
+
+def seconds_of(time: str) -> int | None:
+    """Return the seconds of a time limit as sbatch reads it, None for UNLIMITED. Raises UserError."""
+    if time.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time, re.ASCII)
+    if match is None:
+        raise UserError(
+            f"--time={time}: is not a time limit of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"
+        )
+    days, *clock = match.groups()
+    parts = [int(part) for part in clock if part is not None]
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    return 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
+def _check_paths(run: SlurmRun, facts: RecipeFacts) -> list[str]:
+    """Return the problems of an image and of the paths that its container sees."""
+    mounts = run.mount or []
+    if not run.image:
+        return ["--mount: has no effect without --image"] if mounts else []
+    problems = [
+        f"--mount={path}: is not an absolute path without blanks" for path in mounts if not _PATH.fullmatch(path)
+    ]
+    if run.venv is not None:
+        problems.append(f"--venv={run.venv}: has no effect with --image, which brings its own; leave one out")
+    if not re.fullmatch(r"[!-~]+", run.image):
+        problems.append(
+            f"--image={run.image!r}: is not the name of an image; write REGISTRY#NAME:TAG or /PATH/FILE.sqsh"
+        )
+    shown = ", ".join(mounts) or "there is none"
+    if not is_below(facts.run_dir, mounts):
+        problems.append(
+            f"trainer.run_dir={facts.run_dir}: is lost with its container; take a folder below a --mount ({shown})"
+        )
+    if facts.recipe.startswith("/") and not is_below(facts.recipe, mounts):
+        problems.append(f"{facts.recipe}: is not seen in the container; put the recipe below a --mount ({shown})")
+    return problems
+
+
+def render(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> str:
+    """Return the batch script, `job.sh` with the values of this run."""
+    named = variables(run.env)
+    written = {text.partition("=")[0] for text in run.env or () if "=" in text}
+    options = directives(run, facts, folder=folder)
+    values = {
+        "NODES": str(run.nodes),
+        "RANKS": str(run.nproc_per_node),
+        "DIRECTIVES": "\n".join(
+            f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in options.items()
+        ),
+        "EXPORTS": "\n".join(f"export {name}={shlex.quote(named[name])}" for name in named if name in written),
+        "NEEDED": " ".join(name for name in named if name not in written),
+        "REQUEUE": "yes" if run.requeue else "no",
+        "LOCK": shlex.quote(str(PurePosixPath(facts.run_dir, CHECKPOINTS, LOCK_FILE))),
+        "TRAIN": _words(_train_command(run, facts)),
+        "STEP": _words(_step_options(run, list(named), folder)),
+    }
+    return re.sub("@([A-Z]+)@", lambda match: values[match[1]], SCRIPT.read_text(encoding="utf-8"))
+
+
+def _train_command(run: SlurmRun, facts: RecipeFacts) -> list[str]:
+    """Return the launcher's command without what each job and task adds: address, port and the node's number."""
+    python = sys.executable if run.venv is None else str(run.venv.absolute() / "bin" / "python")
+    if not run.image and not Path(python).exists():
+        raise UserError(f"--venv={run.venv}: has no bin/python; give the folder of a virtual environment")
+    program = ["mega-rl"] if run.image else python_module("mega_rl.cli", python=python)
+    options = ["--nnodes", str(run.nodes), "--nproc-per-node", str(run.nproc_per_node)]
+    options += ["--max-restarts", str(run.max_restarts)]
+    return [*program, "train", *options, "--config", facts.recipe, *facts.overrides]
+
+
+def _step_options(run: SlurmRun, names: Sequence[str], folder: str) -> list[str]:
+    """Return the options of the step that runs a launcher on each node; names: of variables for a container.
+
+    The first launcher to end does not have the others killed, which may be saving: launchers end one another.
+    """
+    options = [f"--nodes={run.nodes}", f"--ntasks={run.nodes}", "--ntasks-per-node=1", "--export=ALL"]
+    options += ["--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", f"--wait={run.warning_s}"]
+    options += [f"--cpus-per-task={run.cpus_per_node}"] if run.cpus_per_node else []
+    if not run.image:
+        return options
+    options += [f"--container-image={run.image}", "--no-container-mount-home"]
+    options += [f"--container-mounts={','.join(f'{path}:{path}' for path in run.mount or ())}"] if run.mount else []
+    options += [f"--container-workdir={folder}"] if is_below(folder, run.mount or ()) else []
+    return [*options, f"--container-env={','.join(names)}"] if names else options
+
+
+def _words(words: Sequence[str]) -> str:
+    """Return the words of a bash array; commas separate no words there, but shellcheck wants them quoted."""
+    return " ".join(f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words)
+
+
+def submit(script: str, *, program: Sequence[str] = SBATCH, wait_s: float = SUBMIT_S) -> int:
+    """Submit a batch script and return the job's number.
+
+    Raises UserError if sbatch is missing or refuses the job, RunError if it does not answer in `wait_s` seconds.
+    """
+    try:
+        answer = subprocess.run(program, input=script, capture_output=True, text=True, timeout=wait_s, check=False)
+    except FileNotFoundError:
+        raise UserError(
+            f"{program[0]}: is not installed here; submit from a login node, or without --submit the script is printed"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"{program[0]} has not answered in {wait_s:.0f} s; see with squeue --me whether the job was submitted"
+        ) from None
+    if answer.returncode:
+        words = " ".join(line.removeprefix("sbatch: error: ") for line in answer.stderr.strip().splitlines())
+        raise UserError(f"{program[0]} has refused the job: {words or f'exit code {answer.returncode}'}")
+    number = re.match(r"[0-9]+", answer.stdout, re.ASCII)
+    if number is None:
+        raise RunError(f"{program[0]} has printed no number of a job but {answer.stdout.strip()[:80]!r}")
+    return int(number[0])

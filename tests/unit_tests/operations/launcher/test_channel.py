@@ -1,0 +1,231 @@
+"""Messages between launchers, and strangers that call node 0."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mega_rl.operations.launcher import channel
+from mega_rl.operations.launcher.channel import MAGIC, Channel, ChannelLost, Door, Joining, connect
+from mega_rl.operations.launcher.nodes import Ended
+from mega_rl.operations.launcher.ranks import Assignment, RankEnd
+from mega_rl.operations.launcher.store import listen
+from mega_rl.storage.typed_json import read_record
+from tests.unit_tests.operations.launcher.programs import wait_until
+
+KEY, OTHER = b"k" * 32, b"o" * 32
+ME = Joining(1, "h", "c")
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with listen("127.0.0.1") as one:
+        yield one
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def ends(*, silent_s: float = 30.0) -> tuple[Channel, Channel]:
+    """Return both ends of an open channel: node 0's, the other's."""
+    here, there = socket.socketpair()
+    server, client = (Channel(one, KEY, is_server=one is here, silent_s=silent_s) for one in (here, there))
+    assert (server.receive(), client.receive()) == ([], [])
+    return server, client
+
+
+def received(end: Channel, count: int = 1) -> list[object]:
+    messages: list[object] = []
+
+    def enough() -> bool:
+        messages.extend(end.receive())
+        return len(messages) >= count
+
+    wait_until(enough)
+    return messages
+
+
+def frame(session: bytes, sender: bytes, number: int, message: object) -> bytes:
+    payload = json.dumps(message).encode()
+    code = hmac.digest(session, sender + number.to_bytes(8, "big") + payload, hashlib.sha256)
+    return len(payload).to_bytes(4, "big") + code + payload
+
+
+def join(door: Door, listener: socket.socket, *, within_s: float = 30.0) -> Joining:
+    """Return what a launcher joins with that calls now."""
+    joined: list[Channel] = []
+    thread = threading.Thread(target=lambda: joined.append(connect("127.0.0.1", port_of(listener), KEY, ME)))
+    thread.start()
+    deadline = time.monotonic() + within_s
+    arrived: list[tuple[Channel, Joining]] = []
+    while not arrived and time.monotonic() < deadline:
+        arrived += door.arrivals()
+        time.sleep(0.01)
+    thread.join()
+    ((_, joining),) = arrived
+    joined[0].close()
+    return joining
+
+
+def test_messages_come_in_order_both_ways() -> None:
+    server, client = ends()
+    for number in range(20):
+        client.send({"type": "x", "number": number})
+        server.send({"type": "y", "number": -number})
+    assert received(server, 20) == [{"type": "x", "number": number} for number in range(20)]
+    assert received(client, 20) == [{"type": "y", "number": -number} for number in range(20)]
+
+
+def test_last_words_come_before_the_loss() -> None:
+    server, client = ends()
+    client.send({"type": "bye"})
+    client.close()
+    assert received(server) == [{"type": "bye"}]
+    with pytest.raises(ChannelLost, match="its connection is closed"):
+        received(server)
+
+
+def test_silence_ends_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "BEAT_S", 0.02)
+    server, client = ends(silent_s=0.5)
+    client.keep_alive()
+    for _ in range(100):  # beats keep it open
+        assert server.receive() == []
+        time.sleep(0.01)
+    client._closed.set()
+    with pytest.raises(ChannelLost, match=r"nothing was heard of it for 0\.5 s"):
+        received(server)
+
+
+@pytest.mark.parametrize(
+    ("sender", "number", "error"),
+    [(b"c", 0, ""), (b"c", 1, "it does not know the key"), (b"s", 0, "it does not know the key")],
+    ids=["right", "repeated", "reflected"],
+)
+def test_forged_messages_end_the_channel(sender: bytes, number: int, error: str) -> None:
+    server, client = ends()
+    client._socket.sendall(frame(client._session, sender, number, {"type": "end"}))
+    if not error:
+        assert received(server) == [{"type": "end"}]
+        return
+    with pytest.raises(ChannelLost, match=error):
+        received(server)
+
+
+def test_length_beyond_the_limit_ends_the_channel() -> None:
+    server, client = ends()
+    client._socket.sendall((channel.MAX_BYTES + 1).to_bytes(4, "big"))
+    with pytest.raises(ChannelLost, match="too long"):
+        received(server)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (
+            b"HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain; charset=utf-8\r\n\r\n",
+            "another program answers there",
+        ),
+        (MAGIC + b"n" * 32 + frame(b"c" * 32, b"s", 0, {"type": "welcome"}), "it does not know the key"),
+    ],
+    ids=["another program", "no key"],
+)
+def test_client_trusts_no_other_server(listener: socket.socket, answer: bytes, error: str) -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        connection.sendall(answer)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(100):
+                pass
+
+    threading.Thread(target=serve, daemon=True).start()
+    with pytest.raises(ChannelLost, match=error):
+        connect("127.0.0.1", port_of(listener), KEY, ME)
+
+
+def test_orders_that_come_with_the_welcome_are_kept(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    door, joined = Door(listener, KEY), []
+    thread = threading.Thread(target=lambda: joined.append(connect("127.0.0.1", port_of(listener), KEY, ME)))
+    monkeypatch.setattr(
+        Channel, "keep_alive", lambda channel: channel._own == b"s" and channel.send({"type": "finish"})
+    )
+    thread.start()
+    wait_until(lambda: door.arrivals() != [])
+    thread.join()
+    assert received(joined[0]) == [{"type": "finish"}]
+
+
+def test_strangers_do_not_keep_launchers_out(
+    listener: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_S", 1.0)
+    address = ("127.0.0.1", port_of(listener))
+    door = Door(listener, KEY)
+    silent = [socket.create_connection(address) for _ in range(5)]
+    noise = socket.create_connection(address)
+    noise.sendall(b"\0" * 200)
+    strangers = [(OTHER, ME), (KEY, Joining("1", "h", "c"))]  # type: ignore[arg-type]
+    for key, joining in strangers:
+        thread = threading.Thread(target=call, args=(address, key, joining), daemon=True)
+        thread.start()
+    assert join(door, listener) == ME
+
+    def all_are_gone() -> bool:
+        door.arrivals()
+        return len(caplog.records) >= 8
+
+    wait_until(all_are_gone)
+    for words, count in {
+        "does not know the key": 1,
+        "another program answers": 1,
+        "of type int": 1,
+        "timed out": 5,
+    }.items():
+        assert sum(words in text for text in caplog.messages) == count, caplog.messages
+    for connection in (*silent, noise):
+        connection.close()
+
+
+def call(address: tuple[str, int], key: bytes, joining: Joining) -> None:
+    with contextlib.suppress(ChannelLost, OSError):
+        connect(*address, key, joining)
+
+
+def test_crowd_of_silent_callers_keeps_no_launcher_out(listener: socket.socket) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    door = Door(listener, KEY)
+    crowd = [socket.create_connection(("127.0.0.1", port_of(listener))) for _ in range(900)]
+    try:
+        assert join(door, listener, within_s=10.0) == ME
+        assert len(door._callers) <= channel.MAX_CALLERS
+    finally:
+        door.close()
+        for connection in crowd:
+            connection.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("changes", [{"nproc": None}, {"nproc": True}, {"master_addr": 3}])
+def test_malformed_order_is_refused(changes: dict[str, object]) -> None:
+    assignment = Assignment(2, 1, 3, 8, "h", 29500, "auto")
+    assert read_record(Assignment, json.loads(json.dumps(vars(assignment)))) == assignment
+    with pytest.raises(ValueError, match="must be of type"):
+        read_record(Assignment, {**vars(assignment), **changes})
+
+
+def test_reports_of_ends_survive_their_message() -> None:
+    message = {"type": "ended", "generation": 2, "ends": [vars(RankEnd(3, 77, -9)), vars(RankEnd(4, 78, 0))]}
+    assert read_record(Ended, message) == Ended(2, (RankEnd(3, 77, -9), RankEnd(4, 78, 0)))
+    with pytest.raises(ValueError, match="ends must be of type"):
+        read_record(Ended, {**message, "ends": {}})
