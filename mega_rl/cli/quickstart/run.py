@@ -138,9 +138,9 @@ def quickstart(
 
     log.info("warm start: %d supervised steps on %d ranks", chosen.steps, NUM_RANKS)
     # The warm start is Megatron-Core's, so runs of both engines begin with the same weights.
-    warm_start_s = launch([WARM_START, "--run-dir", str(folder), "--seed", str(seed), "--task", task], run_dir)
+    warm_start_s = launch([WARM_START, "--run-dir", str(folder), "--seed", str(seed), "--task", task], folder)
     log.info("training on %d ranks", NUM_RANKS)
-    train_s = launch(["train", "--config", chosen.recipe, *overrides], run_dir)
+    train_s = launch(["train", "--config", chosen.recipe, *overrides], folder)
     with progress.phase("drawing the curves"):
         from mega_rl.cli.quickstart.report import summarize
 
