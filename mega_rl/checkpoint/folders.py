@@ -26,10 +26,10 @@ from mega_rl.checkpoint.format.manifest import (
     manifest_text,
     parse_manifest,
 )
-from mega_rl.checkpoint.format.untrusted import read_file
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.strict_json import shorten
+from mega_rl.storage.untrusted import read_file
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from types import TracebackType
 
 from mega_rl.checkpoint.folders import entries, recover
 from mega_rl.checkpoint.format.manifest import now
-from mega_rl.checkpoint.format.untrusted import decode_json, read_file
 from mega_rl.checkpoint.previous import CHECKPOINTS, undo_moves
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.lock import lock_file
 from mega_rl.storage.strict_json import shorten
+from mega_rl.storage.untrusted import decode_json, read_file
 
 LOCK_FILE = ".lock"
 

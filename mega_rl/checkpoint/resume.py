@@ -15,7 +15,6 @@ from mega_rl.checkpoint.changes import changes, in_words
 from mega_rl.checkpoint.fill import fill
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE, Manifest
 from mega_rl.checkpoint.format.reader import Checkpoint
-from mega_rl.checkpoint.format.untrusted import RESUME_HINT
 from mega_rl.checkpoint.identity import differences
 from mega_rl.checkpoint.previous import PREVIOUS
 from mega_rl.checkpoint.run_state import RunState, rank_prefix
@@ -25,6 +24,7 @@ from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.parallel.boxes import whole
 from mega_rl.protocols import Ranks
 from mega_rl.storage.safetensors_reader import DTYPES
+from mega_rl.storage.untrusted import RESUME_HINT
 from mega_rl.types import Piece
 
 log = logging.getLogger(__name__)

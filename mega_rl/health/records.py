@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from mega_rl.checkpoint.format.untrusted import is_count, is_number, read_file
 from mega_rl.errors import UserError
 from mega_rl.storage.strict_json import parse_object
+from mega_rl.storage.untrusted import is_count, is_number, read_file
 
 Value = TypeVar("Value")
 

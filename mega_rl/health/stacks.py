@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from mega_rl.checkpoint.format.untrusted import is_count, read_file
 from mega_rl.errors import UserError, in_units
 from mega_rl.health.heartbeat import STACKS_SIGNAL, dump_path
 from mega_rl.health.processes import (
@@ -35,6 +34,7 @@ from mega_rl.health.processes import (
 )
 from mega_rl.health.records import health_folder, read_record
 from mega_rl.storage.strict_json import parse_object
+from mega_rl.storage.untrusted import is_count, read_file
 
 WITHIN_S = 10.0  # all of a host
 ONE_S = 4.0  # of one try on one process

@@ -12,7 +12,11 @@ import torch
 from mega_rl.checkpoint.format.coverage import is_inside
 from mega_rl.checkpoint.format.manifest import MANIFEST_FILE, Manifest
 from mega_rl.checkpoint.format.shards import FORMAT, PieceSpec, ShardRecord, checksum
-from mega_rl.checkpoint.format.untrusted import (
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.safetensors_header import MAX_HEADER_BYTES
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES, DTYPES, TensorInfo, read_header
+from mega_rl.storage.strict_json import shorten
+from mega_rl.storage.untrusted import (
     RESUME_HINT,
     decode_json,
     fault,
@@ -23,10 +27,6 @@ from mega_rl.checkpoint.format.untrusted import (
     read_at,
     shown,
 )
-from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.safetensors_header import MAX_HEADER_BYTES
-from mega_rl.storage.safetensors_reader import DTYPE_NAMES, DTYPES, TensorInfo, read_header
-from mega_rl.storage.strict_json import shorten
 from mega_rl.types import Box
 
 _SHOWN = 500  # characters of a message that has values of a file in it

@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_rl.checkpoint.format.shards import ShardRecord, checksum
-from mega_rl.checkpoint.format.untrusted import (
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.disk import SaveError
+from mega_rl.storage.safetensors_header import ITEM_BYTES
+from mega_rl.storage.untrusted import (
     RESUME_HINT,
     decode_json,
     fault,
@@ -27,9 +30,6 @@ from mega_rl.checkpoint.format.untrusted import (
     limited,
     shown,
 )
-from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.disk import SaveError
-from mega_rl.storage.safetensors_header import ITEM_BYTES
 
 FORMAT, VERSION = "mega_rl checkpoint", 1
 MANIFEST_FILE, COMMIT_FILE = "manifest.json", "COMMIT"

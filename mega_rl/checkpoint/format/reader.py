@@ -21,10 +21,10 @@ from mega_rl.checkpoint.format.headers import StoredPiece as StoredPiece
 from mega_rl.checkpoint.format.headers import read_shard
 from mega_rl.checkpoint.format.manifest import MANIFEST_FILE, Manifest
 from mega_rl.checkpoint.format.shards import CHUNK_BYTES, PieceSpec
-from mega_rl.checkpoint.format.untrusted import RESUME_HINT, fault, limited, open_regular
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.safetensors_reader import as_bytes
 from mega_rl.storage.strict_json import shorten
+from mega_rl.storage.untrusted import RESUME_HINT, fault, limited, open_regular
 from mega_rl.types import Box
 
 MAX_THREADS = 8

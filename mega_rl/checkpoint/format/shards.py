@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from mega_rl.checkpoint.format.untrusted import fault, is_checksum, is_count, key_faults
 from mega_rl.errors import UserErrors
 from mega_rl.storage import disk
 from mega_rl.storage.safetensors_header import ITEM_BYTES, METADATA, encode_header
+from mega_rl.storage.untrusted import fault, is_checksum, is_count, key_faults
 
 FORMAT = "mega_rl shard 1"
 # Hashed, and then copied by the kernel while the caches still hold it.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mega_rl.checkpoint.format.untrusted import open_regular, read_at
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
+from mega_rl.storage.untrusted import open_regular, read_at
 
 
 def read_from(path: Path, start: int, buffer: memoryview) -> None:

@@ -20,10 +20,10 @@ import secrets
 import stat
 from pathlib import Path
 
-from mega_rl.checkpoint.format.untrusted import decode_json, read_file
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
+from mega_rl.storage.untrusted import decode_json, read_file
 
 SHM = Path("/dev/shm")
 HISTORY_FILE = ".memory"  # in the run's folder of checkpoints

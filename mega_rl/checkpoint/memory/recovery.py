@@ -29,7 +29,6 @@ from mega_rl.checkpoint.format.manifest import (
 )
 from mega_rl.checkpoint.format.reader import Checkpoint
 from mega_rl.checkpoint.format.shards import ShardRecord
-from mega_rl.checkpoint.format.untrusted import open_regular, read_at, read_file
 from mega_rl.checkpoint.memory.files import read_from, write_into
 from mega_rl.checkpoint.memory.hosts import Hosts
 from mega_rl.checkpoint.memory.space import free_memory
@@ -40,6 +39,7 @@ from mega_rl.parallel.transfers import FilePart, cut, transfer
 from mega_rl.protocols import Ranks
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
+from mega_rl.storage.untrusted import open_regular, read_at, read_file
 from mega_rl.types import JsonObject, Piece
 
 VIEW = ".view"  # of a host's folder; what a killed start has left is removed by the next

@@ -6,7 +6,6 @@ import logging
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest
-from mega_rl.checkpoint.format.untrusted import RESUME_HINT
 from mega_rl.checkpoint.identity import differences
 from mega_rl.checkpoint.memory import place
 from mega_rl.checkpoint.memory.hosts import MemoryPlace
@@ -18,6 +17,7 @@ from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, 
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import Ranks
 from mega_rl.storage import disk
+from mega_rl.storage.untrusted import RESUME_HINT
 
 log = logging.getLogger(__name__)
 
