@@ -10,7 +10,6 @@ import typer
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.checkpoint.format.manifest import Manifest
-from mega_rl.checkpoint.memory.leftovers import list_memory
 from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
 from mega_rl.cli.help import Commands
 from mega_rl.cli.text.convert import print_report, progress_bar
@@ -73,7 +72,7 @@ def memory(
     as_json: AsJson = False,
 ) -> None:
     """Checkpoints that runs which did not end cleanly have left in the memory of this host (/dev/shm)."""
-    raise typer.Exit(list_memory(run, remove=remove, as_json=as_json))
+    raise typer.Exit(verbs.list_memory(run, remove=remove, as_json=as_json))
 
 
 @app.command()

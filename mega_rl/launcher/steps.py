@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mega_rl.checkpoint.folders import complete, is_step_folder, step_of
+from mega_rl.checkpoint.folders import CHECKPOINTS, complete, is_step_folder, step_of
 from mega_rl.checkpoint.memory import place
-from mega_rl.checkpoint.previous import CHECKPOINTS
 from mega_rl.errors import UserError
 from mega_rl.launcher.health import RankHealth
 

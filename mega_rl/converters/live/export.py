@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mega_rl.converters.live.load import weights_of
 from mega_rl.converters.live.place import Members, ModelPlace
 from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
-from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_header import matrix_shape
 
 
 def export_hf(

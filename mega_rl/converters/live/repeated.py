@@ -9,8 +9,8 @@ from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.deepseek import MTP_REPEATED
 from mega_rl.converters.live.copying import BlockReader
 from mega_rl.converters.plan.sharding import Head
-from mega_rl.storage.bits import same_bits
-from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_header import matrix_shape
+from mega_rl.storage.safetensors_reader import same_bits
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CHUNK_BYTES = 16 << 20

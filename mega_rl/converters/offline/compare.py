@@ -16,8 +16,8 @@ import xxhash
 from torch import Tensor
 
 from mega_rl.converters.live.copying import BlockReader, TensorLike
-from mega_rl.storage.bits import bits, same_bits
-from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_header import matrix_shape
+from mega_rl.storage.safetensors_reader import bits, same_bits
 
 CHUNK_BYTES = 16 << 20
 

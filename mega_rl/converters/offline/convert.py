@@ -46,8 +46,8 @@ from mega_rl.converters.plan.ranks import Origin, ParamPlan
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.output_folder import copy_files
+from mega_rl.storage.safetensors_header import matrix_shape
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.safetensors_writer import SHARD_BYTES, TensorSpec, shard_name, write_index
 

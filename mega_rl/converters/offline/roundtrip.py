@@ -15,8 +15,8 @@ from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.storage.bits import same_bits
-from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_header import matrix_shape
+from mega_rl.storage.safetensors_reader import same_bits
 
 CHUNK_BYTES = 16 << 20
 

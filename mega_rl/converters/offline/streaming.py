@@ -18,7 +18,7 @@ from mega_rl.converters.offline.formats import WeightFiles, fill_windows, is_pla
 from mega_rl.converters.offline.torch_dist import ChunkFile, Written
 from mega_rl.converters.offline.world import World
 from mega_rl.converters.plan.compose import ColumnRange
-from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_header import matrix_shape
 from mega_rl.storage.safetensors_writer import SafetensorsFile, TensorSpec, plan_shards
 
 # Bytes of tensors in memory at a time over all threads; a tensor that needs more is alone. Reading stages at most

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import psutil
 
-from mega_rl.checkpoint.folders import complete
+from mega_rl.checkpoint.folders import CHECKPOINTS, complete
 from mega_rl.checkpoint.lock import LOCK_FILE
-from mega_rl.checkpoint.previous import CHECKPOINTS
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.launcher.leash import leashed
-from mega_rl.storage.lock import lock_file
+from mega_rl.storage.disk import lock_file
 
 TRAIN = python_module("mega_rl.cli", "train")
 LOCK_WAIT_S = 300.0  # in which ranks of a lost node end; after it the run itself says who holds the folder

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from mega_rl.checkpoint.folders import CHECKPOINTS
 from mega_rl.checkpoint.lock import LOCK_FILE
-from mega_rl.checkpoint.previous import CHECKPOINTS
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.launcher.ranks import KEY

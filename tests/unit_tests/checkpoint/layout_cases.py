@@ -163,9 +163,9 @@ def load(engine: Any, folder: Path) -> None:
     from mega_rl.checkpoint.format.reader import Checkpoint
     from mega_rl.parallel.comm import GroupRanks
 
-    with Checkpoint.open(folders.final(folder, 1)) as checkpoint:
-        fill(checkpoint, named_pieces(engine), ranks=GroupRanks(engine.groups.world))
-        engine.resume_from(checkpoint.manifest.numbers["engine"])
+    checkpoint = Checkpoint.open(folders.final(folder, 1))
+    fill(checkpoint, named_pieces(engine), ranks=GroupRanks(engine.groups.world))
+    engine.resume_from(checkpoint.manifest.numbers["engine"])
 
 
 def role_of(head: str) -> str:

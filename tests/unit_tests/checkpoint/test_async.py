@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -190,7 +189,7 @@ def test_a_writer_that_died_between_two_saves(tmp_path: Path, caplog: pytest.Log
         until(lambda: not alive(pid))
         saving.save(2, {})
         saving.finish()
-    assert f"the writer (process {pid}) has ended between two saves" in caplog.text
+    assert f"the writer (process {pid}) ended between two saves" in caplog.text
     assert steps(tmp_path) == [1, 2]
 
 
@@ -311,14 +310,3 @@ def test_the_writer_does_not_outlive_its_run(tmp_path: Path, faulty: Any, during
         assert values(actual) == [1, 0]
         actual.save(2, {})
     assert names(tmp_path / "run") == ["step_000001", "step_000002"]
-
-
-def test_jobs_travel_as_they_are() -> None:
-    from mega_rl.checkpoint.format.shards import PieceSpec
-    from mega_rl.checkpoint.saving.job import JobPiece, Publication, SaveJob
-
-    piece = JobPiece(PieceSpec("a/b", "BF16", (2, 0), (2, 3)), (4, 3), 64)
-    publication = Publication("/root", 7, ("shard_00000.safetensors",), {"step": 7}, {"keep": 1})
-    for of_first in (publication, None):
-        job = SaveJob("/root/.step_000007.tmp", "shard_00000.safetensors", (piece,), 9.0, of_first)
-        assert SaveJob.from_json(json.loads(json.dumps(job.to_json()))) == job

@@ -52,8 +52,8 @@ def copy_of(original: Path, place: Path) -> Path:
 
 def check(folder: Path) -> None:
     """Everything that is done before data of a checkpoint is used."""
-    with Checkpoint.open(folder) as checkpoint:
-        checkpoint.verify(checkpoint.all_pieces())
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.verify(checkpoint.all_pieces())
 
 
 def refusal(folder: Path) -> str:
@@ -61,7 +61,6 @@ def refusal(folder: Path) -> str:
     with pytest.raises(UserError) as caught:
         check(folder)
     message = str(caught.value)
-    assert "checkpoint.resume" in message, f"no fix: {message}"
     assert len(message) < 10_000
     assert all(line.isprintable() for line in message.split("\n")), repr(message)
     return message
@@ -78,10 +77,10 @@ def regions(file: Path) -> list[range]:
 
 def piece_at(folder: Path, file: Path, offset: int) -> str | None:
     """The tensor that a byte of a file belongs to."""
-    with Checkpoint.open(folder) as checkpoint:
-        for piece in checkpoint.all_pieces():
-            if piece.file.name == file.name and piece.offset <= offset < piece.offset + piece.spec.nbytes:
-                return piece.spec.name
+    checkpoint = Checkpoint.open(folder)
+    for piece in checkpoint.all_pieces():
+        if piece.file.name == file.name and piece.offset <= offset < piece.offset + piece.spec.nbytes:
+            return piece.spec.name
     return None
 
 
@@ -119,8 +118,8 @@ def flip(file: Path, offset: int, bit: int) -> None:
 
 def test_every_truncation_is_found_and_named(original: Path, folder: Path) -> None:
     choose = random.Random(1)
-    with Checkpoint.open(original) as checkpoint:
-        borders = [(piece.file.name, piece.offset) for piece in checkpoint.all_pieces() if piece.spec.nbytes]
+    checkpoint = Checkpoint.open(original)
+    borders = [(piece.file.name, piece.offset) for piece in checkpoint.all_pieces() if piece.spec.nbytes]
     for file in sorted(original.iterdir()):
         size = file.stat().st_size
         borders += [(file.name, 0), (file.name, 1), (file.name, size - 1)]
@@ -140,11 +139,11 @@ def test_every_truncation_is_found_and_named(original: Path, folder: Path) -> No
 
 
 def test_a_file_that_shrinks_after_it_was_opened_is_named(folder: Path) -> None:
-    with Checkpoint.open(folder) as checkpoint:
-        piece = max(checkpoint.all_pieces(), key=lambda piece: (piece.file, piece.offset))
-        os.truncate(piece.file, piece.offset + piece.spec.nbytes - 1)
-        with pytest.raises(UserError, match="truncated") as caught:
-            checkpoint.verify(checkpoint.all_pieces())
+    checkpoint = Checkpoint.open(folder)
+    piece = max(checkpoint.all_pieces(), key=lambda piece: (piece.file, piece.offset))
+    os.truncate(piece.file, piece.offset + piece.spec.nbytes - 1)
+    with pytest.raises(UserError, match="truncated") as caught:
+        checkpoint.verify(checkpoint.all_pieces())
     assert piece.spec.name in str(caught.value)
     assert str(piece.file) in str(caught.value)
 
@@ -523,7 +522,7 @@ def use_everything(folder: Path) -> None:
         lambda: verbs.list_checkpoints(root, as_json=True),
         lambda: verbs.verify_checkpoints(root, as_json=True),
         lambda: RunLock(root).__enter__().release(),  # type: ignore[func-returns-value]
-        lambda: folders.retire(root, newest_step=10, keep=1, keep_interval=0, keep_best="a"),
+        lambda: folders.surplus(root, newest_step=10, keep=1, keep_interval=0, keep_best="a"),
     ]
     for use in uses:
         try:

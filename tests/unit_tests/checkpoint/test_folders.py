@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.folders import complete, retire, torn
+from mega_rl.checkpoint.folders import complete, torn
 from mega_rl.checkpoint.format.reader import Checkpoint
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.errors import UserError
@@ -37,8 +37,9 @@ def steps(root: Path) -> list[int]:
 
 
 def keep(root: Path, newest: int, *, keep: int = 2, interval: int = 0, best: str = "") -> list[str]:
-    removed = retire(root, newest_step=newest, keep=keep, keep_interval=interval, keep_best=best)
-    return [path.name for path in removed]
+    removed = folders.surplus(root, newest_step=newest, keep=keep, keep_interval=interval, keep_best=best)
+    folders.remove([path for path, _ in removed])
+    return [path.name for path, _ in removed]
 
 
 def test_names(root: Path) -> None:
@@ -106,7 +107,7 @@ class Killing:
 def save_and_retire(root: Path, step: int) -> None:
     work, whole = folders.begin(root, step), tensors()
     folders.publish(root, step, manifest_of(step, whole, write_shards(work, whole)))
-    retire(root, newest_step=step, keep=1, keep_interval=0, keep_best="")
+    keep(root, step, keep=1)
 
 
 def test_names_in_a_checkpoint_are_on_the_disk_before_it_gets_its_own(
@@ -165,8 +166,8 @@ def test_a_kill_anywhere_leaves_a_whole_checkpoint(
                 whole = complete(root)
                 assert whole, f"nothing is left after call {killing.count}"
                 assert not any(map(folders.size_faults, whole)), f"half of one counts after call {killing.count}"
-                with Checkpoint.open(whole[-1]) as checkpoint:
-                    checkpoint.verify(checkpoint.all_pieces())
+                checkpoint = Checkpoint.open(whole[-1])
+                checkpoint.verify(checkpoint.all_pieces())
                 actual.add(folders.step_of(whole[-1]))
                 save_and_retire(root, second)
             assert steps(root) == [second]

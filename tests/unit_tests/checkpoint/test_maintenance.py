@@ -48,7 +48,7 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert "tp1 dp3" in lines[1]
     assert "0.75" in lines[2]
     assert lines[2].rstrip().endswith("complete")
-    assert "torn: a pending save" in lines[4]
+    assert "torn: a pending or interrupted save" in lines[4]
     assert verbs.list_checkpoints(run / "checkpoints", metric="loss") == 0
     assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["loss", "state"]
 

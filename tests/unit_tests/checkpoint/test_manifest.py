@@ -52,7 +52,7 @@ def test_every_mistake_is_in_one_error() -> None:
         parse_manifest(json.dumps(raw).encode(), "F/manifest.json")
     problems = caught.value.problems
     assert len(problems) == 4
-    assert problems[0].startswith("F/manifest.json: step=-1 must be a whole number of at least 0; set checkpoint.")
+    assert problems[0].startswith("F/manifest.json: step=-1 must be a whole number of at least 0")
     assert all(problem.startswith("F/manifest.json: ") for problem in problems)
 
 

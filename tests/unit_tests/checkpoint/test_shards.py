@@ -123,7 +123,7 @@ def test_the_writing_side_imports_no_torch() -> None:
     """The process that writes in the background starts anew in every run."""
     code = (
         "import sys\nfrom mega_rl.checkpoint import folders, maintenance\n"
-        "from mega_rl.checkpoint.format import coverage, manifest, shards\n"
+        "from mega_rl.checkpoint.format import manifest, shards\n"
         "from mega_rl.checkpoint.saving import writer\n"
         "from mega_rl.storage import disk\nprint('torch' in sys.modules, 'numpy' in sys.modules)"
     )

@@ -95,10 +95,7 @@ def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path, caplog: pytest.Lo
     actual = store(tmp_path)
     assert actual.restore().step == 2  # type: ignore[union-attr]
     assert values(actual) == [2, 0]
-    assert (
-        ".step_000009.tmp is not a complete checkpoint and is ignored: a pending save, or one that was cut short"
-        in caplog.text
-    )
+    assert ".step_000009.tmp is not a complete checkpoint and is ignored: a pending or interrupted save" in caplog.text
     actual.save(3, {})
     assert ".step_000009.tmp" not in names(tmp_path)
 
@@ -131,7 +128,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     store(tmp_path).save(1, {})
     message = refusal(store(tmp_path, identity={"seed": 8, "data": "abc", "model": "m"}))
     assert "(seed: 7 -> 8, model: None -> 'm')" in message
-    assert "set checkpoint.resume=never to start anew (what is there is kept, in previous/)" in message
+    assert "set checkpoint.resume=never to start anew (old files are kept, in previous/)" in message
     assert "abc" not in message
 
 

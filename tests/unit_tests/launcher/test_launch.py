@@ -13,7 +13,7 @@ import pytest
 
 from mega_rl.launcher.launch import Launch
 from mega_rl.launcher.ranks import LOST_PEER
-from mega_rl.storage.lock import lock_file
+from mega_rl.storage.disk import lock_file
 from tests.unit_tests.launcher.programs import Started, is_gone, run, start, wait_until
 
 ENDLESS = "reached('up'); time.sleep(600)"
@@ -223,7 +223,7 @@ def test_ranks_of_a_killed_launcher_are_asked_to_end(tmp_path: Path, warden_live
     program = """
         def stop(number, frame): reached("saved"); sys.exit(143)
         signal.signal(signal.SIGTERM, stop)
-        from mega_rl.storage.lock import lock_file
+        from mega_rl.storage.disk import lock_file
         held = lock_file(Path(f"lock{rank}"))
         reached("up")
         time.sleep(600)

@@ -15,7 +15,7 @@ import pytest
 
 from mega_rl.cli.app import main
 from mega_rl.schedulers.ray.node import LINES_PER_CALL, NodeLauncher, NodeOutput
-from mega_rl.storage.lock import lock_file
+from mega_rl.storage.disk import lock_file
 
 WAIT_S = 60.0
 

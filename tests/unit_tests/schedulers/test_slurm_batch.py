@@ -17,7 +17,7 @@ from mega_rl.cli.app import main
 from mega_rl.errors import RunError, UserError
 from mega_rl.schedulers.slurm.batch import ContainerMount, SbatchRun, check, directives, render, seconds_of
 from mega_rl.schedulers.slurm.submit import submit
-from mega_rl.storage.lock import lock_file
+from mega_rl.storage.disk import lock_file
 
 ROOT = Path(__file__).parents[3]
 SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join((str(ROOT / ".venv/lint/bin"), os.environ["PATH"])))

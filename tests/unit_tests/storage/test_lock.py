@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.storage.lock import lock_file
+from mega_rl.storage.disk import lock_file
 
 
 def test_one_holder_at_a_time(tmp_path: Path) -> None:

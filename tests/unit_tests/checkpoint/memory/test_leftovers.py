@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mega_rl.checkpoint.lock import RunLock
+from mega_rl.checkpoint.maintenance import list_memory
 from mega_rl.checkpoint.memory import place
-from mega_rl.checkpoint.memory.leftovers import list_memory
 from mega_rl.errors import UserError
 
 
@@ -76,5 +76,5 @@ def test_files_that_a_run_in_use_removes_meanwhile_count_nothing(
 def test_does_not_look_into_anothers_folder(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     place.user_folder(tmp_path).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is a link; it is not looked into"):
+    with pytest.raises(UserError, match="is a link; it is not read"):
         list_memory(None, shm=tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.checkpoint.memory import writing
+from mega_rl.checkpoint.memory import store as writing
 from mega_rl.checkpoint.memory.hosts import Host
 from mega_rl.checkpoint.memory.place import user_folder
 from mega_rl.checkpoint.memory.store import MemoryCheckpoints
@@ -166,7 +166,9 @@ def test_another_runs_memory_is_ignored(tmp_path: Path, shm: Path, caplog: pytes
     second = run(tmp_path, 9, identity={"seed": 8, "data": "abc"})
     assert start(second, tmp_path) == (0, "")
     ignored = [record.getMessage() for record in caplog.records if record.getMessage().startswith("ignored")]
-    assert ignored == ["ignored: the checkpoint of step 3 in memory is of another run (seed: 7 -> 8)"]
+    [line] = ignored
+    assert line.startswith("ignored: the checkpoint of step 3 in memory: ")
+    assert line.endswith("/step_000003 is of another run (seed: 7 -> 8)")
     second.close()
 
 
@@ -250,7 +252,7 @@ def test_too_little_memory(
         saving.save_in_memory(2, {})
         [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
         assert error.startswith(text)
-        assert error.endswith("training goes on without them")
+        assert error.endswith("training continues without them")
         assert list(shm.iterdir()) == []
     assert saving.poll() == {}
     saving.close()

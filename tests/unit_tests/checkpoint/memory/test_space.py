@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.checkpoint.memory.space import free_memory
+from mega_rl.checkpoint.memory.place import free_memory
 
 
 def control_group(folder: Path, limit: str, current: int, file: int, shmem: int) -> None:
