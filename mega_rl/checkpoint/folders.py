@@ -13,7 +13,6 @@ import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 
 from mega_rl.checkpoint.format.manifest import (
@@ -29,7 +28,6 @@ from mega_rl.checkpoint.format.manifest import (
 )
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
-from mega_rl.storage.strict_json import shorten
 from mega_rl.storage.untrusted import read_file
 
 log = logging.getLogger(__name__)
@@ -71,15 +69,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def complete(root: Path) -> list[Path]:
-    """Return the folders of complete checkpoints, oldest first: COMMIT fits the manifest; shards are not checked.
-
-    Checkpoints of a history that the run has left by going back before them are in `torn` instead.
-    """
+    """Return the folders of complete checkpoints, oldest first: COMMIT fits the manifest; shards are not checked."""
     return _survey(root)[0]
 
 
 def torn(root: Path) -> list[tuple[Path, str]]:
-    """Return (path, reason) of incomplete checkpoints, and of a `latest` that names no complete one."""
+    """Return (path, reason) of incomplete checkpoints."""
     return _survey(root)[1]
 
 
@@ -140,23 +135,23 @@ def surplus(
     """Return (folder, reason) of checkpoints to remove now that `newest_step` is the run's newest.
 
     Keeps the newest `keep`, those whose step is a multiple of `keep_interval` (0: none), and the one with the largest
-    value of the metric `keep_best` ("": none). Later steps belong to a history that the run has left. When the newest
-    one lacks shards, keeps all, unless the caller has `verified` that one of those kept is whole.
+    value of the metric `keep_best` ("": none). When the newest one lacks shards, keeps all, unless the caller has
+    `verified` that one of those kept is whole.
     """
     whole, others = _survey(root)
     newest = final(root, newest_step)
     if not verified and (newest not in whole or size_faults(newest)):
         log.warning("%s is not complete: no other checkpoint is removed", newest)
         return []
-    past = [folder for folder in whole if step_of(folder) <= newest_step]
-    kept = {newest, *past[-keep:]} if keep > 0 else {newest}
-    kept |= {folder for folder in past if keep_interval > 0 and step_of(folder) % keep_interval == 0}
-    kept |= set(_best(past, keep_best))
-    left = [(folder, f"the run went back to before step {step_of(folder)}") for folder in whole if folder not in past]
-    for folder, why in left:
-        log.warning("removing %s: %s", folder, why)
-    leftovers = [(path, why) for path, why in others if path.is_dir() and not path.is_symlink()]
-    return [*left, *leftovers, *((folder, "older than those to keep") for folder in past if folder not in kept)]
+    kept = {newest, *whole[max(0, len(whole) - keep) :]}
+    kept |= {folder for folder in whole if keep_interval > 0 and step_of(folder) % keep_interval == 0}
+    values = []
+    for folder in whole:
+        with suppress(UserError, KeyError):
+            values.append((read_manifest(folder).metrics[keep_best], step_of(folder), folder))
+    kept |= {max(values)[2]} if values else set()  # the later one of equal values
+    remains = [(folder, why) for folder, why in others if folder.is_dir() and not folder.is_symlink()]
+    return [*remains, *((folder, "older than those to keep") for folder in whole if folder not in kept)]
 
 
 def remove(folders: Sequence[Path]) -> None:
@@ -198,50 +193,12 @@ def _survey(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
     others: list[tuple[Path, str]] = []
     for path in entries(root):
         hidden = _HIDDEN.fullmatch(path.name)
-        if hidden:
-            others.append((path, _HIDDEN_REASONS[hidden[2]]))
+        why = _HIDDEN_REASONS[hidden[2]] if hidden else _faults(path) if is_step_folder(path) else ""
+        if why:
+            others.append((path, why))
         elif is_step_folder(path):
-            why = _faults(path)
-            if why:
-                others.append((path, why))
-            else:
-                whole.append(path)
-    whole.sort(key=step_of)
-    latest, why = _latest(root, whole)
-    if why:
-        others.append((root / LATEST_FILE, why))
-    left = _left(whole, latest)
-    others += [(path, f"from a history that the run has left: {latest} was saved after it") for path in left]
-    return [path for path in whole if path not in left], others
-
-
-def _left(whole: Sequence[Path], latest: Path | None) -> list[Path]:
-    """Return the checkpoints of later steps than the latest that were saved before it.
-
-    A save writes `latest` after the folder has its name, so later ones saved after it are just newer.
-    """
-    later = [] if latest is None else whole[whole.index(latest) + 1 :]
-    times = {}
-    for folder in [latest, *later] if later else []:
-        with suppress(UserError):  # reported when it is opened
-            times[folder] = datetime.fromisoformat(read_manifest(folder).saved_at)  # type: ignore[arg-type]
-    return [folder for folder in later if latest in times and folder in times and times[folder] < times[latest]]
-
-
-def _latest(root: Path, whole: Sequence[Path]) -> tuple[Path | None, str]:
-    """Return the checkpoint that `latest` names and "", or None and the problem."""
-    path = root / LATEST_FILE
-    if not os.path.lexists(path):
-        return None, ""
-    try:
-        name = read_file(path, 64).decode("utf-8", errors="replace").removesuffix("\n")
-    except UserError as error:
-        return None, str(error).removeprefix(f"{path}: ")
-    if not _STEP.fullmatch(name):
-        return None, f"holds {shorten(name)!r}, must be a name like step_000010; the newest step is taken instead"
-    if root / name not in whole:
-        return None, f"names {name}, which is not there or not complete; the newest step is taken instead"
-    return root / name, ""
+            whole.append(path)
+    return sorted(whole, key=step_of), others
 
 
 def _faults(folder: Path) -> str:
@@ -263,15 +220,6 @@ def _committed(folder: Path) -> bytes:
     manifest = read_file(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     check_commit(commit, manifest, folder)
     return manifest
-
-
-def _best(folders: Sequence[Path], metric: str) -> list[Path]:
-    """Return the checkpoint with the largest value of a metric, the later of equal ones; empty if none has it."""
-    values = []
-    for folder in folders:
-        with suppress(UserError, KeyError):
-            values.append((read_manifest(folder).metrics[metric], step_of(folder), folder))
-    return [max(values)[2]] if values else []
 
 
 def entries(root: Path) -> list[Path]:

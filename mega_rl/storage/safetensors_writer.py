@@ -49,13 +49,13 @@ class SafetensorsFile:
     its disk, when a write fails.
     """
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec], *, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._written: dict[str, list[tuple[int, int]]] = {}  # row intervals by tensor
         self._specs: dict[str, TensorSpec] = {}
         self._offsets: dict[str, int] = {}
-        header: dict[str, object] = {METADATA: {"format": "pt", **(metadata or {})}}
+        header: dict[str, object] = {METADATA: {"format": "pt"}}
         at = 0
         # Wide types first: every tensor is then aligned to its type.
         for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
@@ -138,7 +138,6 @@ class CheckpointWriter:
         specs: Sequence[TensorSpec],
         *,
         shard_bytes: int = SHARD_BYTES,
-        metadata: Mapping[str, str] | None = None,
     ) -> None:
         if not specs:
             raise UserError(f"{folder}: there are no tensors to write")
@@ -147,10 +146,7 @@ class CheckpointWriter:
         self._advance = progress.counter(self._total, unit="B")
         require_space(folder, self._total)
         shards = plan_shards(specs, shard_bytes)
-        self.files = [
-            SafetensorsFile(folder / shard_name(i, len(shards)), shard, metadata=metadata)
-            for i, shard in enumerate(shards)
-        ]
+        self.files = [SafetensorsFile(folder / shard_name(i, len(shards)), shard) for i, shard in enumerate(shards)]
         self._file_of: dict[str, SafetensorsFile] = {}
         for file, shard in zip(self.files, shards, strict=True):
             for spec in shard:
@@ -214,7 +210,6 @@ def write_checkpoint(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     shard_bytes: int = SHARD_BYTES,
-    metadata: Mapping[str, str] | None = None,
     files: Mapping[str, Path] | None = None,
     overwrite: bool = False,
 ) -> Path:
@@ -227,7 +222,7 @@ def write_checkpoint(
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held]
     with output_folder(directory, overwrite=overwrite) as work:
         copy_files(work, files or {})
-        with CheckpointWriter(work, specs, shard_bytes=shard_bytes, metadata=metadata) as writer:
+        with CheckpointWriter(work, specs, shard_bytes=shard_bytes) as writer:
             for name, tensor in held:
                 writer.write(name, tensor)
     return Path(directory)

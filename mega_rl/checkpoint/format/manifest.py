@@ -95,16 +95,11 @@ def commit_text(manifest: bytes) -> str:
 
 
 def check_commit(commit: bytes, manifest: bytes, folder: Path) -> None:
-    """Check COMMIT against the manifest. Raises UserError or UserErrors for a damaged COMMIT or another manifest."""
+    """Check COMMIT against the manifest. Raises UserError for a damaged COMMIT or another manifest."""
     where = folder / COMMIT_FILE
     raw = decode_json(commit, where)
-    problems = key_faults(raw, ("manifest", "bytes"), where)
-    if not problems and not is_checksum(raw["manifest"]):
-        problems.append(fault(where, "manifest", raw["manifest"], "must be 16 hexadecimal digits"))
-    if not problems and not is_count(raw["bytes"]):
-        problems.append(fault(where, "bytes", raw["bytes"], "must be a number of bytes"))
-    if problems:
-        raise UserErrors(problems)
+    if set(raw) != {"manifest", "bytes"} or not is_checksum(raw["manifest"]) or not is_count(raw["bytes"]):
+        raise UserError(f"{where}: must hold the checksum of {MANIFEST_FILE} and its bytes, holds {shown(raw)}")
     expected, actual = (raw["bytes"], raw["manifest"]), (len(manifest), checksum(manifest))
     if expected != actual:
         raise UserError(
@@ -143,10 +138,8 @@ def _tensors(raw: Any, where: str | Path, problems: list[str]) -> dict[str, Whol
     for name, entry in raw.items():
         if not is_tensor_name(name):
             problems.append(fault(where, "tensors", name, "must be names of printable parts without . and .."))
-        elif not isinstance(entry, list) or len(entry) != 2 or not is_shape(entry[1]):
-            problems.append(fault(where, name, entry, "must be a dtype and a list of sizes"))
-        elif not isinstance(entry[0], str) or entry[0] not in ITEM_BYTES:
-            problems.append(fault(where, name, entry[0], f"must be one of {', '.join(ITEM_BYTES)}"))
+        elif not isinstance(entry, list) or len(entry) != 2 or not is_shape(entry[1]) or entry[0] not in [*ITEM_BYTES]:
+            problems.append(fault(where, name, entry, f"must be one of {', '.join(ITEM_BYTES)} and a list of sizes"))
         else:
             tensors[name] = WholeTensor(entry[0], tuple(entry[1]))
     return tensors
@@ -160,8 +153,8 @@ def _shards(raw: Any, where: str | Path, problems: list[str]) -> tuple[ShardReco
     for i, entry in enumerate(raw):
         try:
             record = ShardRecord.from_json(entry, f"{where}: shards[{i}]")
-        except UserErrors as error:
-            problems += error.problems
+        except UserError as error:
+            problems.append(str(error))
             continue
         if record.file in shards:
             problems.append(fault(where, f"shards[{i}].file", record.file, "is there twice"))

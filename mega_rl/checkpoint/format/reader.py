@@ -32,7 +32,7 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.storage.safetensors_header import MAX_HEADER_BYTES, METADATA, HeaderEntry, parse_entries
 from mega_rl.storage.safetensors_reader import DTYPES, CheckpointReader, TensorInfo
 from mega_rl.storage.strict_json import shorten
-from mega_rl.storage.untrusted import decode_json, fault, is_checksum, key_faults, limited, open_regular, read_at, shown
+from mega_rl.storage.untrusted import decode_json, fault, is_checksum, limited, open_regular, read_at, shown
 from mega_rl.types import Box
 
 MAX_THREADS = 8
@@ -164,10 +164,9 @@ def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[Stor
     except UserErrors as error:
         raise UserErrors(limited([problem[:_SHOWN] for problem in error.problems], path)) from error
     checksums = _checksums(raw.get(METADATA), path)
-    problems = [f"{path}: {shorten(key)} has no checksum" for key in entries if key not in checksums]
-    problems += [f"{path}: a checksum of {shorten(key)}, which is not there" for key in checksums if key not in entries]
-    if problems:
-        raise UserErrors(problems)
+    if set(checksums) != set(entries) or not all(map(is_checksum, checksums.values())):
+        raise UserError(f"{path}: must have a checksum of 16 hexadecimal digits for each of {len(entries)} pieces")
+    problems = []
     pieces = []
     for key, entry in entries.items():
         spec, problem = _piece_spec(entry, manifest)
@@ -182,22 +181,11 @@ def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[Stor
 
 def _checksums(metadata: Any, path: Path) -> dict[str, str]:
     """Return the checksums in a header's metadata, by key."""
-    if not isinstance(metadata, dict):
-        raise UserError(fault(path, METADATA, metadata, "must be an object"))
-    problems = key_faults(metadata, ("format", "checksums"), f"{path}: {METADATA}")
-    if problems:
-        raise UserErrors(problems)
-    if metadata["format"] != FORMAT:
-        raise UserError(fault(path, "format", metadata["format"], f"must be {FORMAT!r}"))
-    if not isinstance(metadata["checksums"], str):
-        raise UserError(fault(path, "checksums", metadata["checksums"], "must be a text of JSON"))
-    # JSON can hold a surrogate without its partner, UTF-8 cannot.
-    checksums = decode_json(metadata["checksums"].encode(errors="replace"), f"{path}: checksums")
-    rule = "must be 16 hexadecimal digits"
-    problems = [fault(path, key, value, rule) for key, value in checksums.items() if not is_checksum(value)]
-    if problems:
-        raise UserErrors(problems)
-    return checksums
+    match metadata:
+        case {"format": known, "checksums": str(text)} if known == FORMAT and len(metadata) == 2:
+            # JSON can hold a surrogate without its partner, UTF-8 cannot.
+            return decode_json(text.encode(errors="replace"), f"{path}: checksums")
+    raise UserError(f"{path}: {METADATA} must have format={FORMAT!r} and checksums, a text of JSON")
 
 
 def _piece_spec(entry: HeaderEntry, manifest: Manifest) -> tuple[PieceSpec, str]:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from mega_rl.errors import UserErrors
+from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.safetensors_header import ITEM_BYTES, METADATA, encode_header
-from mega_rl.storage.untrusted import fault, is_checksum, is_count, key_faults
+from mega_rl.storage.untrusted import is_checksum, is_count, shown
 
 FORMAT = "mega_rl shard 1"
 CHUNK_BYTES = 1 << 20  # hashed and then copied by the kernel while the caches hold it
@@ -62,21 +62,12 @@ class ShardRecord(NamedTuple):
 
     @classmethod
     def from_json(cls, raw: Any, where: str | Path) -> ShardRecord:
-        """Parse an entry of the manifest. Raises UserErrors."""
-        if not isinstance(raw, dict):
-            raise UserErrors([fault(where, "shard", raw, "must be an object")])
-        problems = key_faults(raw, ("file", "bytes", "header"), where)
-        if not problems:
-            file, nbytes, header = raw["file"], raw["bytes"], raw["header"]
-            if not isinstance(file, str) or not SHARD_NAME.fullmatch(file):
-                problems.append(fault(where, "file", file, "must be a name like shard_00000.safetensors"))
-            if not is_count(nbytes, 8):
-                problems.append(fault(where, "bytes", nbytes, "must be a number of bytes"))
-            if not is_checksum(header):
-                problems.append(fault(where, "header", header, "must be 16 hexadecimal digits"))
-        if problems:
-            raise UserErrors(problems)
-        return cls(file, nbytes, header)
+        """Parse an entry of the manifest. Raises UserError."""
+        match raw:
+            case {"file": str(file), "bytes": nbytes, "header": header} if len(raw) == 3 and SHARD_NAME.fullmatch(file):
+                if is_count(nbytes, 8) and is_checksum(header):
+                    return cls(file, nbytes, header)
+        raise UserError(f"{where}={shown(raw)} must have the name of a shard, its bytes and its header's checksum")
 
 
 def shard_name(rank: int) -> str:

@@ -126,8 +126,3 @@ def test_of_the_engines_settings_only_those_that_change_numbers_matter() -> None
     before, now = as_record(load(None, [])), as_record(load(None, ENGINE_SETTINGS))
     actual = {change.key: change.matters for change in changes(before, now)}
     assert actual == {setting.partition("=")[0]: "moe" in setting or "dtype" in setting for setting in ENGINE_SETTINGS}
-
-
-def test_a_record_with_earlier_names_says_nothing_of_todays() -> None:
-    earlier = {"engine": "megatron", "parallel": {"tp": 2}, "trainer": {"packing": False, "steps": 100}}
-    assert changes(earlier, as_record(load(None, ["engine.megatron.tp=4"]))) == []

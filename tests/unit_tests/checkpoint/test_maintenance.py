@@ -83,12 +83,12 @@ def test_verify_lists_every_fault(run: Path, capsys: pytest.CaptureFixture[str])
     (run / "checkpoints" / "step_000010" / "COMMIT").write_text("{}")
     assert verbs.verify_checkpoints(run) == 1
     out = capsys.readouterr().out
-    assert out.count("damaged") == 5
+    assert out.count("damaged") == 4
     assert ": whole" not in out
     assert f"{file.parent}: damaged: {file.name}: " in out
     assert verbs.verify_checkpoints(run, as_json=True) == 1
     reports = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [len(report["faults"]) for report in reports] == [2, 1, 2]
+    assert [len(report["faults"]) for report in reports] == [1, 1, 2]
     [fault] = reports[1]["faults"]
     assert all(word in fault for word in (str(file), ": actor/", "checksum", "expected"))
     assert verbs.verify_checkpoints(run / "checkpoints" / "step_000010") == 1
@@ -144,11 +144,6 @@ def test_prune_removes_nothing_where_nothing_is_whole(run: Path) -> None:
     with pytest.raises(UserError, match="no complete checkpoint"):
         verbs.prune(run, keep=1)
     assert len(list((run / "checkpoints").glob("step_*"))) == 3
-
-
-def test_list_of_one_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verbs.list_checkpoints(run / "checkpoints" / "step_000020", as_json=True)
-    assert [row["step"] for row in json.loads(capsys.readouterr().out)["checkpoints"]] == [20]
 
 
 @pytest.mark.parametrize(

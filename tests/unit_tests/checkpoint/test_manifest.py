@@ -33,11 +33,6 @@ def test_what_is_written_is_read_again() -> None:
     assert actual.tensors["actor/exp_avg/scale"] == WholeTensor("F32", ())
 
 
-def test_plain_tuples_do_for_tensors() -> None:
-    plain = dataclasses.replace(example(), tensors={"a": ("F32", (2, 3))})  # type: ignore[dict-item]
-    assert parse_manifest(manifest_text(plain).encode(), "x").tensors == {"a": WholeTensor("F32", (2, 3))}
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, Path("x")])
 def test_what_json_does_not_hold_fails_the_save(value: object) -> None:
     with pytest.raises(SaveError, match="step 7"):

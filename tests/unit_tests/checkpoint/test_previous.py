@@ -98,15 +98,6 @@ def test_a_run_that_made_no_step_is_not_kept(tmp_path: Path) -> None:
     assert previous_runs(tmp_path) == []
 
 
-def test_runs_are_numbered(run: Path) -> None:
-    for number in (1, 2, 3):
-        (run / "metrics.jsonl").write_text(str(number))
-        begin_history(run, None)
-    assert [(p.name, (p / "metrics.jsonl").read_text()) for p in previous_runs(run)] == [
-        *(("001", "1"), ("002", "2"), ("003", "3"))
-    ]
-
-
 class Killed(BaseException):
     """The end of a process."""
 

@@ -88,34 +88,6 @@ def same(first: Tensor, second: Tensor) -> bool:
     return bytes(written.data_of(first)) == bytes(written.data_of(second))
 
 
-def test_large_cuts_go_through_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_BUFFER_BYTES", 1 << 16)
-    tensor = torch.randn(700, 300)
-    checkpoint, piece = stored(tmp_path, tensor, "F32")
-    target = torch.zeros(200, 600).t()
-    checkpoint.read([PieceCopy(piece, Box((50, 70), (600, 200)), target)])
-    assert torch.equal(target, tensor[50:650, 70:270])
-    parameter = torch.nn.Parameter(torch.zeros(700, 300))
-    checkpoint.read([PieceCopy(piece, whole((700, 300)), parameter)])
-    assert torch.equal(parameter, tensor)
-
-
-def test_all_of_a_checkpoint(tmp_path: Path) -> None:
-    folder = written.save(tmp_path, 10)
-    checkpoint = Checkpoint.open(str(folder))
-    assert checkpoint.manifest.step == 10
-    assert set(checkpoint.pieces) == set(written.tensors())
-    assert [len(checkpoint.pieces[name]) for name in (written.MATRIX, written.SCALAR)] == [4, 1]
-    checkpoint.verify(checkpoint.all_pieces())
-    checkpoint.verify([])
-    for name, tensor in written.tensors().items():
-        for piece in checkpoint.pieces[name]:
-            assert piece.dtype == tensor.dtype
-            target = torch.zeros(piece.box.shape, dtype=tensor.dtype)
-            checkpoint.read([PieceCopy(piece, whole(piece.box.shape), target)])
-            assert torch.equal(target, written.cut(tensor, piece.box))
-
-
 def spec_of(box: Box) -> PieceSpec:
     return PieceSpec("a", "F32", *box)
 

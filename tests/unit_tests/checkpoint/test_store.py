@@ -50,11 +50,6 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     assert metrics["checkpoint/bytes"] == 2 * (12 * 4 + 5 * 2 + 4)
 
 
-def test_a_new_folder_starts_afresh(tmp_path: Path) -> None:
-    assert store(tmp_path / "none").restore() is None
-    assert not (tmp_path / "none").exists()
-
-
 def test_the_newest_is_taken_and_the_last_are_kept(tmp_path: Path) -> None:
     """By number: 100 comes after 20."""
     for step in (5, 20, 100):
@@ -63,14 +58,6 @@ def test_the_newest_is_taken_and_the_last_are_kept(tmp_path: Path) -> None:
     actual = store(tmp_path)
     assert actual.restore().step == 100  # type: ignore[union-attr]
     assert values(actual) == [100, 0]
-
-
-def test_keep_one_every_third_and_the_best(tmp_path: Path) -> None:
-    rewards = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3}
-    for step, reward in rewards.items():
-        kept = store(tmp_path, keep=1, keep_interval=3, keep_best="val/reward_mean")
-        kept.save(step, {}, metrics={"val/reward_mean": reward})
-    assert steps(tmp_path) == [2, 3, 4]
 
 
 def test_never_and_paths(tmp_path: Path) -> None:
@@ -98,24 +85,6 @@ def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path, caplog: pytest.Lo
     assert ".step_000009.tmp is not a complete checkpoint and is ignored: a pending or interrupted save" in caplog.text
     actual.save(3, {})
     assert ".step_000009.tmp" not in names(tmp_path)
-
-
-def test_a_run_that_went_back_leaves_its_later_checkpoints_behind(tmp_path: Path) -> None:
-    """Else a resume would take up the history that was left, and retention would remove what was just saved."""
-    for step in (2, 4, 6):
-        store(tmp_path, keep=9).save(step, {})
-    back = store(tmp_path, resume=str(tmp_path / "step_000002"))
-    back.restore()
-    back.save(3, {})
-    assert names(tmp_path) == ["step_000002", "step_000003"]
-
-
-def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
-    for value in (5, 6):
-        store(tmp_path, actor=value).save(2, {})
-    actual = store(tmp_path)
-    actual.restore()
-    assert values(actual) == [6, 0]
 
 
 def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:

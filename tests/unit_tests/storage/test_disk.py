@@ -61,20 +61,6 @@ def test_short_writes_are_continued(most: int, tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "file").read_bytes() == b"\0\0abcdefg"
 
 
-def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
-    fd = disk.open_new(tmp_path / "file")
-    disk.write_at(fd, 0, [memoryview(bytes([i % 256])) for i in range(3000)])
-    disk.close(fd)
-    assert (tmp_path / "file").read_bytes() == bytes(i % 256 for i in range(3000))
-
-
-def test_a_disk_that_takes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "os", Recorded(most=0))
-    fd = disk.open_new(tmp_path / "file")
-    with pytest.raises(SaveError, match="No space left on device"):
-        disk.write_at(fd, 0, [memoryview(b"a")])
-
-
 @pytest.mark.parametrize(
     ("call", "code"), [("pwritev", errno.ENOSPC), ("fsync", errno.EIO), ("open", errno.EROFS), ("rename", errno.EDQUOT)]
 )
@@ -128,9 +114,3 @@ def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
     disk.remove_tree(tmp_path / "nothing")
     assert [entry.name for entry in tmp_path.iterdir()] == ["outside"]
     assert (outside / "file").exists()
-
-
-def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    status = os.statvfs(tmp_path)
-    free = disk.free_bytes(tmp_path / "a" / "b")
-    assert abs(free - status.f_bavail * status.f_frsize) < free / 2
