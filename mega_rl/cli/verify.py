@@ -24,8 +24,7 @@ from mega_rl.hub.resolve import checkpoint_folder
 from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
 from mega_rl.verify.plan import Plan
 from mega_rl.verify.rl.inputs import STEPS, read_run
-from mega_rl.verify.rl.phases import read_tolerances
-from mega_rl.verify.tolerances import Tolerances, tolerances
+from mega_rl.verify.tolerances import Tolerances, read_tolerances, tolerances
 
 log = logging.getLogger(__name__)
 

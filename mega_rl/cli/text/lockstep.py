@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mega_rl.verify.rl.phases import UPDATES
+from mega_rl.verify.tolerances import UPDATES
 
 if TYPE_CHECKING:
     from mega_rl.verify.rl.run import Lockstep, PlantedFault

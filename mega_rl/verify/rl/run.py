@@ -19,10 +19,10 @@ from mega_rl.verify.rl.compare import follow, off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import LockstepRun, algorithm_run, with_layout
 from mega_rl.verify.rl.model import read_architecture, write_inputs
-from mega_rl.verify.rl.phases import TOLERANCES, UpdateErrors
 from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
 from mega_rl.verify.rl.rewards import reward_rule
 from mega_rl.verify.run import RANK, working_folder
+from mega_rl.verify.tolerances import TOLERANCES, UpdateErrors
 
 __all__ = ["follow_layouts", "prepare_run", "self_check", "working_folder"]
 

@@ -23,10 +23,10 @@ from mega_rl.verify.rl.compare import off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.model import write_inputs
-from mega_rl.verify.rl.phases import REWARDS, TOLERANCES
 from mega_rl.verify.rl.reading import ALGORITHMS, FORMULAS, coverage, lockstep_settings
 from mega_rl.verify.rl.run import find, follow_config, problem_of
 from mega_rl.verify.rl.trace import read_batch
+from mega_rl.verify.tolerances import REWARDS, TOLERANCES
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
