@@ -114,3 +114,27 @@ def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
     disk.remove_tree(tmp_path / "nothing")
     assert [entry.name for entry in tmp_path.iterdir()] == ["outside"]
     assert (outside / "file").exists()
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    first = disk.lock_file(tmp_path / "lock")
+    with pytest.raises(BlockingIOError):
+        disk.lock_file(tmp_path / "lock")
+    os.close(first)
+    os.close(disk.lock_file(tmp_path / "lock"))
+
+
+def test_a_file_that_its_holder_removed_is_not_the_lock(tmp_path: Path) -> None:
+    first = disk.lock_file(tmp_path / "lock")
+    (tmp_path / "lock").unlink()
+    second = disk.lock_file(tmp_path / "lock")
+    assert os.fstat(second).st_ino == (tmp_path / "lock").stat().st_ino != os.fstat(first).st_ino
+    os.close(first)
+    os.close(second)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        disk.lock_file(tmp_path / "lock")
+    assert not (tmp_path / "elsewhere").exists()
