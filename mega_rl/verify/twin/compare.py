@@ -48,7 +48,8 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
     from transformers.utils.logging import disable_progress_bar
 
     from mega_rl.parallel import groups as process_groups  # imports Megatron-Core
-    from mega_rl.verify.twin.logits import hf_logits, hf_weights, megatron_logits
+    from mega_rl.verify.twin.logits import megatron_logits
+    from mega_rl.verify.twin.reference import hf_logits, hf_weights
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="twin_") as folder:
@@ -63,12 +64,11 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
         expected = hf_logits(sides[0], tokens, layer_outputs=True)
         groups = process_groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=TIMEOUT_S)
         try:
-            outputs = megatron_logits(sides[1], tokens, groups=groups, accelerator=accelerator, layer_outputs=True)
+            outputs = megatron_logits(sides[1], tokens, groups=groups, accelerator=accelerator)
         finally:
             process_groups.destroy()
-    assert outputs is not None
-    hidden = [(a, b.cpu()) for a, b in zip(expected.hidden, outputs.hidden, strict=True)]
-    parity = judge(twin, expected.logits, outputs.logits.cpu(), hidden)
+    hidden = list(zip(expected.hidden, outputs.hidden, strict=True))
+    parity = judge(twin, expected.logits, outputs.logits, hidden)
     return parity if independent else replace(parity, details=(*parity.details, _NOT_INDEPENDENT))
 
 
