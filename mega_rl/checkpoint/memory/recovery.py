@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,6 @@ from mega_rl.checkpoint.format.manifest import (
 )
 from mega_rl.checkpoint.format.reader import Checkpoint, StoredPiece, read_header_bytes, read_shard
 from mega_rl.checkpoint.format.shards import ShardRecord
-from mega_rl.checkpoint.identity import differences
 from mega_rl.checkpoint.memory import place
 from mega_rl.checkpoint.memory.hosts import Hosts, MemoryPlace, send_files
 from mega_rl.checkpoint.resume import DamagedError, report_changes, restore_from
@@ -80,7 +80,7 @@ def restore_newest(here: MemoryPlace, run: RunState, *, newer_than: int) -> Mani
         try:
             manifest = _restore(here, run, remnant)
         except (DamagedError, RunError, UserError) as error:
-            first, *_ = str(error).split("\n")
+            first, *_ = re.split("[;\n]", str(error))  # advice is about checkpoints on disk
             _ignore(f"{where}: {first}", ranks)
             continue
         if ranks.rank == 0:
@@ -159,14 +159,6 @@ def _restore(here: MemoryPlace, run: RunState, remnant: Remnant) -> Manifest:
     text = broadcast_json(text, ranks, source=source)
     check_commit(remnant.commit.encode(), text.encode(), folder)
     manifest = parse_manifest(text.encode(), folder / MANIFEST_FILE)
-    words: list[str] = []
-    if ranks.rank == 0:
-        words = differences(manifest.identity, run.identity, stored_config=manifest.config, config=run.config)
-        if any(run.mismatched(manifest.numbers)):
-            words.append(f"models: {', '.join(manifest.numbers)} -> {', '.join(run.engines)}")
-    words = broadcast_json(words, ranks)
-    if words:
-        raise UserError(f"{folder} is of another run ({', '.join(words)})")
     if hosts.count == 1:
         return restore_from(folder, run)
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mega_rl.checkpoint.format.reader import Checkpoint
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
+from tests.unit_tests.checkpoint.lethal_writer import instrumented
 from tests.unit_tests.checkpoint.written import manifest_of, save, tensors, write_shards
 
 WAIT_S = 30.0
@@ -63,31 +65,22 @@ class Killed(Exception):
 
 
 class Killing:
-    """Stands for `os` in `disk`: ends it all before or after the call number `at` that changes the disk.
+    """Ends it all before or after the call number `at` that changes the disk.
 
     A fsync is counted but not done: what a killed process has written is there without it.
     """
 
-    CHANGES = ("mkdir", "open", "pwritev", "fsync", "rename", "unlink", "rmdir")
-
     def __init__(self, at: int, *, after: bool) -> None:
         self.count, self.at, self.after = 0, at, after
 
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        if name not in self.CHANGES:
-            return real
-
-        def call(*args: Any, **keywords: Any) -> Any:
-            self.count += 1
-            if self.count > self.at or (self.count == self.at and not self.after):
-                raise Killed
-            result = None if name == "fsync" else real(*args, **keywords)
-            if self.count == self.at:
-                raise Killed
-            return result
-
-        return call
+    def __call__(self, name: str, call: Callable[[], Any]) -> Any:
+        self.count += 1
+        if self.count > self.at or (self.count == self.at and not self.after):
+            raise Killed
+        result = None if name == "fsync" else call()
+        if self.count == self.at:
+            raise Killed
+        return result
 
 
 def save_and_retire(root: Path, step: int) -> None:
@@ -134,7 +127,7 @@ def test_a_kill_anywhere_leaves_a_whole_checkpoint(
     shutil.copytree(root, before)
     actual: set[int] = set()
     at, over = 0, False
-    monkeypatch.setattr(disk, "os", Killing(1 << 30, after=False))
+    monkeypatch.setattr(disk, "os", instrumented(Killing(1 << 30, after=False)))
     while not over:
         at += 1
         for after in (False, True):
@@ -142,7 +135,7 @@ def test_a_kill_anywhere_leaves_a_whole_checkpoint(
             shutil.copytree(before, root)
             killing = Killing(at, after=after)
             with monkeypatch.context() as patch:
-                patch.setattr(disk, "os", killing)
+                patch.setattr(disk, "os", instrumented(killing))
                 try:
                     save_and_retire(root, second)
                     over = True
