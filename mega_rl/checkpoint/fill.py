@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -38,8 +37,7 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
     they are. `whole`: every tensor of the checkpoint must have a place.
 
     Raises:
-        UserErrors: the same on all ranks: names that are missing or left over, other shapes or dtypes, elements that no
-            stored piece has, damaged data.
+        UserErrors: the same on all ranks: names that are missing or left over, other shapes or dtypes, damaged data.
     """
     copies, problems = plan(checkpoint, pieces)
     if whole:
@@ -75,12 +73,7 @@ def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[PieceCop
         if problem is None:
             if piece.name not in stored:
                 stored[piece.name] = _Stored(checkpoint.pieces[piece.name])
-            parts = stored[piece.name].copies(piece)
-            missing = _stored_elements(piece, checkpoint.manifest.tensors[piece.name].shape)
-            missing -= sum(prod(copy.inner.shape) for copy in parts)
-            if missing:
-                problem = f"{piece.name}: {missing} of its elements from {list(piece.box.offset)} on are stored nowhere"
-            copies += parts
+            copies += stored[piece.name].copies(piece)
         if problem is not None:
             problems[f"checkpoint {checkpoint.folder}: {problem}"] = None
     return copies, list(problems)
@@ -128,14 +121,6 @@ def _mismatch(checkpoint: Checkpoint, piece: Piece) -> str | None:
     if not same:
         return f"{piece.name}: has shape {list(tensor.shape)}, this run's is {list(piece.global_shape)}: another model"
     return None
-
-
-def _stored_elements(piece: Piece, stored: tuple[int, ...]) -> int:
-    """Return how many elements of a piece lie within the stored tensor."""
-    if not piece.resizable or not stored:
-        return prod(piece.box.shape)
-    rows = min(piece.box.offset[0] + piece.box.shape[0], stored[0]) - piece.box.offset[0]
-    return prod((max(rows, 0), *piece.box.shape[1:]))
 
 
 def _agree(problems: Sequence[str], ranks: Ranks) -> None:

@@ -122,15 +122,6 @@ def test_training_goes_on_beside_a_save(tmp_path: Path) -> None:
     assert kept.restored == {"x": list(range(100_000))}
 
 
-def test_one_save_at_a_time(tmp_path: Path) -> None:
-    with store(tmp_path, async_save=True, keep=9) as saving:
-        for step in range(1, 6):
-            saving.save(step, {})
-        saving.finish()
-        assert steps(tmp_path) == [1, 2, 3, 4, 5]
-        assert [name for name in names(tmp_path) if name.startswith(".")] == []
-
-
 def test_the_writer_imports_no_torch() -> None:
     code = "import sys, mega_rl.checkpoint.saving.writer; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -255,16 +246,6 @@ def test_a_save_that_takes_too_long(tmp_path: Path, faulty: Any, monkeypatch: py
         with pytest.raises(RunError, match=r"rank 0 did not end within checkpoint.timeout_s=1"):
             saving.finish()
         assert not alive(hung)
-
-
-def test_a_run_that_ends_lets_its_save_complete(tmp_path: Path) -> None:
-    """Also after an error, when nobody has called finish."""
-    with store(tmp_path, actor=1, async_save=True) as saving:
-        saving.save(1, {})
-        pid = pid_of(saving)
-    assert steps(tmp_path) == [1]
-    assert not alive(pid)
-    saving.close()
 
 
 PARENT = """

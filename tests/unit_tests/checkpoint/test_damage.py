@@ -148,33 +148,37 @@ def test_a_file_that_shrinks_after_it_was_opened_is_named(folder: Path) -> None:
     assert str(piece.file) in str(caught.value)
 
 
-def test_two_shards_swapped(folder: Path) -> None:
+def swap_shards(folder: Path) -> None:
     first, second = folder / "shard_00000.safetensors", folder / "shard_00001.safetensors"
     first.rename(folder / "aside")
     second.rename(first)
     (folder / "aside").rename(second)
-    message = refusal(folder)
-    assert first.name in message
-    assert second.name in message
 
 
-def test_a_shard_missing(folder: Path) -> None:
-    (folder / "shard_00001.safetensors").unlink()
-    assert "shard_00001.safetensors: cannot be read (No such file or directory)" in refusal(folder)
+SHARD = "shard_00001.safetensors"
+MIXED_UP: dict[str, tuple[Callable[[Path], object], str]] = {
+    "swapped": (swap_shards, SHARD),
+    "missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: cannot be read (No such file or directory)"),
+    "too many": (
+        lambda folder: shutil.copy(folder / SHARD, folder / "shard_00003.safetensors"),
+        "shard_00003.safetensors: is not in manifest.json",
+    ),
+    "another step": (lambda folder: folder.rename(folder.with_name("step_000020")), "step=10"),
+    **{
+        f"{name} of another": (
+            lambda folder, name=name: shutil.copy(written.save(folder / "other", 20, seed=1) / name, folder / name),
+            name,
+        )
+        for name in (SHARD, "manifest.json", "COMMIT")
+    },
+}
 
 
-def test_a_shard_too_many(folder: Path) -> None:
-    shutil.copy(folder / "shard_00001.safetensors", folder / "shard_00003.safetensors")
-    assert "shard_00003.safetensors: is not in manifest.json" in refusal(folder)
-
-
-@pytest.mark.parametrize("kept", ["shard_00001.safetensors", "manifest.json", "COMMIT"])
-def test_a_file_of_another_checkpoint(kept: str, folder: Path, tmp_path: Path) -> None:
-    other = written.save(tmp_path / "other", 20, seed=1)
-    assert (other / kept).stat().st_size > 0
-    shutil.copy(other / kept, folder / kept)
-    message = refusal(folder)
-    assert kept in message
+@pytest.mark.parametrize("case", MIXED_UP)
+def test_mixed_up_files_are_named(case: str, folder: Path) -> None:
+    change, message = MIXED_UP[case]
+    change(folder)
+    assert message in refusal(next(folder.parent.glob("step_*")))
 
 
 def test_data_of_another_checkpoint_under_a_header_that_fits(folder: Path, tmp_path: Path) -> None:
@@ -186,11 +190,6 @@ def test_data_of_another_checkpoint_under_a_header_that_fits(folder: Path, tmp_p
     message = refusal(folder)
     assert written.MATRIX in message
     assert "[6, 7]" in message
-
-
-def test_another_step_than_the_folders_name_says(folder: Path) -> None:
-    renamed = folder.rename(folder.with_name("step_000020"))
-    assert "step=10" in refusal(renamed)
 
 
 @pytest.mark.parametrize("name", ["COMMIT", "manifest.json", "shard_00000.safetensors"])

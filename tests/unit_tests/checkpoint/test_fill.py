@@ -128,16 +128,6 @@ def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
     assert not any(bool(each.data.any()) for each in pieces)
 
 
-def test_elements_that_are_stored_nowhere(tmp_path: Path) -> None:
-    """A reader would have refused such a checkpoint; filling does not trust it."""
-    checkpoint = Checkpoint.open(save(tmp_path, {NAME: sample((4, 3))}, {NAME: list(flat_boxes((4, 3), 0, 12))}))
-    spec, rest = checkpoint.pieces[NAME][0].spec, checkpoint.pieces[NAME][0][1:]
-    checkpoint.pieces[NAME] = [StoredPiece(spec._replace(shape=(3, 3)), *rest)]
-    _, problems = plan(checkpoint, [piece(sample((4, 3)), Box((2, 0), (2, 3)))])
-    assert len(problems) == 1
-    assert f"{NAME}: 3 of its elements from [2, 0] on are stored nowhere" in problems[0]
-
-
 def flip(folder: Path, name: str) -> None:
     """Change one bit of the last stored piece of a tensor."""
     checkpoint = Checkpoint.open(folder)
