@@ -49,18 +49,9 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
             f"checkpoint {checkpoint.folder}: {name}: is not in this run; {_ANOTHER_MODEL}" for name in left_over
         ]
     _agree(limited(problems, checkpoint.folder), ranks)
+    _agree(_problems_of(lambda: checkpoint.verify(copy.source for copy in copies)), ranks)
     done = progress.counter(sum(copy.target.nbytes for copy in copies), unit="B")
-    works: tuple[Callable[[], None], ...] = (
-        lambda: checkpoint.verify(copy.source for copy in copies),
-        lambda: checkpoint.read(copies, done=done),
-    )
-    for work in works:
-        problems = []
-        try:
-            work()
-        except UserError as error:
-            problems = str(error).split("\n")
-        _agree(problems, ranks)
+    _agree(_problems_of(lambda: checkpoint.read(copies, done=done)), ranks)
 
 
 def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[PieceCopy], list[str]]:
@@ -121,6 +112,14 @@ def _mismatch(checkpoint: Checkpoint, piece: Piece) -> str | None:
     if not same:
         return f"{piece.name}: has shape {list(tensor.shape)}, this run's is {list(piece.global_shape)}: another model"
     return None
+
+
+def _problems_of(work: Callable[[], None]) -> list[str]:
+    try:
+        work()
+    except UserError as error:
+        return str(error).split("\n")
+    return []
 
 
 def _agree(problems: Sequence[str], ranks: Ranks) -> None:
