@@ -184,7 +184,7 @@ def test_a_writer_that_died_between_two_saves(tmp_path: Path, caplog: pytest.Log
     assert steps(tmp_path) == [1, 2]
 
 
-def test_ctrl_c_in_a_save_does_not_wait_for_it(tmp_path: Path, faulty: Any) -> None:
+def test_ctrl_c_does_not_wait_for_save(tmp_path: Path, faulty: Any) -> None:
     faulty("hang", 3)
     saving = store(tmp_path / "run", async_save=True)
     saving.save(1, {})
@@ -226,7 +226,7 @@ def test_faults_in_the_writer(tmp_path: Path, kind: str, faulty: Any, caplog: py
     assert failed >= 4
 
 
-def test_what_the_writer_said_before_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_words_of_writer_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriterProcess, "command", (sys.executable, "-c", "import nothing_of_this_name"))
     with store(tmp_path, async_save=True) as saving:
         saving.save(1, {})

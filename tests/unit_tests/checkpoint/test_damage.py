@@ -138,7 +138,7 @@ def test_every_truncation_is_found_and_named(original: Path, folder: Path) -> No
     check(folder)
 
 
-def test_a_file_that_shrinks_after_it_was_opened_is_named(folder: Path) -> None:
+def test_shrinking_open_file_is_named(folder: Path) -> None:
     checkpoint = Checkpoint.open(folder)
     piece = max(checkpoint.all_pieces(), key=lambda piece: (piece.file, piece.offset))
     os.truncate(piece.file, piece.offset + piece.spec.nbytes - 1)
@@ -181,7 +181,7 @@ def test_mixed_up_files_are_named(case: str, folder: Path) -> None:
     assert message in refusal(next(folder.parent.glob("step_*")))
 
 
-def test_data_of_another_checkpoint_under_a_header_that_fits(folder: Path, tmp_path: Path) -> None:
+def test_foreign_data_under_fitting_header_is_found(folder: Path, tmp_path: Path) -> None:
     """Same sizes, same header: only the data's own checksums tell."""
     other = written.save(tmp_path / "other", 10, seed=1) / "shard_00002.safetensors"
     mine = folder / "shard_00002.safetensors"
@@ -194,7 +194,7 @@ def test_data_of_another_checkpoint_under_a_header_that_fits(folder: Path, tmp_p
 
 @pytest.mark.parametrize("name", ["COMMIT", "manifest.json", "shard_00000.safetensors"])
 @pytest.mark.parametrize("kind", ["link", "outside link", "pipe", "folder", "device"])
-def test_what_is_no_regular_file(name: str, kind: str, folder: Path, tmp_path: Path) -> None:
+def test_irregular_files_are_refused(name: str, kind: str, folder: Path, tmp_path: Path) -> None:
     file = folder / name
     aside = (folder if kind == "link" else tmp_path) / "aside"
     file.rename(aside)
@@ -421,7 +421,7 @@ def test_unchanged_rewrites_are_accepted(folder: Path) -> None:
     check(folder)
 
 
-def test_pieces_that_overlap_by_as_much_as_they_lack(folder: Path) -> None:
+def test_overlap_as_large_as_gap_is_found(folder: Path) -> None:
     """The number of elements alone would not tell."""
 
     def move(raw: dict[str, Any]) -> None:

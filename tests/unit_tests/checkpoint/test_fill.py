@@ -103,7 +103,7 @@ def test_rows_that_a_layout_has_added_or_lacks(tmp_path: Path) -> None:
     assert torch.equal(fewer, sample((5, 3))[:4])
 
 
-def test_everything_that_does_not_fit_is_said_at_once(tmp_path: Path) -> None:
+def test_all_mismatches_are_listed_at_once(tmp_path: Path) -> None:
     """Names, dtypes and shapes; and the pieces that do fit stay untouched."""
     stored = {NAME: sample((4, 3)), "good": sample((2,)), "half": sample((3,), torch.bfloat16), "rows": sample((4, 3))}
     stored |= {"surplus": sample((1,)), "rank00000/random/torch": sample((1,))}

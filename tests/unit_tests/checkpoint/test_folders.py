@@ -89,9 +89,7 @@ def save_and_retire(root: Path, step: int) -> None:
     keep(root, step, keep=1)
 
 
-def test_names_in_a_checkpoint_are_on_the_disk_before_it_gets_its_own(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_is_flushed_before_it_is_renamed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, whole = folders.begin(root, 10), tensors()
     manifest = manifest_of(10, whole, write_shards(work, whole))
     done: list[tuple[str, str]] = []
@@ -118,7 +116,7 @@ def test_names_in_a_checkpoint_are_on_the_disk_before_it_gets_its_own(
 
 
 @pytest.mark.parametrize("second", [20, 10], ids=["next step", "same step"])
-def test_a_kill_anywhere_leaves_a_whole_checkpoint(
+def test_kill_anywhere_leaves_a_whole_checkpoint(
     second: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two saves with keep=1, the second is killed at each of its changes; then a run starts over and saves."""
@@ -199,9 +197,7 @@ def test_multiples_and_the_best_are_kept(root: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["COMMIT", "shard_00001.safetensors", "shorter"])
-def test_nothing_is_removed_when_the_newest_is_not_whole(
-    damage: str, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_newest_checkpoint_stops_retention(damage: str, root: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(root, 10)
     folder = save(root, 20)
     if damage == "shorter":
@@ -231,7 +227,7 @@ def test_the_lock_is_refused_to_a_second_process(root: Path) -> None:
         pass
 
 
-def test_a_dead_disk_does_not_hide_the_error_of_a_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_disk_does_not_hide_run_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dead(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -248,7 +244,7 @@ def test_a_dead_disk_does_not_hide_the_error_of_a_run(root: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"host": 1}', "x" * 10_000, '{"pid": "\\u0000"}', "[]"])
-def test_a_lock_file_that_was_left_behind_does_no_harm(content: str, root: Path) -> None:
+def test_leftover_lock_file_is_harmless(content: str, root: Path) -> None:
     root.mkdir(parents=True)
     (root / ".lock").write_text(content)
     with RunLock(root) as lock:
@@ -274,7 +270,7 @@ def test_a_lock_that_is_no_file(kind: str, root: Path, tmp_path: Path) -> None:
     assert kind != "link" or (tmp_path / "target").read_text() == "mine"
 
 
-def test_a_killed_process_frees_the_lock_though_its_fork_lives_on(root: Path) -> None:
+def test_killed_process_frees_lock_despite_fork(root: Path) -> None:
     code = """
 import os, sys, time
 from pathlib import Path

@@ -37,7 +37,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_copy_under_another_path_or_in_other_files_is_the_same_model(model: Path, tmp_path: Path) -> None:
+def test_copied_or_resharded_model_keeps_its_identity(model: Path, tmp_path: Path) -> None:
     expected = model_identity(model)
     copy = shutil.copytree(model, tmp_path / "copy")
     assert model_identity(copy) == expected
@@ -122,7 +122,7 @@ def test_which_changes_matter() -> None:
     }
 
 
-def test_of_the_engines_settings_only_those_that_change_numbers_matter() -> None:
+def test_only_numeric_engine_settings_matter() -> None:
     before, now = as_record(load(None, [])), as_record(load(None, ENGINE_SETTINGS))
     actual = {change.key: change.matters for change in changes(before, now)}
     assert actual == {setting.partition("=")[0]: "moe" in setting or "dtype" in setting for setting in ENGINE_SETTINGS}

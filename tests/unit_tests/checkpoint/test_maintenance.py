@@ -67,7 +67,7 @@ def test_list_as_json_and_with_damage(run: Path, capsys: pytest.CaptureFixture[s
     assert rows[1]["metrics"] == {"val/reward_mean": 0.25, "loss": 1.0}
 
 
-def test_verify_of_a_run_a_root_and_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_takes_run_root_or_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = run / "checkpoints"
     for path, count in ((run, 3), (root, 3), (root / "step_000020", 1)):
         assert verbs.verify_checkpoints(path) == 0

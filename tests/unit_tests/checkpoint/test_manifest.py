@@ -26,7 +26,7 @@ def example() -> Manifest:
     return manifest_of(7, tensors(), [ShardRecord("shard_00000.safetensors", 99, "0" * 16)], metrics={"a/b": 0.25})
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_written_files_are_read_back() -> None:
     manifest = example()
     actual = parse_manifest(manifest_text(manifest).encode(), "manifest.json")
     assert actual == manifest
@@ -34,7 +34,7 @@ def test_what_is_written_is_read_again() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, Path("x")])
-def test_what_json_does_not_hold_fails_the_save(value: object) -> None:
+def test_values_outside_json_fail_the_save(value: object) -> None:
     with pytest.raises(SaveError, match="step 7"):
         manifest_text(dataclasses.replace(example(), state={"a": value}))
 

@@ -90,7 +90,7 @@ def test_going_back_keeps_the_later_checkpoints(run: Path) -> None:
     ]
 
 
-def test_a_run_that_made_no_step_is_not_kept(tmp_path: Path) -> None:
+def test_run_without_step_is_not_kept(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("x")
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "checkpoints").mkdir()

@@ -135,7 +135,7 @@ def test_coverage_is_that_of_counting_every_element(seed: int) -> None:
         assert missing_elements([spec_of(box) for box in cuts], shape) == 0
 
 
-def test_a_pinwheel_is_covered_though_no_plane_parts_it() -> None:
+def test_pinwheel_without_separating_plane_is_covered() -> None:
     pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
     assert overlap([spec_of(box) for box in pinwheel]) is None
     assert missing_elements([spec_of(box) for box in pinwheel], (3, 3)) == 0

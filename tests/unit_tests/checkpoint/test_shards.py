@@ -42,7 +42,7 @@ def test_item_sizes_are_those_of_torch() -> None:
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == ITEM_BYTES
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_files_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "shard_00003.safetensors"
     record = write(path)
     content = path.read_bytes()

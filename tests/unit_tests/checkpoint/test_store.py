@@ -32,7 +32,7 @@ def refusal(actual: RunCheckpoints) -> str:
     return str(caught.value)
 
 
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+def test_saved_state_is_restored(tmp_path: Path) -> None:
     saved = store(tmp_path, actor=3, critic=4)
     saved.save(3, {"kl": {"value": 0.5}}, metrics={"val/reward_mean": 0.25, "bad": float("nan")})
     folder = tmp_path / "step_000003"
@@ -51,7 +51,7 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     assert metrics["checkpoint/bytes"] == 2 * (12 * 4 + 5 * 2 + 4)
 
 
-def test_the_newest_is_taken_and_the_last_are_kept(tmp_path: Path) -> None:
+def test_newest_is_restored_and_last_are_kept(tmp_path: Path) -> None:
     """By number: 100 comes after 20."""
     for step in (5, 20, 100):
         store(tmp_path, actor=step).save(step, {})
@@ -73,7 +73,7 @@ def test_never_and_paths(tmp_path: Path) -> None:
         assert values(actual) == [step, 0]
 
 
-def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_incomplete_folders_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A torn save, which is reported, a file, and names that only look alike."""
     store(tmp_path, actor=2).save(2, {})
     for name in (".step_000009.tmp", "step_000008x", "my_step_000007", "step_"):
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_a_run_with_other_models(tmp_path: Path) -> None:
     assert "step_000001 has a critic that this run lacks; it is of a run with other models" in refusal(grpo)
 
 
-def test_rank_states_come_back_on_the_same_layout_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_states_need_the_same_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     store(tmp_path, rank_states={"random": Kept(5)}).save(1, {})
     same, other, new = Kept(0), Kept(0), Kept(0)
@@ -156,7 +156,7 @@ def test_falling_back_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "step_000003/shard" in refusal(store(tmp_path, fallback=True))  # the newest is the one to tell of
 
 
-def test_the_newest_having_lost_its_manifest_is_no_reason_to_go_back_unasked(tmp_path: Path) -> None:
+def test_damaged_newest_checkpoint_needs_fallback(tmp_path: Path) -> None:
     for step in (1, 2):
         store(tmp_path, actor=step).save(step, {})
     (tmp_path / "step_000002" / "COMMIT").unlink()
@@ -236,7 +236,7 @@ def test_a_failed_save_ends_the_run_when_asked(tmp_path: Path, monkeypatch: pyte
     assert names(tmp_path) == ["step_000001"]
 
 
-def test_too_little_space_is_found_before_anything_is_written(
+def test_too_little_space_is_found_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(disk, "free_bytes", lambda path: (1 << 20) + 123)
@@ -348,7 +348,7 @@ def saves(root: Path, monkeypatch: pytest.MonkeyPatch, fails: Sequence[bool]) ->
                 saving.save(step, {})
 
 
-def test_a_run_whose_last_save_fails_does_not_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_last_save_ends_run_with_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though `on_error` is continue: a failed save before the last one costs itself alone."""
     with pytest.raises(RunError, match=r"the checkpoint of step 3 failed: .*it was the run's last one"):
         saves(tmp_path / "last", monkeypatch, [False, True, True])

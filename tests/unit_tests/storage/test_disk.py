@@ -76,9 +76,7 @@ def test_failures_name_the_file_and_the_reason(
     assert "latest" in message
 
 
-def test_folders_are_made_with_those_above_and_their_names_are_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_parents_are_made_durably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded()
     monkeypatch.setattr(disk, "os", recorded)
     disk.make_folder(tmp_path / "a" / "b")
@@ -90,7 +88,7 @@ def test_folders_are_made_with_those_above_and_their_names_are_durable(
         disk.make_folder(tmp_path / "file" / "c")
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link"):
@@ -124,7 +122,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     os.close(disk.lock_file(tmp_path / "lock"))
 
 
-def test_a_file_that_its_holder_removed_is_not_the_lock(tmp_path: Path) -> None:
+def test_removed_lock_file_is_taken_anew(tmp_path: Path) -> None:
     first = disk.lock_file(tmp_path / "lock")
     (tmp_path / "lock").unlink()
     second = disk.lock_file(tmp_path / "lock")

@@ -239,7 +239,7 @@ def test_index_may_not_leave_the_checkpoint(tmp_path: Path, path: object) -> Non
         CheckpointReader(tmp_path)
 
 
-def test_every_fault_of_an_index_is_in_one_error(tmp_path: Path) -> None:
+def test_index_faults_are_listed_in_one_error(tmp_path: Path) -> None:
     root = sharded(tmp_path)
     edit_index(root, d="model-00001-of-00002.safetensors", e="model-00003-of-00002.safetensors", f="../f")
     shard = root / "model-00002-of-00002.safetensors"

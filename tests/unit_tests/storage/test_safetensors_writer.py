@@ -88,7 +88,7 @@ def test_every_byte_is_written_exactly_once(tmp_path: Path, rows: Sequence[tuple
         file.close()
 
 
-def test_what_is_written_must_be_as_announced(tmp_path: Path) -> None:
+def test_written_tensors_must_match_their_specs(tmp_path: Path) -> None:
     with SafetensorsFile(tmp_path / "x", [TensorSpec("a", torch.float32, (2, 3))]) as file:
         for wrong in (torch.ones(2, 3).half(), torch.ones(3, 2), torch.ones(6)):
             with pytest.raises(AssertionError, match="a: "):
@@ -221,7 +221,7 @@ def test_killed_between_the_two_renames(tmp_path: Path) -> None:
 # Disks that fail.
 
 
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
+def test_full_disk_is_found_before_writing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1,152,921,504\.61 GB are to be written, but its disk has [\d.,]+ [GM]B free"):
         CheckpointWriter(tmp_path, [TensorSpec("a", torch.uint8, (1 << 60,))])
     assert list(tmp_path.iterdir()) == []
@@ -257,7 +257,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         pytest.fail("must not begin")
 
 
-def test_all_is_on_disk_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_flushed_before_folder_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is flushed after its last byte, then the folder; only then it is renamed, and that is flushed too."""
     target, flushed = tmp_path / "out", []
     fsync = os.fsync

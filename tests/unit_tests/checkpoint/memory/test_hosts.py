@@ -12,7 +12,7 @@ def test_copies_go_to_the_next_host_and_around() -> None:
     assert [THREE.replica_of(rank) for rank in range(6)] == [3, 3, 3, 4, 0, 1]
 
 
-def test_a_shard_is_read_by_its_rank_or_by_one_that_has_the_copy() -> None:
+def test_shard_is_read_by_owner_or_copy_holder() -> None:
     assert THREE.reader_on(2, 4) == 4
     assert [THREE.reader_on(1, rank) for rank in range(3)] == [3, 3, 3]
     assert (THREE.own, THREE.is_first, THREE.ranks_on(2)) == (1, True, [4, 5])

@@ -52,7 +52,7 @@ def test_removes_what_no_run_uses(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no checkpoints in memory" in capsys.readouterr().out
 
 
-def test_files_that_a_run_in_use_removes_meanwhile_count_nothing(
+def test_files_removed_meanwhile_count_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each save removes the checkpoint before."""

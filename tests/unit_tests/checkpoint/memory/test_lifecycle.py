@@ -116,7 +116,7 @@ def test_a_failed_last_save_keeps_the_memory(
     second.close()
 
 
-def test_the_disk_is_taken_where_it_is_as_new(tmp_path: Path, shm: Path) -> None:
+def test_disk_is_preferred_if_as_new(tmp_path: Path, shm: Path) -> None:
     killed_run(tmp_path, on_disk=3)
     second = run(tmp_path, 9)
     assert start(second, tmp_path) == (3, "disk")
@@ -133,7 +133,7 @@ def test_another_history_removes_what_memory_has(tmp_path: Path, shm: Path, resu
     second.close()
 
 
-def test_a_run_without_checkpoints_in_memory_goes_on_from_one(tmp_path: Path, shm: Path) -> None:
+def test_run_without_memory_tier_resumes_from_memory(tmp_path: Path, shm: Path) -> None:
     killed_run(tmp_path)
     with run(tmp_path, 9, memory_interval=0) as second:
         manifest = second.restore()
