@@ -315,7 +315,7 @@ class HfExports:
     root: Path
     source: Path  # folder of the model that the run began with
     ranks: Ranks  # all ranks of the run
-    on_error: str  # as checkpoint.on_error
+    on_error: str  # continue or stop
 
     def __call__(self, done: int) -> None:
         """Write the weights after `done` steps; collective.

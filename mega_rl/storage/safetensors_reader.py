@@ -102,7 +102,7 @@ class CheckpointReader:
         # Given tensors are read from their own files; `path` is not opened.
         infos = _open_checkpoint(self.path) if tensors is None else dict(tensors)
         self.tensors: dict[str, TensorInfo] = _pair_scales(infos)
-        # Payload bytes that this process copied, without headers: of a cut of columns those of the cut alone.
+        # Payload bytes that this process copied, without headers and without the rest of cut rows.
         self.bytes_read = 0
         self._fds: dict[Path, int] = {}
         self._lock = threading.Lock()

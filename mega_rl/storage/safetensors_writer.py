@@ -182,7 +182,7 @@ class CheckpointWriter:
 
 
 def plan_shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Group consecutive tensors into shards of at most `shard_bytes`; a larger tensor is alone."""
+    """Group consecutive tensors into shards of at most `shard_bytes`; a larger tensor gets its own."""
     shards: list[list[TensorSpec]] = []
     size = 0
     for spec in specs:

@@ -88,7 +88,7 @@ def verify(
 ) -> list[Verdict]:
     """Return a verdict on each layout, in their order.
 
-    Raises RunError when one rank alone cannot compute the model, UserError when it refuses to.
+    Raises RunError when a single rank cannot compute the model, UserError when it refuses to.
     """
     with progress.rounds("case", len(layouts) + 1) as cases:  # the reference is one
         launch = partial(_launch, plan, timeout_s=timeout_s, on_gpus=on_gpus, cases=cases)

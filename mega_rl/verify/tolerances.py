@@ -15,8 +15,8 @@ class Tolerances:
     logprob: float  # nats, of any token
     loss: float  # relative
     grad_norm: float  # relative
-    gradient: float  # of any tensor, in the Frobenius norm, relative to that of one rank's
-    weight: float  # of any tensor after an optimizer step, relative to the way that one rank's has gone
+    gradient: float  # largest of any tensor in the Frobenius norm, relative to one rank's
+    weight: float  # largest of any tensor after an optimizer step, relative to the distance of one rank's step
 
 
 # Sums of some thousand float32 terms in another order differ by 1e-6 of their size, and through a deep model by ten
@@ -85,9 +85,9 @@ class UpdateErrors:
     """Distance of one optimizer step of the real trainer from the independent trainer's."""
 
     role: str  # actor, critic
-    step: int  # from 0
+    step: int  # counts from 0
     update: int  # number of the mini-batch in its step, from 0
-    errors: Mapping[str, float]  # by phase, in the order of `TOLERANCES`, of the phases that the run has
+    errors: Mapping[str, float]  # error by phase of the run, in the order of `TOLERANCES`
     worst: str  # name of the tensor whose gradient is furthest off
 
     @property

@@ -37,7 +37,7 @@ MAX_COMMIT_BYTES = 1024
 
 
 class WholeTensor(NamedTuple):
-    """Dtype and shape of a tensor of a checkpoint, whatever pieces store it."""
+    """Dtype and shape of a whole tensor of a checkpoint."""
 
     dtype: str  # "F32", "BF16", as in safetensors headers
     shape: tuple[int, ...]

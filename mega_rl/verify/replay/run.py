@@ -31,7 +31,7 @@ class Replay:
     """Result of replaying a record under one layout."""
 
     layout: Layout
-    differences: tuple[Difference, ...]  # of every tensor that was computed again, in causal order
+    differences: tuple[Difference, ...]  # one for each tensor that was computed again, in causal order
 
     @property
     def first(self) -> Difference | None:
@@ -44,7 +44,7 @@ class Prepared:
     """A record with its weights in place, and the layouts to replay it under."""
 
     record: Record
-    config: Config  # of the run
+    config: Config  # config of the recorded run
     models: dict[str, str]  # Hugging Face folder of each role
     layouts: tuple[Layout, ...]
 

@@ -52,7 +52,7 @@ def follow(
         of_step = {} if rule.function is None else {REWARDS: reward_error(recorded, batch)}
         of_step[UPDATES] = float(wrong_prompts(batch, settings))
         if settings.samples_all_tokens:
-            for samples in batch.generations or [batch.samples]:  # what dynamic sampling keeps is no random choice
+            for samples in batch.generations or [batch.samples]:  # dynamic sampling does not keep samples at random
                 sampler.add(samples, trainer.policy.logits)
             of_step[SAMPLES] = max(map(abs, sampler.deviations()))
         if settings.max_generations:

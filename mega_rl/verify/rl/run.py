@@ -35,7 +35,7 @@ class Lockstep:
 
     layout: Layout
     updates: tuple[UpdateErrors, ...]
-    problem: str  # what is off first, or how the ranks failed; empty: the two trainers agree
+    problem: str  # first error out of tolerance, or how the ranks failed; empty: the two trainers agree
 
     @property
     def good(self) -> bool:
@@ -114,7 +114,7 @@ def record_runs(configs: Sequence[Config], folders: Sequence[Path], *, ranks: in
 
 
 def problem_of(updates: Sequence[UpdateErrors], tolerances: Mapping[str, float]) -> str:
-    """Return what is off first, in words; empty where nothing is."""
+    """Return the first error out of tolerance, in words; empty without one."""
     first = off(updates, tolerances)
     if first is None:
         return ""

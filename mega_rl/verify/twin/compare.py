@@ -32,7 +32,7 @@ class Parity:
 
     good: bool  # within the gate, or beyond it for a fault of the reference that is known
     max_abs: float
-    first_layer: int | None  # of the original model: the first whose output differs
+    first_layer: int | None  # first layer of the original model whose output differs
     summary: str
     details: tuple[str, ...] = ()
 
