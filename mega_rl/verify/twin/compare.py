@@ -15,6 +15,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.known_bugs import known_bug
+from mega_rl.verify.twin.reference import hf_logits, hf_weights
 from mega_rl.verify.twin.shrink import Twin, num_elements, write_twin
 
 GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
@@ -49,7 +50,6 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
 
     from mega_rl.parallel import groups as process_groups  # imports Megatron-Core
     from mega_rl.verify.twin.logits import megatron_logits
-    from mega_rl.verify.twin.reference import hf_logits, hf_weights
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="twin_") as folder:
