@@ -111,11 +111,9 @@ def prune(
         left = [{"path": str(path), "faults": faults} for path, faults in damaged.items()]
         typer.echo(json.dumps({"removed": removed, "kept": kept, "damaged": left, "dry_run": dry_run}))
         return 0
-    for path, why in surplus:
-        typer.echo(f"{'would remove' if dry_run else 'removed'} {path}: {why}")
-    for path, faults in damaged.items():
-        typer.echo(f"{path}: damaged, not counted and left there: {faults[0]}")
-    typer.echo(f"{'would keep' if dry_run else 'kept'} {', '.join(kept)}")
+    lines = [f"{'would remove' if dry_run else 'removed'} {path}: {why}" for path, why in surplus]
+    lines += [f"{path}: damaged, not counted and left there: {faults[0]}" for path, faults in damaged.items()]
+    typer.echo("\n".join([*lines, f"{'would keep' if dry_run else 'kept'} {', '.join(kept)}"]))
     return 0
 
 
@@ -126,7 +124,7 @@ def list_memory(run: Path | None, *, remove: bool = False, as_json: bool = False
     """
     if why := place.unusable(place.user_folder(shm) / "run"):
         raise UserError(f"{why}; it is not read, ask who made it")
-    rows = []
+    rows, lines = [], []
     for folder in place.folders_of_runs(shm):
         run_dir = place.run_dir_of(folder)
         if run is not None and run_dir != os.path.realpath(run):
@@ -138,14 +136,10 @@ def list_memory(run: Path | None, *, remove: bool = False, as_json: bool = False
             if remove and unused:
                 place.remove(folder)
         rows.append({"path": str(folder), "run": run_dir, "steps": steps, "bytes": nbytes, "state": state})
-        if not as_json:
-            named = ", ".join(map(str, steps)) or "none"
-            of = shorten(run_dir) or "an unknown run"
-            typer.echo(f"{folder}: of {of}: steps {named}, {in_units(nbytes)}: {state}")
-    if as_json:
-        typer.echo(json.dumps({"memory": rows}))
-    elif not rows:
-        typer.echo(f"{place.user_folder(shm)}: no checkpoints in memory")
+        named, of = ", ".join(map(str, steps)) or "none", shorten(run_dir) or "an unknown run"
+        lines.append(f"{folder}: of {of}: steps {named}, {in_units(nbytes)}: {state}")
+    lines = lines or [f"{place.user_folder(shm)}: no checkpoints in memory"]
+    typer.echo(json.dumps({"memory": rows}) if as_json else "\n".join(lines))
     return 0
 
 
