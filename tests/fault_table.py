@@ -456,7 +456,7 @@ STORAGE = (
         "lock not exclusive",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
-        "storage/test_lock.py",
+        "storage/test_disk.py",
     ),
 )
 CHECKPOINT = (

@@ -4,58 +4,42 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mega_rl import progress
 from mega_rl.algorithms.kl import KLController
-from mega_rl.checkpoint.identity import FILES, file_records, model_identity
+from mega_rl.checkpoint.identity import run_identity
 from mega_rl.checkpoint.random_state import RandomState
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.origins import as_record, recorded
 from mega_rl.config.schema import Config
-from mega_rl.errors import UserError
-from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
-from mega_rl.protocols import Ranks, WeightSync
+from mega_rl.protocols import WeightSync
 
 log = logging.getLogger(__name__)
 
 
 def build_checkpoints(config: Config, groups: Groups, *, data_fingerprint: str) -> RunCheckpoints:
-    """Open the run's checkpoint folder with the identity that a checkpoint must match; without engines yet."""
+    """Open the run's checkpoint folder with the identity that a checkpoint must match; without engines yet.
+
+    Collective. Raises UserError on all ranks.
+    """
+    ranks = ranks_of(groups.host_world)
+    named, local = recorded(config).data, config.data
+    names = [*named.train_files, *named.mixture.files()]
+    files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
+    known = {"seed": config.trainer.seed, "data": data_fingerprint, "engine": config.engine.backend}
     return RunCheckpoints(
         root=Path(config.trainer.run_dir) / "checkpoints",
         engines={},
-        ranks=ranks_of(groups.host_world),
+        ranks=ranks,
         settings=config.checkpoint,
-        identity=_identity(config, ranks_of(groups.host_world), data_fingerprint=data_fingerprint),
+        identity=run_identity(known, Path(config.model.path), files, sampled=local.stream.rows > 0, ranks=ranks),
         layout=str(groups.layout),
         config=as_record(config),
         rank_states={"random": RandomState()},
     )
-
-
-def _identity(config: Config, ranks: Ranks, *, data_fingerprint: str) -> dict[str, Any]:
-    """Return what a checkpoint must agree with; rank 0 reads the files; collective. Raises UserError on all ranks."""
-    read: dict[str, Any] = {}
-    message = None
-    if ranks.rank == 0:
-        try:
-            named, local = recorded(config).data, config.data
-            names = [*named.train_files, *named.mixture.files()]
-            files = dict(zip(names, [*local.train_files, *local.mixture.files()], strict=True))
-            read = {
-                "model": model_identity(Path(config.model.path)),
-                FILES: file_records(files, sampled=local.stream.rows > 0),
-            }
-        except (UserError, OSError) as error:
-            message = str(error)
-    message = first_failure(message, ranks)
-    if message is not None:
-        raise UserError(message)
-    own = {"seed": config.trainer.seed, "data": data_fingerprint, "engine": config.engine.backend}
-    return own | broadcast_json(read, ranks)
 
 
 class Restored(NamedTuple):

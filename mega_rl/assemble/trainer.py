@@ -36,9 +36,8 @@ from mega_rl.assemble.roles import Roles, build_roles, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.assemble.sources import OwnRollouts, load_data_source, load_rollout_source
-from mega_rl.checkpoint.export import HfExports
 from mega_rl.checkpoint.run_state import ORDER
-from mega_rl.checkpoint.store import RunCheckpoints
+from mega_rl.checkpoint.store import HfExports, RunCheckpoints
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
 from mega_rl.config.plugins.choices import ADVANTAGE

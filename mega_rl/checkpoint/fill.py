@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from math import prod
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from mega_rl import progress
-from mega_rl.checkpoint.format.reader import MAX_THREADS, Checkpoint, StoredPiece
-from mega_rl.checkpoint.format.untrusted import limited
+from mega_rl.checkpoint.format.reader import Checkpoint, PieceCopy, StoredPiece
 from mega_rl.checkpoint.run_state import ORDER
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import all_failures
 from mega_rl.parallel.boxes import intersection, within
 from mega_rl.protocols import Ranks
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES
+from mega_rl.storage.untrusted import limited
 from mega_rl.types import Box, Piece
 
 _ANOTHER_MODEL = (
     "it is of another model, or of settings with other optimizer state: use the settings that it was saved with, or "
-    "checkpoint.resume=never, which starts anew and keeps what is there in previous/"
+    "checkpoint.resume=never, which starts anew and keeps the old files in previous/"
 )
-_OF_A_RANK = re.compile(r"rank\d{5,}/")
-_OF_THE_ORDER = f"{ORDER}/"
-HEARD_RANKS = 8  # whose problems are shown; a checkpoint's problems are mostly the same on all
-
-
-class PieceCopy(NamedTuple):
-    """Copy of a box of a stored piece into live memory."""
-
-    source: StoredPiece
-    inner: Box  # within the stored piece
-    target: Tensor  # [*inner.shape], any strides and device
+# Tensors of single ranks and of an order of prompts, which a run may do without.
+_OPTIONAL = re.compile(rf"rank\d{{5,}}/|{ORDER}/")
+SHOWN_RANKS = 8  # a checkpoint's problems are mostly the same on all ranks
 
 
 def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole: bool = False) -> None:
@@ -49,23 +37,21 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
     they are. `whole`: every tensor of the checkpoint must have a place.
 
     Raises:
-        UserErrors: on all ranks alike: names that are missing or left over, other shapes or dtypes, elements that no
-            stored piece has, damaged data.
+        UserErrors: the same on all ranks: names that are missing or left over, other shapes or dtypes, damaged data.
     """
     copies, problems = plan(checkpoint, pieces)
-    problems += _left_over(checkpoint, pieces, ranks) if whole else []
+    if whole:
+        names = sorted(name for name in checkpoint.manifest.tensors if not _OPTIONAL.match(name))
+        wanted = {piece.name for piece in pieces}
+        placed = ranks.max(torch.tensor([name in wanted for name in names], dtype=torch.int32)).tolist()
+        left_over = [name for name, there in zip(names, placed, strict=True) if not there]
+        problems += [
+            f"checkpoint {checkpoint.folder}: {name}: is not in this run; {_ANOTHER_MODEL}" for name in left_over
+        ]
     _agree(limited(problems, checkpoint.folder), ranks)
-    _agree(_damage(checkpoint, copies), ranks)
-    copies.sort(key=_place)
-    advance = progress.counter(sum(copy.target.nbytes for copy in copies), unit="B")
-
-    def read(copy: PieceCopy) -> None:
-        checkpoint.read_into(copy.source, copy.inner, copy.target)
-        advance(copy.target.nbytes)
-
-    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        for _ in pool.map(read, copies):
-            pass  # taking a result raises the error of its read
+    _agree(_problems_of(lambda: checkpoint.verify(copy.source for copy in copies)), ranks)
+    done = progress.counter(sum(copy.target.nbytes for copy in copies), unit="B")
+    _agree(_problems_of(lambda: checkpoint.read(copies, done=done)), ranks)
 
 
 def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[PieceCopy], list[str]]:
@@ -78,31 +64,10 @@ def plan(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> tuple[list[PieceCop
         if problem is None:
             if piece.name not in stored:
                 stored[piece.name] = _Stored(checkpoint.pieces[piece.name])
-            parts = stored[piece.name].copies(piece)
-            wanted = _there(piece, checkpoint.manifest.tensors[piece.name].shape)
-            missing = prod(wanted) - sum(prod(copy.inner.shape) for copy in parts)
-            if missing:
-                problem = f"{piece.name}: {missing} of its elements from {list(piece.box.offset)} on are stored nowhere"
-            copies += parts
+            copies += stored[piece.name].copies(piece)
         if problem is not None:
             problems[f"checkpoint {checkpoint.folder}: {problem}"] = None
     return copies, list(problems)
-
-
-def _left_over(checkpoint: Checkpoint, pieces: Sequence[Piece], ranks: Ranks) -> list[str]:
-    """Return a problem for every tensor that no rank has a place for; collective.
-
-    Not for those of single ranks and of an order of prompts, which a run may do without.
-    """
-    names = sorted(name for name in checkpoint.manifest.tensors if not name.startswith(_OF_THE_ORDER))
-    names = [name for name in names if not _OF_A_RANK.match(name)]
-    wanted = {piece.name for piece in pieces}
-    placed = ranks.max(torch.tensor([name in wanted for name in names], dtype=torch.int32)).tolist()
-    return [
-        f"checkpoint {checkpoint.folder}: {name}: is not in this run; {_ANOTHER_MODEL}"
-        for name, there in zip(names, placed, strict=True)
-        if not there
-    ]
 
 
 class _Stored:
@@ -149,33 +114,19 @@ def _mismatch(checkpoint: Checkpoint, piece: Piece) -> str | None:
     return None
 
 
-def _there(piece: Piece, stored: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the part of a piece that lies within the stored tensor."""
-    if not piece.resizable or not stored:
-        return piece.box.shape
-    rows = min(piece.box.offset[0] + piece.box.shape[0], stored[0]) - piece.box.offset[0]
-    return (max(rows, 0), *piece.box.shape[1:])
-
-
-def _damage(checkpoint: Checkpoint, copies: Sequence[PieceCopy]) -> list[str]:
-    """Verify the checksums of the stored pieces that are needed; return the problems."""
+def _problems_of(work: Callable[[], None]) -> list[str]:
     try:
-        checkpoint.verify({_place(copy): copy.source for copy in copies}.values())
+        work()
     except UserError as error:
         return str(error).split("\n")
     return []
 
 
-def _place(copy: PieceCopy) -> tuple[str, int]:
-    """Return the file and offset of the stored piece, to read in order."""
-    return str(copy.source.file), copy.source.offset
-
-
 def _agree(problems: Sequence[str], ranks: Ranks) -> None:
     """Raise the problems of all ranks on every rank; collective."""
-    heard, failing = all_failures("\n".join(problems) if problems else None, ranks, most=HEARD_RANKS)
+    heard, failing = all_failures("\n".join(problems) if problems else None, ranks, most=SHOWN_RANKS)
     lines = dict.fromkeys(line for message in heard.values() for line in message.split("\n"))
-    if failing > HEARD_RANKS:
-        lines[f"{failing - HEARD_RANKS} more ranks have problems with this checkpoint"] = None
+    if failing > SHOWN_RANKS:
+        lines[f"{failing - SHOWN_RANKS} more ranks have problems with this checkpoint"] = None
     if lines:
         raise UserErrors(list(lines))

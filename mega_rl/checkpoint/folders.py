@@ -1,4 +1,4 @@
-"""Folders of checkpoints: listing complete ones, publication, retention and removal. No torch.
+"""Folders of checkpoints: listing complete ones, publication, retention and removal.
 
 A save works under a hidden name and renames it when all of it is on the disk, so `step_000010` is complete or was
 damaged later. Removal renames a folder to a hidden name before its first file goes. At every moment a reader finds the
@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from datetime import datetime
+from contextlib import suppress
 from pathlib import Path
 
 from mega_rl.checkpoint.format.manifest import (
@@ -26,18 +26,18 @@ from mega_rl.checkpoint.format.manifest import (
     manifest_text,
     parse_manifest,
 )
-from mega_rl.checkpoint.format.untrusted import read_file
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
-from mega_rl.storage.strict_json import shorten
+from mega_rl.storage.untrusted import read_file
 
 log = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"  # folder of a run folder
 LATEST_FILE = "latest"
 _STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,11})")
 _HIDDEN = re.compile(r"\.(step_[0-9]{6,12})\.(tmp|old|removed)")
 _HIDDEN_REASONS = {
-    "tmp": "a pending save, or one that was cut short",
+    "tmp": "a pending or interrupted save",
     "old": "was being replaced by a later save of its step",
     "removed": "was being removed",
 }
@@ -69,22 +69,19 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def complete(root: Path) -> list[Path]:
-    """Return the folders of complete checkpoints, oldest first: COMMIT fits the manifest; shards are not checked.
-
-    Checkpoints of a history that the run has left by going back before them are in `torn` instead.
-    """
+    """Return the folders of complete checkpoints, oldest first: COMMIT fits the manifest; shards are not checked."""
     return _survey(root)[0]
 
 
 def torn(root: Path) -> list[tuple[Path, str]]:
-    """Return (path, reason) of incomplete checkpoints, and of a `latest` that names no complete one."""
+    """Return (path, reason) of incomplete checkpoints."""
     return _survey(root)[1]
 
 
 def damaged(root: Path) -> list[tuple[Path, str]]:
     """Return the entries of `torn` that are newer than every complete one and lost COMMIT or manifest after their save.
 
-    A save that was cut short never looks like this, so the user must agree before a run ignores them.
+    An interrupted save never looks like this, so the user must agree before a run ignores them.
     """
     whole, others = _survey(root)
     newest = step_of(whole[-1]) if whole else -1
@@ -92,7 +89,7 @@ def damaged(root: Path) -> list[tuple[Path, str]]:
 
 
 def begin(root: Path, step: int) -> Path:
-    """Return an empty folder to save in; remove what saves that were cut short have left."""
+    """Return an empty folder to save in; remove the remains of interrupted saves."""
     disk.make_folder(root)
     for path in entries(root):
         if (match := _HIDDEN.fullmatch(path.name)) and match[2] == "tmp":
@@ -132,41 +129,33 @@ def recover(root: Path) -> None:
             disk.sync_folder(root)
 
 
-def retire(root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str) -> list[Path]:
-    """Remove the checkpoints that `surplus` lists; return their folders. Raises SaveError."""
-    expired = surplus(root, newest_step=newest_step, keep=keep, keep_interval=keep_interval, keep_best=keep_best)
-    paths = [path for path, _ in expired]
-    remove(paths)
-    return paths
-
-
 def surplus(
     root: Path, *, newest_step: int, keep: int, keep_interval: int, keep_best: str, verified: bool = False
 ) -> list[tuple[Path, str]]:
     """Return (folder, reason) of checkpoints to remove now that `newest_step` is the run's newest.
 
-    Kept are the newest `keep`, those whose step is a multiple of `keep_interval` (0: none), and the one with the
-    largest value of the metric `keep_best` ("": none). Later steps are of a history that the run has left. When the
-    newest one lacks shards, all are kept, unless the caller has `verified` that one of those kept is whole.
+    Keeps the newest `keep`, those whose step is a multiple of `keep_interval` (0: none), and the one with the largest
+    value of the metric `keep_best` ("": none). When the newest one lacks shards, keeps all, unless the caller has
+    `verified` that one of those kept is whole.
     """
     whole, others = _survey(root)
     newest = final(root, newest_step)
     if not verified and (newest not in whole or size_faults(newest)):
         log.warning("%s is not complete: no other checkpoint is removed", newest)
         return []
-    past = [folder for folder in whole if step_of(folder) <= newest_step]
-    kept = {newest, *past[-keep:]} if keep > 0 else {newest}
-    kept |= {folder for folder in past if keep_interval > 0 and step_of(folder) % keep_interval == 0}
-    kept |= set(_best(past, keep_best))
-    left = [(folder, f"the run went back to before step {step_of(folder)}") for folder in whole if folder not in past]
-    for folder, why in left:
-        log.warning("removing %s: %s", folder, why)
-    leftovers = [(path, why) for path, why in others if path.is_dir() and not path.is_symlink()]
-    return [*left, *leftovers, *((folder, "older than those to keep") for folder in past if folder not in kept)]
+    kept = {newest, *whole[max(0, len(whole) - keep) :]}
+    kept |= {folder for folder in whole if keep_interval > 0 and step_of(folder) % keep_interval == 0}
+    values = []
+    for folder in whole:
+        with suppress(UserError, KeyError):
+            values.append((read_manifest(folder).metrics[keep_best], step_of(folder), folder))
+    kept |= {max(values)[2]} if values else set()  # the later one of equal values
+    remains = [(folder, why) for folder, why in others if folder.is_dir() and not folder.is_symlink()]
+    return [*remains, *((folder, "older than those to keep") for folder in whole if folder not in kept)]
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Remove checkpoints so that a kill in between leaves each whole or under a hidden name. Raises SaveError."""
+    """Remove checkpoints; a kill in between leaves each complete or under a hidden name. Raises SaveError."""
     for folder in folders:
         if not is_step_folder(folder):
             disk.remove_tree(folder)
@@ -181,7 +170,7 @@ def remove(folders: Sequence[Path]) -> None:
 
 
 def size_faults(folder: Path) -> list[str]:
-    """Return a problem for each shard that is missing or of another size; cheap, without reading the data."""
+    """Return a problem for each shard that is missing or of another size, without reading the data."""
     problems = []
     try:
         shards = read_manifest(folder).shards
@@ -199,61 +188,17 @@ def size_faults(folder: Path) -> list[str]:
 
 
 def _survey(root: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """Return (folders of complete checkpoints, oldest first; path and reason of everything else)."""
+    """Return (folders of complete checkpoints, oldest first; path and reason of all others)."""
     whole: list[Path] = []
     others: list[tuple[Path, str]] = []
     for path in entries(root):
         hidden = _HIDDEN.fullmatch(path.name)
-        if hidden:
-            others.append((path, _HIDDEN_REASONS[hidden[2]]))
+        why = _HIDDEN_REASONS[hidden[2]] if hidden else _faults(path) if is_step_folder(path) else ""
+        if why:
+            others.append((path, why))
         elif is_step_folder(path):
-            why = _faults(path)
-            if why:
-                others.append((path, why))
-            else:
-                whole.append(path)
-    whole.sort(key=step_of)
-    latest, why = _latest(root, whole)
-    if why:
-        others.append((root / LATEST_FILE, why))
-    left = _left(whole, latest)
-    others += [(path, f"of a history that the run has left: {latest} was saved after it") for path in left]
-    return [path for path in whole if path not in left], others
-
-
-def _left(whole: Sequence[Path], latest: Path | None) -> list[Path]:
-    """Return the checkpoints of later steps than the latest that were saved before it.
-
-    A save writes `latest` after the folder has its name, so later ones saved after it are just newer.
-    """
-    later = [] if latest is None else whole[whole.index(latest) + 1 :]
-    if latest is None or not later:
-        return []
-    saved_at = _saved_at(latest)
-    return [folder for folder in later if saved_at is not None and (_saved_at(folder) or saved_at) < saved_at]
-
-
-def _saved_at(folder: Path) -> datetime | None:
-    try:
-        return datetime.fromisoformat(read_manifest(folder).saved_at)
-    except UserError:  # reported when it is opened
-        return None
-
-
-def _latest(root: Path, whole: Sequence[Path]) -> tuple[Path | None, str]:
-    """Return the checkpoint that `latest` names and "", or None and the problem."""
-    path = root / LATEST_FILE
-    if not os.path.lexists(path):
-        return None, ""
-    try:
-        name = read_file(path, 64).decode("utf-8", errors="replace").removesuffix("\n")
-    except UserError as error:
-        return None, str(error).removeprefix(f"{path}: ")
-    if not _STEP.fullmatch(name):
-        return None, f"holds {shorten(name)!r}, must be a name like step_000010; the newest step is taken instead"
-    if root / name not in whole:
-        return None, f"names {name}, which is not there or not complete; the newest step is taken instead"
-    return root / name, ""
+            whole.append(path)
+    return sorted(whole, key=step_of), others
 
 
 def _faults(folder: Path) -> str:
@@ -261,7 +206,7 @@ def _faults(folder: Path) -> str:
     if folder.is_symlink() or not folder.is_dir():
         return "is not a folder; name another place by checkpoint.resume"
     if not os.path.lexists(folder / COMMIT_FILE):
-        return f"has no {COMMIT_FILE}: a save that was cut short, or damaged"
+        return f"has no {COMMIT_FILE}: an interrupted save, or damaged"
     try:
         _committed(folder)
     except UserError as error:
@@ -277,23 +222,8 @@ def _committed(folder: Path) -> bytes:
     return manifest
 
 
-def _best(folders: Sequence[Path], metric: str) -> list[Path]:
-    """Return the checkpoint with the largest value of a metric, the later of equal ones; empty if none has it."""
-    if not metric:
-        return []
-    values = []
-    for folder in folders:
-        try:
-            metrics = read_manifest(folder).metrics
-        except UserError:
-            continue
-        if metric in metrics:
-            values.append((metrics[metric], step_of(folder), folder))
-    return [max(values)[2]] if values else []
-
-
 def entries(root: Path) -> list[Path]:
-    """Return what is in a folder, by name; nothing where there is none. Raises UserError."""
+    """Return the paths in a folder in order of name, none if it does not exist. Raises UserError."""
     try:
         return sorted(root.iterdir())
     except FileNotFoundError:

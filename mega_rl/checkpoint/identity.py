@@ -1,7 +1,7 @@
-"""The identity of a run, which a checkpoint and the run that goes on from it share: seed, prompts, model, engine.
+"""Identity of a run, which a checkpoint and the run that resumes from it share: seed, prompts, model, engine.
 
 A model is known by its content: config.json and its tensors' names, dtypes, shapes and a sample of their bytes. A copy
-in another folder, or one in other files, is the same model.
+in another folder, or in other files, is the same model.
 """
 
 from __future__ import annotations
@@ -9,20 +9,53 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mega_rl.checkpoint.changes import changes, in_words
+from mega_rl.config.keys import flattened
 from mega_rl.data.stream import FileShard
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError
-from mega_rl.storage.safetensors_reader import CheckpointReader, TensorInfo
+from mega_rl.parallel.agreement import run_on_one
+from mega_rl.protocols import Ranks
+from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.types import JsonObject
 
-CONTENT = "content:"  # begins the identity of a model; old checkpoints have its path instead
-FILES = "data_files"  # a record beside the identity, from which a mismatch is explained; not compared itself
+FILES = "data_files"  # record next to the identity that explains a mismatch; not compared
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 _SAMPLED_TENSORS, _SAMPLE_BYTES = 64, 4096
+# Settings of output, places, waiting times and machines, which do not change the numbers of a run.
+_WITHOUT_EFFECT = (
+    "checkpoint.", "metrics.", "engine.fsdp.", "trainer.run_dir", "trainer.timeout_s", "trainer.deterministic",
+    "trainer.device", "trainer.microbatch.", "trainer.profile.", "trainer.val_interval", "model.path",
+    "model.recompute", "model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation",
+    "rollout.hf.", "rollout.sglang.", "rollout.bucket_mib", "rollout.verify_interval", "rollout.mismatch.",
+    "data.source", "data.stream.timeout_s", "data.train_files", "data.val_files",
+    "reward.http.", "reward.model.attn_implementation",
+)  # fmt: skip
+# The only settings of engine.megatron that change the numbers.
+_WITH_EFFECT = (
+    "engine.megatron.moe.", "engine.megatron.optimizer.precision_aware", "engine.megatron.optimizer.moment_dtype",
+)  # fmt: skip
+_SCHEDULE = "optim.schedule"
+
+
+def run_identity(
+    known: Mapping[str, Any], model: Path, files: Mapping[str, str], *, sampled: bool, ranks: Ranks
+) -> JsonObject:
+    """Return `known` with the content of a model and of data files, which rank 0 reads; collective.
+
+    files: paths by their names for people. sampled: as in `file_records`. Raises UserError on all ranks.
+    """
+
+    def read() -> JsonObject:
+        try:
+            return {"model": model_identity(model), FILES: file_records(files, sampled=sampled)}
+        except OSError as error:
+            raise UserError(str(error)) from error
+
+    return {**known, **run_on_one(read, ranks)}
 
 
 def model_identity(folder: Path) -> str:
@@ -37,14 +70,17 @@ def model_identity(folder: Path) -> str:
     table = [[info.name, str(info.dtype), list(info.shape)] for info in infos]
     digest = hashlib.sha256(json.dumps([config, table], sort_keys=True, separators=(",", ":")).encode())
     for info in infos[:: max(1, -(-len(infos) // _SAMPLED_TENSORS))]:
-        digest.update(_sample(info))
-    return CONTENT + digest.hexdigest()
+        with info.file.open("rb") as file:  # bytes from the middle of the tensor
+            file.seek(info.offset + max(0, (info.nbytes - _SAMPLE_BYTES) // 2))
+            digest.update(file.read(min(_SAMPLE_BYTES, info.nbytes)))
+    return "content:" + digest.hexdigest()
 
 
 def file_records(files: Mapping[str, str], *, sampled: bool = False) -> dict[str, list[int | str]]:
-    """Return [bytes, SHA-256] of every data file that is there, by its name for people.
+    """Return [bytes, SHA-256] of every data file that exists, by its name for people.
 
-    sampled: of files that are streamed, and too large to be read at every start; also names of the Hub, without bytes.
+    sampled: for streamed files, which are too large to read at every start, a sample of the bytes; also records names
+    of the Hub, without bytes.
     """
     records: dict[str, list[int | str]] = {}
     for name, path in files.items():
@@ -64,14 +100,16 @@ def differences(
     stored_config: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> list[str]:
-    """Return in words each respect in which a checkpoint is of another run; empty where it is of this one."""
-    stored = {"engine": "megatron", **stored}  # old checkpoints do not name their engine
+    """Return the differences between a checkpoint's run and this one, in words; empty for the same run."""
     mismatches = []
     for key, value in current.items():
         if key == FILES or stored.get(key) == value:
             continue
-        if key == "model":
-            mismatches += _model_difference(stored.get(key), value, stored_config, config)
+        before, path = (_model_path(each) for each in (stored_config, config))
+        if key == "model" and before and before == path:
+            mismatches.append(f"model.path: {path!r} holds another model now, by config.json or its weights")
+        elif key == "model" and before and path:
+            mismatches.append(f"model.path: {before!r} -> {path!r}, whose config.json or weights differ")
         elif key == "data":
             mismatches.append(_data_difference(stored.get(FILES), current.get(FILES), stored_config, config))
         else:
@@ -79,34 +117,9 @@ def differences(
     return mismatches
 
 
-def _sample(info: TensorInfo) -> bytes:
-    """Return bytes from the middle of a tensor."""
-    at = max(0, (info.nbytes - _SAMPLE_BYTES) // 2)
-    with info.file.open("rb") as file:
-        file.seek(info.offset + at)
-        return file.read(min(_SAMPLE_BYTES, info.nbytes))
-
-
-def _model_difference(
-    stored: Any, current: Any, stored_config: Mapping[str, Any], config: Mapping[str, Any]
-) -> list[str]:
-    """Return why the model is another one; nothing where an old checkpoint has a path to the same model."""
-    path = _setting(config, "model", "path")
-    if isinstance(stored, str) and not stored.startswith(CONTENT) and path is not None:
-        if Path(stored).resolve() == Path(path).resolve():
-            return []
-        try:
-            if model_identity(Path(stored)) == current:
-                return []
-        except UserError:
-            pass  # it is not there any more: only its path is known
-        return [f"model.path: {stored!r} -> {path!r}"]
-    before = _setting(stored_config, "model", "path")
-    if before is None or path is None:
-        return [f"model: {stored!r} -> {current!r}"]
-    if before == path:
-        return [f"model.path: {path!r} holds another model now, by config.json or its weights"]
-    return [f"model.path: {before!r} -> {path!r}, whose config.json or weights differ"]
+def _model_path(config: Mapping[str, Any]) -> str:
+    model = config.get("model")
+    return str(model.get("path") or "") if isinstance(model, dict) else ""
 
 
 def _data_difference(stored: Any, current: Any, stored_config: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -125,7 +138,45 @@ def _data_difference(stored: Any, current: Any, stored_config: Mapping[str, Any]
     return f"training prompts: {'; '.join(words)}"
 
 
-def _setting(config: Mapping[str, Any], section: str, name: str) -> str | None:
-    values = config.get(section)
-    value = values.get(name) if isinstance(values, dict) else None
-    return value if isinstance(value, str) else None
+class Change(NamedTuple):
+    """A setting with its value in the checkpoint and the one of this run."""
+
+    key: str
+    before: Any
+    now: Any
+    matters: bool  # whether the run now computes something else
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return the settings that differ between two resolved configs; ignores settings that only one of them has."""
+    old, new = flattened(before), flattened(now)
+    constant = all(config.get(_SCHEDULE, "constant") == "constant" for config in (old, new))
+    return [
+        Change(key, old[key], new[key], _matters(key, constant_rate=constant))
+        for key in new
+        if key in old and _plain(old[key]) != _plain(new[key])
+    ]
+
+
+def in_words(changed: Sequence[Change]) -> str:
+    """Return "optim.lr 0.001 -> 0.0005, trainer.steps 4 -> 8"."""
+    return ", ".join(f"{change.key} {_shown(change.before)} -> {_shown(change.now)}" for change in changed)
+
+
+def _matters(key: str, *, constant_rate: bool) -> bool:
+    if key == "trainer.steps":
+        return not constant_rate  # the schedule ends with the run
+    if key.startswith("engine.megatron."):
+        return key.startswith(_WITH_EFFECT)
+    return not key.startswith(_WITHOUT_EFFECT)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else repr(value) if value == "" else str(value)

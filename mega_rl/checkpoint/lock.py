@@ -1,4 +1,4 @@
-"""Lock on a run's folder of checkpoints, held by one process at a time. No torch."""
+"""Lock on a run's folder of checkpoints, held by one process at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from types import TracebackType
 
 from mega_rl.checkpoint.folders import entries, recover
 from mega_rl.checkpoint.format.manifest import now
-from mega_rl.checkpoint.format.untrusted import decode_json, read_file
-from mega_rl.checkpoint.previous import CHECKPOINTS, undo_moves
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
-from mega_rl.storage.lock import lock_file
 from mega_rl.storage.strict_json import shorten
+from mega_rl.storage.untrusted import decode_json, read_file
 
 LOCK_FILE = ".lock"
 
@@ -34,7 +32,7 @@ class RunLock:
         self.path = root / LOCK_FILE
         self._what, self._fix = what or f"trainer.run_dir={root.parent}", fix
         self._fd: int | None = None
-        self._made: list[Path] = []  # folders that were not there before
+        self._made: list[Path] = []  # folders that did not exist before
         # A forked child would hold the lock for as long as it lives, so it closes its descriptor.
         own = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (close := own()) and close())
@@ -49,15 +47,15 @@ class RunLock:
         self.release()
 
     def take(self) -> None:
-        """Take the lock, and complete renames that a kill has interrupted. Raises UserError."""
+        """Take the lock, and complete renames that a kill interrupted. Raises UserError."""
         assert self._fd is None, f"{self.path} is taken twice"
         root = self.path.parent
         self._made = [folder for folder in (root, root.parent) if not folder.exists()]
         try:
             while self._fd is None:
                 disk.make_folder(root)
-                with contextlib.suppress(FileNotFoundError):  # the holder before has removed the folder as well
-                    self._fd = lock_file(self.path)
+                with contextlib.suppress(FileNotFoundError):  # the previous holder removed the folder as well
+                    self._fd = disk.lock_file(self.path)
             os.ftruncate(self._fd, 0)
         except BlockingIOError as error:
             raise UserError(
@@ -69,29 +67,25 @@ class RunLock:
             raise UserError(f"{self._what}: {self.path} cannot be locked ({reason}); {self._fix}") from error
         record = {"host": socket.gethostname(), "pid": os.getpid(), "since": now()}
         disk.write_at(self._fd, 0, [memoryview(json.dumps(record).encode())])
-        if root.name == CHECKPOINTS:
-            undo_moves(root.parent)
         recover(root)
 
     def release(self) -> None:
-        """Free the lock, and remove the folders that `take` made if they are still empty: of a run that never began.
+        """Free the lock, and remove the folders that `take` made if they are still empty: the run never began.
 
-        A disk that fails is no error here: the error of what was written to it is the cause of a run's end.
+        Ignores a disk that fails: the error of an earlier write is the cause of the run's end.
         """
         with contextlib.suppress(OSError, UserError):
             if self._fd is not None:
                 os.ftruncate(self._fd, 0)
-                self._remove_empty_folders()
+            if self._made and [entry.name for entry in entries(self.path.parent)] == [LOCK_FILE]:
+                self.path.unlink()
+                for folder in self._made:
+                    folder.rmdir()  # raises OSError for a folder that is not empty, which stays
+        self._made = []
         self._close()
 
-    def _remove_empty_folders(self) -> None:
-        if self._made and [entry.name for entry in entries(self.path.parent)] == [LOCK_FILE]:
-            self.path.unlink()
-            for folder in self._made:
-                folder.rmdir()  # one that is no longer empty stays, by an OSError
-
     def _close(self) -> None:
-        with contextlib.suppress(OSError):  # data that cannot be written; the file is closed anyway
+        with contextlib.suppress(OSError):  # close reports writes that failed, and closes the file anyway
             if self._fd is not None:
                 os.close(self._fd)
         self._fd = None

@@ -1,32 +1,37 @@
-"""`mega-rl checkpoint list | verify | prune`: what is in a run folder, whether it is whole, and what may go.
+"""`mega-rl checkpoint list | verify | prune | memory`: the checkpoints of a run on disk and in this host's memory.
 
 Each function prints and returns the exit code: 0, or 1 when a checkpoint is damaged. Raises UserError for a mistake of
-the user. Only `verify` reads data, and imports torch.
+the user. Only `verify` and `prune` read data, and import torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from mega_rl.checkpoint import folders
+from mega_rl.checkpoint.folders import CHECKPOINTS
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE, MANIFEST_FILE
-from mega_rl.checkpoint.lock import RunLock
-from mega_rl.checkpoint.previous import CHECKPOINTS, previous_runs
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.checkpoint.lock import LOCK_FILE, RunLock
+from mega_rl.checkpoint.memory import place
+from mega_rl.checkpoint.previous import previous_runs
+from mega_rl.errors import UserError, UserErrors, in_units
+from mega_rl.storage.disk import lock_file
+from mega_rl.storage.strict_json import shorten
 
 EXIT_DAMAGED = 1
 
 
 def list_checkpoints(run: Path, *, metric: str = "", as_json: bool = False) -> int:
-    """Show the checkpoints of a run, and what only looks like one. Reads manifests and sizes.
+    """Show the checkpoints of a run, and torn ones with the reason. Reads manifests and sizes.
 
-    `metric`: whose value to show; default: the one that the run keeps the best checkpoint by.
+    `metric`: shown metric; default: the one that the run keeps the best checkpoint by.
     """
     one = run.absolute() if _is_checkpoint(run) else None
     root = _root_of(run if one is None else one.parent)
@@ -36,12 +41,11 @@ def list_checkpoints(run: Path, *, metric: str = "", as_json: bool = False) -> i
     if as_json:
         aside = [str(folder) for folder in earlier]
         typer.echo(json.dumps({"root": str(root), "checkpoints": rows, "previous": aside}))
-        return EXIT_DAMAGED if any(row["state"] == "damaged" for row in rows) else 0
-    if rows:
+    elif rows:
         _print_table(rows)
     else:
         typer.echo(f"{root}: no checkpoints")
-    for folder in earlier:
+    for folder in earlier if not as_json else ():
         steps = [str(folders.step_of(checkpoint)) for checkpoint in folders.complete(folder / CHECKPOINTS)]
         typer.echo(f"an earlier run is in {folder}: checkpoints of steps {', '.join(steps) or 'none'}")
     return EXIT_DAMAGED if any(row["state"] == "damaged" for row in rows) else 0
@@ -49,24 +53,30 @@ def list_checkpoints(run: Path, *, metric: str = "", as_json: bool = False) -> i
 
 def verify_checkpoints(path: Path, *, as_json: bool = False) -> int:
     """Read every byte of every checkpoint of a run, or of one checkpoint, and compare all checksums."""
-    targets, notes = _targets(path)
+    targets, notes = [path.absolute()], []
+    if not _is_checkpoint(path):
+        root = _root_of(path)
+        # Hidden folders belong to saves: a folder gets its visible name when it is complete.
+        steps = [other for other, _ in folders.torn(root) if folders.is_step_folder(other)]
+        targets = sorted([*folders.complete(root), *steps], key=folders.step_of)
+        notes = [(other, why) for other, why in folders.torn(root) if other not in steps]
+        if not targets:
+            raise UserError(f"{root}: holds no complete checkpoint")
     reports = []
     for folder in targets:
         report = _verified(folder)
         reports.append(report)
-        if as_json:
-            continue
-        if not report["faults"]:
-            size = _size(report["bytes"])
-            typer.echo(f"{folder}: whole: {report['tensors']:,} tensors, {report['pieces']:,} pieces, {size}")
-        for fault in report["faults"]:
-            typer.echo(f"{folder}: damaged: {fault.removeprefix(f'{folder}/')}")
+        lines = [f"damaged: {fault.removeprefix(f'{folder}/')}" for fault in report["faults"]]
+        size = in_units(report["bytes"])
+        whole = f"whole: {report['tensors']:,} tensors, {report['pieces']:,} pieces, {size}"
+        for line in (lines or [whole]) if not as_json else ():
+            typer.echo(f"{folder}: {line}")
     if as_json:
-        ignored = [{"path": str(path), "reason": why} for path, why in notes]
+        ignored = [{"path": str(other), "reason": why} for other, why in notes]
         typer.echo(json.dumps({"checkpoints": reports, "ignored": ignored}))
     else:
-        for path, why in notes:
-            typer.echo(f"{path}: ignored: {why}")
+        for other, why in notes:
+            typer.echo(f"{other}: ignored: {why}")
     return EXIT_DAMAGED if any(report["faults"] for report in reports) else 0
 
 
@@ -79,10 +89,10 @@ def prune(
     dry_run: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Remove checkpoints of a run as training with these settings would, and what torn saves have left.
+    """Remove checkpoints of a run as training with these settings would, and the remains of torn saves.
 
-    Reads every byte of what counts as kept: the newest `keep` that are whole stay, and so do damaged ones among them.
-    Raises UserError when none is whole, or when a run writes there.
+    Reads every byte of the newest checkpoints until `keep` are whole; damaged ones among them stay. Raises UserError
+    when none is whole, or when a run writes there.
     """
     root = _root_of(run)
     for name, value, least in (("--keep", keep, 1), ("--keep-interval", keep_interval, 0)):
@@ -101,25 +111,81 @@ def prune(
         left = [{"path": str(path), "faults": faults} for path, faults in damaged.items()]
         typer.echo(json.dumps({"removed": removed, "kept": kept, "damaged": left, "dry_run": dry_run}))
         return 0
-    for path, why in surplus:
-        typer.echo(f"{'would remove' if dry_run else 'removed'} {path}: {why}")
-    for path, faults in damaged.items():
-        typer.echo(f"{path}: damaged, not counted and left there: {faults[0]}")
-    typer.echo(f"{'would keep' if dry_run else 'kept'} {', '.join(kept)}")
+    lines = [f"{'would remove' if dry_run else 'removed'} {path}: {why}" for path, why in surplus]
+    lines += [f"{path}: damaged, not counted and left there: {faults[0]}" for path, faults in damaged.items()]
+    typer.echo("\n".join([*lines, f"{'would keep' if dry_run else 'kept'} {', '.join(kept)}"]))
     return 0
+
+
+def list_memory(run: Path | None, *, remove: bool = False, as_json: bool = False, shm: Path = place.SHM) -> int:
+    """Show or remove the checkpoints that a run, or all runs of this user, hold in this host's memory.
+
+    Removes nothing that a run uses, by its lock. Raises UserError for a folder that other users may enter.
+    """
+    if why := place.unusable(place.user_folder(shm) / "run"):
+        raise UserError(f"{why}; it is not read, ask who made it")
+    rows, lines = [], []
+    for folder in place.folders_of_runs(shm):
+        run_dir = place.run_dir_of(folder)
+        if run is not None and run_dir != os.path.realpath(run):
+            continue
+        with _unused(run_dir) as unused:
+            state = "in use" if not unused else "removed" if remove else "left"
+            steps = [folders.step_of(path) for path in folders.complete(folder)]
+            nbytes = _bytes_of(folder)
+            if remove and unused:
+                place.remove(folder)
+        rows.append({"path": str(folder), "run": run_dir, "steps": steps, "bytes": nbytes, "state": state})
+        named, of = ", ".join(map(str, steps)) or "none", shorten(run_dir) or "an unknown run"
+        lines.append(f"{folder}: of {of}: steps {named}, {in_units(nbytes)}: {state}")
+    lines = lines or [f"{place.user_folder(shm)}: no checkpoints in memory"]
+    typer.echo(json.dumps({"memory": rows}) if as_json else "\n".join(lines))
+    return 0
+
+
+@contextmanager
+def _unused(run_dir: str) -> Iterator[bool]:
+    """Yield whether no run has the lock of a run folder; meanwhile none can take it."""
+    path = Path(run_dir) / CHECKPOINTS / LOCK_FILE
+    if not run_dir or not os.path.lexists(path):
+        yield True
+        return
+    try:
+        fd = lock_file(path)
+    except OSError:  # held, or not readable, so it may be held
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(fd)
+
+
+def _bytes_of(folder: Path) -> int:
+    """Return the memory that the files of a folder take: of sparse files the written part."""
+    nbytes = 0
+    for parent, names, files in os.walk(folder):
+        for name in (*names, *files):
+            with suppress(OSError):  # a run in use removes files meanwhile
+                nbytes += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return nbytes
 
 
 def _surplus(
     root: Path, keep: int, keep_interval: int, keep_best: str
 ) -> tuple[list[tuple[Path, str]], dict[Path, list[str]]]:
-    """Return (folder, reason) of what may go, and the faults of damaged ones among the newest; those stay.
+    """Return (folder, reason) of checkpoints to remove, and the faults of damaged ones among the newest; those stay.
 
-    Every byte of the newest is read until `keep` of them are whole. Raises UserError or UserErrors.
+    Reads every byte of the newest until `keep` of them are whole. Raises UserError or UserErrors.
     """
     complete = folders.complete(root)
     if not complete:
         raise UserError(f"{root}: holds no complete checkpoint, so nothing is removed; remove folders by hand")
-    if keep_best and not any(keep_best in _metrics_of(folder) for folder in complete):
+    metrics: set[str] = set()
+    for folder in complete if keep_best else ():
+        with suppress(UserError):  # reported below
+            metrics.update(folders.read_manifest(folder).metrics)
+    if keep_best and keep_best not in metrics:
         raise UserError(f"--keep-best={keep_best}: no checkpoint has this metric; see mega-rl checkpoint list --json")
     damaged: dict[Path, list[str]] = {}
     num_whole = 0
@@ -145,17 +211,10 @@ def _surplus(
     return surplus, damaged
 
 
-def _metrics_of(folder: Path) -> Mapping[str, float]:
-    try:
-        return folders.read_manifest(folder).metrics
-    except UserError:  # damaged, which is found below
-        return {}
-
-
 def checkpoints_of(path: Path) -> list[Path]:
     """Return the complete checkpoints of a run folder, oldest first, or the one that the path itself is.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     if _is_checkpoint(path):
         return [path.absolute()]
@@ -173,25 +232,12 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _root_of(run: Path) -> Path:
-    """The folder of checkpoints of a run folder, or the folder itself if it holds some. Raises UserError."""
+    """Return the folder of checkpoints of a run folder, or the folder itself if it holds some. Raises UserError."""
     for root in (run / CHECKPOINTS, run):
         if root.is_dir() and (root.name == CHECKPOINTS or folders.complete(root) or folders.torn(root)):
             return root.absolute()
     reason = "holds no checkpoints" if run.is_dir() else "no such folder"
     raise UserError(f"{run}: {reason}; give a run folder (trainer.run_dir) or its {CHECKPOINTS} folder")
-
-
-def _targets(path: Path) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """Checkpoints to verify, and what is ignored beside them with the reason."""
-    if _is_checkpoint(path):
-        return [path.absolute()], []
-    root = _root_of(path)
-    whole, others = folders.complete(root), folders.torn(root)
-    # Hidden folders belong to saves: a folder gets its visible name when it is complete.
-    steps = [other for other, _ in others if folders.is_step_folder(other)]
-    if not whole and not steps:
-        raise UserError(f"{root}: holds no complete checkpoint")
-    return sorted([*whole, *steps], key=folders.step_of), [(p, why) for p, why in others if p not in steps]
 
 
 def _verified(folder: Path) -> dict[str, Any]:
@@ -200,15 +246,13 @@ def _verified(folder: Path) -> dict[str, Any]:
 
     report: dict[str, Any] = {"path": str(folder), "tensors": 0, "pieces": 0, "bytes": 0, "faults": []}
     try:
-        with Checkpoint.open(folder) as checkpoint:
-            report["tensors"] = len(checkpoint.pieces)
-            report["pieces"] = sum(len(pieces) for pieces in checkpoint.pieces.values())
-            report["bytes"] = sum(shard.nbytes for shard in checkpoint.manifest.shards)
-            checkpoint.verify(checkpoint.all_pieces())
-    except UserErrors as error:
-        report["faults"] = list(error.problems)
+        checkpoint = Checkpoint.open(folder)
+        report["tensors"] = len(checkpoint.pieces)
+        report["pieces"] = sum(len(pieces) for pieces in checkpoint.pieces.values())
+        report["bytes"] = sum(shard.nbytes for shard in checkpoint.manifest.shards)
+        checkpoint.verify(checkpoint.all_pieces())
     except UserError as error:
-        report["faults"] = [str(error)]
+        report["faults"] = str(error).split("\n")
     return report
 
 
@@ -219,7 +263,6 @@ def _described(folder: Path, metric: str) -> dict[str, Any]:
     except UserError as error:
         return _unusable(folder, str(error))
     settings = manifest.config.get("checkpoint")
-    metric = metric or (settings.get("keep_best", "") if isinstance(settings, dict) else "")
     faults = folders.size_faults(folder)
     return {
         "path": str(folder),
@@ -229,7 +272,7 @@ def _described(folder: Path, metric: str) -> dict[str, Any]:
         "layout": manifest.layout,
         "world_size": manifest.world_size,
         "metrics": dict(manifest.metrics),
-        "metric": metric,
+        "metric": metric or (settings.get("keep_best", "") if isinstance(settings, Mapping) else ""),
         "state": "damaged" if faults else "complete",
         "reason": "; ".join(faults),
     }
@@ -244,31 +287,18 @@ def _unusable(path: Path, why: str) -> dict[str, Any]:
 def _print_table(rows: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     metrics = list(dict.fromkeys(row["metric"] for row in rows if row.get("metric")))
     table = Table(box=None, pad_edge=False)
     for name in ("step", "saved at", "size", "layout", *metrics, "state"):
         table.add_column(name, justify="right" if name in ("step", "size", *metrics) else "left")
     for row in rows:
-        table.add_row(*map(_plain, _cells(row, metrics)))
-    console = Console()
-    console.print(table)
-
-
-def _cells(row: dict[str, Any], metrics: Iterable[str]) -> list[str]:
-    state = row["state"] if not row["reason"] else f"{row['state']}: {row['reason']}"
-    if "saved_at" not in row:
-        return [Path(row["path"]).name, "", "", "", *("" for _ in metrics), state]
-    values = [f"{row['metrics'][name]:.6g}" if name in row["metrics"] else "" for name in metrics]
-    return [str(row["step"]), row["saved_at"][:19], _size(row["bytes"]), row["layout"], *values, state]
-
-
-def _plain(text: str) -> Any:
-    """Text of a file as it is, without rich's markup or control characters."""
-    from rich.text import Text
-
-    return Text("".join(c if c.isprintable() else "?" for c in text))
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.2f} MB"
+        cells = [Path(row["path"]).name, "", "", "", *("" for _ in metrics)]
+        if "saved_at" in row:
+            values = [f"{row['metrics'][name]:.6g}" if name in row["metrics"] else "" for name in metrics]
+            cells = [str(row["step"]), row["saved_at"][:19], in_units(row["bytes"]), row["layout"], *values]
+        cells.append(row["state"] if not row["reason"] else f"{row['state']}: {row['reason']}")
+        # Files may hold any text: show it without rich's markup and control characters.
+        table.add_row(*(Text("".join(c if c.isprintable() else "?" for c in cell)) for cell in cells))
+    Console().print(table)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,35 +14,17 @@ from torch import Tensor
 from mega_rl.errors import UserError
 from mega_rl.parallel.groups import random_tracker
 
-TRACKED = "tracked/"  # before the names of Megatron-Core's states
-
-
-class Tracker(Protocol):
-    """Interface of Megatron-Core's CudaRNGStatesTracker: the random states of its layers, by name."""
-
-    def get_states(self) -> dict[str, Any]:
-        """Return the states by name: tensors, or generators where CUDA graphs need them."""
-        ...
-
-    def set_states(self, states: dict[str, Any]) -> None:
-        """Replace all random states of this process."""
-        ...
+TRACKED = "tracked/"  # prefix of the names of Megatron-Core's states
 
 
 def seed_python(seed: int, rank: int) -> None:
-    """Seed Python's `random` and NumPy's, which a user's own code may draw from; each rank has numbers of its own.
-
-    Without it they begin with the operating system's, and a run of the same seed has other rewards.
-    """
+    """Seed Python's `random` and NumPy's, which a user's code may draw from, differently on each rank."""
     random.seed(f"{seed}/{rank}")
     np.random.seed([seed, rank])
 
 
 class RandomState:
-    """`protocols.RankState` of torch's generators, of Megatron-Core's states, of Python's `random` and of NumPy's."""
-
-    def __init__(self, tracker: Callable[[], Tracker] = random_tracker) -> None:
-        self._tracker = tracker
+    """`protocols.RankState` of the generators of torch, Megatron-Core, Python's `random` and NumPy."""
 
     def state(self) -> dict[str, Tensor]:
         """Return the random states by name, each [bytes] uint8."""
@@ -53,7 +35,7 @@ class RandomState:
         }
         if torch.cuda.is_available():
             tensors["cuda"] = torch.cuda.get_rng_state()
-        for name, state in self._tracker().get_states().items():
+        for name, state in random_tracker().get_states().items():
             tensor = state.get_state() if isinstance(state, torch.Generator) else state
             tensors[TRACKED + name] = tensor.cpu().clone()
         return tensors
@@ -78,15 +60,11 @@ class RandomState:
         np.random.set_state(_decoded(tensors["numpy"]))
         if "cuda" in tensors:
             torch.cuda.set_rng_state(tensors["cuda"])
-        self._tracker().set_states({name: self._tracked(name, tensors) for name in self._tracker().get_states()})
-
-    def _tracked(self, name: str, tensors: Mapping[str, Tensor]) -> Any:
-        """Return a state in the tracker's form: the tensor, or its own generator set to it."""
-        now, state = self._tracker().get_states()[name], tensors[TRACKED + name].clone()
-        if isinstance(now, torch.Generator):
-            now.set_state(state)
-            return now
-        return state
+        tracked = dict(random_tracker().get_states())
+        for name, now in tracked.items():
+            state = tensors[TRACKED + name].clone()
+            tracked[name] = now.set_state(state) if isinstance(now, torch.Generator) else state
+        random_tracker().set_states(tracked)
 
 
 def _encoded(value: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""State of a run that its checkpoints hold, as one rank collects it, and the record that goes into a manifest."""
+"""State of a run that its checkpoints hold, as one rank collects it, and its record in the manifest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.types import JsonObject, Metrics, Piece
 
 Numbers = dict[str, dict[str, int | float]]
-ORDER = "order"  # state of the order of prompts, beside the engines; a run may begin or cease to have one
+ORDER = "order"  # state of the order of prompts, next to the engines; optional in run and checkpoint
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class RunState:
 
     engines: dict[str, StatefulModel]  # "actor", "critic", ORDER
     rank_states: dict[str, RankState]
-    ranks: Ranks  # all
+    ranks: Ranks  # all ranks of the run
     identity: JsonObject  # must agree for a resume to make sense: seed, data fingerprint, model
-    layout: str  # random numbers and rollouts of ranks are taken back on the same only
-    config: JsonObject  # as JSON carries it, for the record
+    layout: str  # rank states are restored only under the same layout
+    config: JsonObject  # resolved config
 
     def restorable(self, numbers: Mapping[str, object]) -> dict[str, StatefulModel]:
-        """Return the engines that a checkpoint with these numbers fills: all but an order of which it has no state."""
+        """Return the engines that a checkpoint with these numbers fills: all except an order that it does not have."""
         return {name: engine for name, engine in self.engines.items() if name != ORDER or name in numbers}
 
     def mismatched(self, numbers: Mapping[str, object]) -> tuple[list[str], list[str]]:
@@ -55,7 +55,7 @@ class RunState:
         return pieces, numbers
 
     def record(self, step: int, state: JsonObject, metrics: Metrics, numbers: Numbers) -> dict[str, Any]:
-        """Return the fields of the manifest but for date, tensors and shards."""
+        """Return the fields of the manifest except date, tensors and shards."""
         return {
             "step": step,
             "identity": dict(self.identity),

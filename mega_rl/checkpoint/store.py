@@ -1,4 +1,4 @@
-"""Checkpoint store of a run: saving inline or in the background, resuming, retention."""
+"""Checkpoint store of a run: saving inline or in the background, resuming, retention, Hugging Face exports."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.memory.store import MemoryCheckpoints
 from mega_rl.checkpoint.previous import begin_history
 from mega_rl.checkpoint.resume import resume
-from mega_rl.checkpoint.run_state import Numbers, RunState
+from mega_rl.checkpoint.run_state import RunState
 from mega_rl.checkpoint.saving.job import Publication, SaveJob
 from mega_rl.checkpoint.saving.writing import BackgroundWriter, InlineWriter, Writing
 from mega_rl.config.schema import CheckpointConfig
+from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import broadcast_json, failure_of, first_failure
+from mega_rl.parallel.agreement import failure_of, first_failure, run_on_one
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.storage import disk
@@ -33,7 +34,7 @@ from mega_rl.types import JsonObject, Metrics
 
 log = logging.getLogger(__name__)
 
-HEADER_BYTES = 1 << 20  # of each rank, beside its tensors; a generous guess for the free-space check
+HEADER_BYTES = 1 << 20  # per rank, next to its tensors; a generous guess for the free-space check
 BEAT_S = 1.0  # between collectives while ranks wait, so that a save may take longer than a collective's deadline
 CLOSE_S = 30.0  # for a pending save at the end of a run
 
@@ -51,8 +52,8 @@ class _Save:
 class RunCheckpoints:
     """`protocols.CheckpointStore`: one folder per step under `root`, complete or ignored.
 
-    At most one save is pending. One that fails is reported on all ranks, its folder removed and the last good
-    checkpoint kept; `settings.on_error` decides whether the run then goes on.
+    At most one save is pending. A failed save is reported on all ranks, its folder removed and the last good checkpoint
+    kept; `settings.on_error` decides whether the run then continues.
     """
 
     def __init__(
@@ -67,9 +68,8 @@ class RunCheckpoints:
         config: JsonObject,
         rank_states: Mapping[str, RankState],
     ) -> None:
-        """engines: "actor", "critic". ranks: all. identity: what must agree for a resume to make sense (seed, data
-        fingerprint, model). layout: random numbers and rollouts of ranks are taken back on the same only. config: as
-        JSON carries it, for the record. rank_states: by name.
+        """engines, rank_states: by name, "actor", "critic". ranks: all ranks of the run. identity, layout, config: as
+        in `RunState`.
         """
         self._root = root.absolute()
         self._run = RunState(dict(engines), dict(rank_states), ranks, dict(identity), str(layout), dict(config))
@@ -77,31 +77,29 @@ class RunCheckpoints:
         self._settings = settings
         self._memory = MemoryCheckpoints(self._root, self._run, settings)
         self._lock: RunLock | None = None
-        self._restored: Path | None = None  # the checkpoint on disk that the run goes on from
-        self._restored_step: int | None = None  # of the one in memory that it goes on from
+        self._restored: Path | None = None  # the checkpoint on disk that the run resumed from
+        self._restored_step: int | None = None  # step of the checkpoint in memory that the run resumed from
         self._writing: Writing = BackgroundWriter() if settings.async_save else InlineWriter()
         self._current: _Save | None = None
         self._failed_saves = 0
-        self._lost = ""  # message of the last save, if that has failed
+        self._lost = ""  # message of the last save, if it failed
         self._metrics: Metrics = {}
 
     def __enter__(self) -> RunCheckpoints:
-        """Take the lock of the run's checkpoints and return it."""
+        """Take the lock of the run's checkpoints and return the store."""
         self.lock()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         """Close the store, without waiting for a pending save after a second Ctrl-C.
 
-        What is in memory goes at the end of a run that has saved what it should.
-
-        Raises RunError, on all ranks, at a right end of a run whose last save has failed with `on_error` continue:
-        there is no training left that could go on, and the run's end is in no checkpoint on disk.
+        Frees the memory tier at the end of a run whose last save succeeded. Raises RunError, on all ranks, at the
+        regular end of a run whose last save failed with `on_error` continue: the run's end is in no checkpoint on disk.
         """
         self._memory.end(keep=kind is not None or self._current is not None or bool(self._lost))
         self.close(patience_s=0.0 if kind is KeyboardInterrupt else CLOSE_S)
         if kind is None and self._lost and self._settings.on_error == "continue":
-            raise RunError(f"{self._lost}; it was the run's last one: the same command goes on from the one before it")
+            raise RunError(f"{self._lost}; it was the run's last one: the same command resumes from the one before it")
 
     def add_engine(self, name: str, engine: StatefulModel) -> None:
         """Add an engine before `restore` and `save`; the lock is taken before engines exist."""
@@ -134,33 +132,34 @@ class RunCheckpoints:
         """
         begin = time.monotonic()
         self.finish()
+        settings, rank = self._settings, self._ranks.rank
         pieces, numbers = self._run.collect()
         sizes = torch.zeros(self._ranks.size, 2, dtype=torch.int64)
-        sizes[self._ranks.rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
+        sizes[rank] = torch.tensor([len(pieces), sum(piece.data.nbytes for piece in pieces)])
         counts, sizes_of = self._ranks.sum(sizes).unbind(1)
-        shards = tuple(shard_name(rank) for rank in range(self._ranks.size) if counts[rank])
-        job = SaveJob(
-            folder=str(folders.temporary(self._root, step)),
-            shard=shard_name(self._ranks.rank),
-            pieces=(),
-            timeout_s=self._settings.timeout_s,
-            publication=self._publication(step, state, metrics or {}, numbers, shards),
-        )
-        works = bool(pieces) or job.publication is not None
+        publication = None
+        if rank == 0:
+            shards = tuple(shard_name(other) for other in range(self._ranks.size) if counts[other])
+            retention = {name: getattr(settings, name) for name in ("keep", "keep_interval", "keep_best")}
+            record = self._run.record(step, state, metrics or {}, numbers)
+            publication = Publication(str(self._root), step, shards, record, retention)
+        folder = folders.temporary(self._root, step)
+        job = SaveJob(str(folder), shard_name(rank), (), settings.timeout_s, publication)
+        works = bool(pieces) or publication is not None
         save = self._current = _Save(step, begin, int(sizes_of.sum()), done=not works)
         failure = failure_of(lambda: self._make_room(save), self._ranks)
         if failure is None:
             failure = failure_of(lambda: self._writing.start(job, pieces) if works else None, self._ranks)
         if failure is not None:
             self._fail(failure)
-        elif not self._settings.async_save:
+        elif not settings.async_save:
             self.finish()
         self._metrics["checkpoint/stall_s"] = time.monotonic() - begin
 
     def save_in_memory(self, step: int, state: JsonObject) -> None:
         """Save the state after `step` steps in the hosts' memory; complete on return; collective.
 
-        Nothing without `memory.interval`, or after a failure that the run goes on from. Raises RunError like `save`.
+        Does nothing without `memory.interval`, or after a failure that the run survived. Raises RunError like `save`.
         """
         self._metrics |= self._memory.save(step, state)
 
@@ -178,7 +177,10 @@ class RunCheckpoints:
     def finish(self) -> None:
         """Wait for a pending save, within its deadline; collective. Raises RunError like `save`."""
         while self._current is not None:
-            self._report_written(self._current)
+            if self._ranks.rank == 0:
+                files = folders.temporary(self._root, self._current.step).glob("*")
+                with contextlib.suppress(OSError):  # files may be renamed in between
+                    progress.report(sum(file.stat().st_size for file in files), self._current.nbytes, unit="B")
             self._look(BEAT_S)
 
     def close(self, *, patience_s: float = CLOSE_S) -> None:
@@ -202,14 +204,14 @@ class RunCheckpoints:
     def restore(self) -> Manifest | None:
         """Fill engines and rank states from a checkpoint and return its manifest; None to start afresh; collective.
 
-        With `resume=auto` one in the hosts' memory is taken where it is of a later step than all on disk.
+        With `resume=auto` a checkpoint in the hosts' memory is preferred if its step is later than all on disk.
 
         Raises:
-            UserError: on all ranks: the checkpoint asked for is damaged or not complete, or is of a run with another
-                identity or other models.
+            UserError: on all ranks: the checkpoint is damaged or not complete, or is of a run with another identity or
+                other models.
         """
         if self._settings.resume == "auto":
-            newest = broadcast_json(_newest_step(self._root) if self._ranks.rank == 0 else None, self._ranks)
+            newest = run_on_one(lambda: _newest_step(self._root), self._ranks)
             manifest = self._memory.restore(newer_than=newest)
             if manifest is not None:
                 self._restored_step = manifest.step
@@ -224,8 +226,8 @@ class RunCheckpoints:
         """Move the files of another history out of the run folder; collective.
 
         Call it after `restore`, under the lock. A run that resumes from a checkpoint of its own folder, or from memory,
-        moves only later checkpoints; any other run moves everything that an earlier one has written. What is in memory
-        of another history is removed. Raises UserError on all ranks.
+        moves only later checkpoints; any other run moves all files of an earlier run. Removes other histories from
+        memory. Raises UserError on all ranks.
         """
 
         def move() -> None:
@@ -236,26 +238,6 @@ class RunCheckpoints:
         if failure is not None:
             raise UserError(failure)
         self._memory.begin(restored=self._restored_step is not None)
-
-    def _publication(
-        self,
-        step: int,
-        state: JsonObject,
-        metrics: Metrics,
-        numbers: Numbers,
-        shards: tuple[str, ...],
-    ) -> Publication | None:
-        """Return rank 0's publication of the save; None on other ranks."""
-        if self._ranks.rank != 0:
-            return None
-        settings = self._settings
-        manifest = self._run.record(step, state, metrics, numbers)
-        retention = {
-            "keep": settings.keep,
-            "keep_interval": settings.keep_interval,
-            "keep_best": settings.keep_best,
-        }
-        return Publication(str(self._root), step, shards, manifest, retention)
 
     def _make_room(self, save: _Save) -> None:
         """Make an empty temporary folder and check the free space, on rank 0. Raises SaveError."""
@@ -269,13 +251,6 @@ class RunCheckpoints:
                 "make room, or set checkpoint.keep to less"
             )
 
-    def _report_written(self, save: _Save) -> None:
-        """Report how many bytes of a save are on the disk, on rank 0."""
-        if self._ranks.rank == 0:
-            files = folders.temporary(self._root, save.step).glob("*")
-            with contextlib.suppress(OSError):  # a file, or all of them, may just have been renamed
-                progress.report(sum(file.stat().st_size for file in files), save.nbytes, unit="B")
-
     def _look(self, wait_s: float) -> None:
         """Settle a pending save if it has ended on all ranks, or failed on any; collective."""
         save = self._current
@@ -284,12 +259,12 @@ class RunCheckpoints:
         failure = None
         if not save.done:
             try:
-                outcome = self._writing.wait(wait_s)
+                notes = self._writing.wait(wait_s)
             except SaveError as error:
                 failure = str(error)
             else:
-                save.done = outcome is not None
-                for note in () if outcome is None else outcome.notes:
+                save.done = notes is not None
+                for note in notes or ():
                     log.warning("%s", note)
         if not save.done and failure is None and time.monotonic() > save.begin + self._settings.timeout_s + BEAT_S:
             failure = f"rank {self._ranks.rank} did not end within checkpoint.timeout_s={self._settings.timeout_s:g}"
@@ -298,15 +273,13 @@ class RunCheckpoints:
             self._fail(first_failure(failure, self._ranks) or "")
         elif not running:
             self._current, self._lost = None, ""
-            seconds = time.monotonic() - save.begin
+            seconds, folder = time.monotonic() - save.begin, folders.final(self._root, save.step)
             self._metrics |= {"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)}
             if self._ranks.rank == 0:
-                log.info(
-                    "saved %s (%.3f GB in %.1f s)", folders.final(self._root, save.step), save.nbytes / 1e9, seconds
-                )
+                log.info("saved %s (%.3f GB in %.1f s)", folder, save.nbytes / 1e9, seconds)
 
     def _fail(self, message: str) -> None:
-        """Settle a save that failed, on all ranks alike; collective."""
+        """Settle a save that failed, on all ranks; collective."""
         save, self._current = self._current, None
         assert save is not None
         self._writing.stop()
@@ -322,14 +295,44 @@ class RunCheckpoints:
         if self._settings.on_error == "stop":
             raise RunError(text)
         if self._ranks.rank == 0:
-            log.error("%s; training goes on", text)
+            log.error("%s; training continues", text)
 
 
 def _newest_step(root: Path) -> int:
-    """Return the step of the newest checkpoint on disk that is complete or was so, -1 without one."""
+    """Return the step of the newest checkpoint on disk that is or was complete, -1 without one."""
     try:
-        return max(
-            [folders.step_of(path) for path in (*folders.complete(root), *dict(folders.damaged(root)))], default=-1
-        )
-    except UserError:  # raised again by who reads them
+        paths = (*folders.complete(root), *dict(folders.damaged(root)))
+    except UserError:  # `resume` raises it again
         return -1
+    return max(map(folders.step_of, paths), default=-1)
+
+
+@dataclass(frozen=True)
+class HfExports:
+    """Export of an engine's weights to `root/step_000010`, replacing the folder of an abandoned history."""
+
+    engine: ModelEngine
+    root: Path
+    source: Path  # folder of the model that the run began with
+    ranks: Ranks  # all ranks of the run
+    on_error: str  # continue or stop
+
+    def __call__(self, done: int) -> None:
+        """Write the weights after `done` steps; collective.
+
+        Raises:
+            RunError: on all ranks, when it failed and `on_error` is stop.
+        """
+        message = None
+        try:
+            self.engine.save_hf(self.root / f"step_{done:06d}", source=self.source)
+        except (UserError, RunError, OSError) as error:
+            message = str(error)
+        message = first_failure(message, self.ranks)
+        if message is None:
+            return
+        text = f"the Hugging Face checkpoint of step {done} failed: {message}"
+        if self.on_error == "stop":
+            raise RunError(text)
+        if self.ranks.rank == 0:
+            log.error("%s; training continues", text)

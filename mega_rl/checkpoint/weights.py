@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from mega_rl.checkpoint.format.headers import StoredPiece
-from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.format.reader import Checkpoint as RunCheckpoint
+from mega_rl.checkpoint.format.reader import StoredPiece
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.transformers_names import disk_tensors
@@ -19,11 +18,11 @@ from mega_rl.converters.plan.compose import Home
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_header import matrix_shape
 from mega_rl.storage.safetensors_reader import CheckpointReader, TensorInfo
 
 HEADS: Mapping[str, Head] = {"actor": "lm", "critic": "value", "reference": "lm"}
-_FSDP_HEAD = "score.weight"  # whatever the checkpoint calls it that the model came from
+_FSDP_HEAD = "score.weight"  # transformers' name of the value head
 
 
 def open_weights(folder: Path, *, role: str, reference: Path) -> WeightFiles:
@@ -35,22 +34,17 @@ def open_weights(folder: Path, *, role: str, reference: Path) -> WeightFiles:
         UserError: the checkpoint is damaged, has no such model, or the model is not that of `reference`.
     """
     prefix = f"{role}/weights/"
-    with RunCheckpoint.open(folder) as stored:
-        pieces = {name.removeprefix(prefix): p for name, p in stored.pieces.items() if name.startswith(prefix)}
-        if not pieces:
-            roles = ", ".join(sorted(stored.manifest.numbers)) or "none"
-            raise UserError(f"{folder}: has no {role}; its models: {roles}")
-        stored.verify(piece for of_one in pieces.values() for piece in of_one)
-        manifest = stored.manifest
+    stored = RunCheckpoint.open(folder)
+    manifest = stored.manifest
+    pieces = {name.removeprefix(prefix): p for name, p in stored.pieces.items() if name.startswith(prefix)}
+    if not pieces:
+        roles = ", ".join(sorted(manifest.numbers)) or "none"
+        raise UserError(f"{folder}: has no {role}; its models: {roles}")
+    stored.verify(piece for of_one in pieces.values() for piece in of_one)
     shapes = {name: manifest.tensors[prefix + name].shape for name in pieces}
     hf = read_hf_config(reference)
-    open_engine = _open_fsdp if engine_of(manifest) == "fsdp" else _open_megatron
+    open_engine = _open_fsdp if manifest.identity.get("engine") == "fsdp" else _open_megatron
     return open_engine(folder, Sharding(hf, head=HEADS[role]), pieces, shapes)
-
-
-def engine_of(manifest: Manifest) -> str:
-    """Return the engine that saved a checkpoint: "megatron" or "fsdp"."""
-    return str(manifest.identity.get("engine", "megatron"))  # old ones do not say
 
 
 def _open_megatron(
@@ -104,7 +98,7 @@ def _homes(
     pieces: Sequence[StoredPiece],
     whole: tuple[int, ...],
 ) -> Iterator[Home]:
-    """Yield where the rows of a tensor on disk are, which begin at `row` of the parameter `name` as a matrix."""
+    """Yield the stored places of a tensor's rows, which begin at `row` of the parameter `name` as a matrix."""
     rows, columns = matrix_shape(shape)
     per_index = prod(whole[1:-1])  # rows of the matrix for each index of the first dimension
     for piece in pieces:
@@ -116,7 +110,7 @@ def _homes(
 
 
 def _check_shapes(folder: Path, hf: HFConfig, head: Head, wholes: Mapping[str, ShapeAndDtype]) -> None:
-    """Raise UserErrors where a tensor is not that of the model of config.json."""
+    """Raise UserErrors for tensors that do not fit the model of config.json."""
     expected = hf_tensors(hf, head=head)
     unknown = sorted(set(wholes) - set(expected))
     problems = [f"{folder}: {name} is not part of the {hf.family} model" for name in unknown]

@@ -9,7 +9,6 @@ import typer
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
-from mega_rl.checkpoint.memory.leftovers import list_memory
 from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import checkpoint as hub_checkpoint
@@ -71,7 +70,7 @@ def memory(
     as_json: AsJson = False,
 ) -> None:
     """Checkpoints that runs which did not end cleanly have left in the memory of this host (/dev/shm)."""
-    raise typer.Exit(list_memory(run, remove=remove, as_json=as_json))
+    raise typer.Exit(verbs.list_memory(run, remove=remove, as_json=as_json))
 
 
 @app.command()

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from mega_rl import progress
-from mega_rl.checkpoint.folders import complete
+from mega_rl.checkpoint.folders import CHECKPOINTS, complete
 from mega_rl.checkpoint.memory import place
-from mega_rl.checkpoint.previous import CHECKPOINTS
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch, launch

@@ -22,8 +22,7 @@ from mega_rl.errors import UserError
 from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
 from mega_rl.verify.plan import Plan, TensorError
 from mega_rl.verify.rl.inputs import STEPS, read_run
-from mega_rl.verify.rl.phases import UPDATES, read_tolerances
-from mega_rl.verify.tolerances import Tolerances, tolerances
+from mega_rl.verify.tolerances import UPDATES, Tolerances, read_tolerances, tolerances
 
 if TYPE_CHECKING:
     from mega_rl.verify.rl.run import Lockstep, PlantedFault

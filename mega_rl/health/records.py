@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mega_rl.checkpoint.format.untrusted import read_file
 from mega_rl.errors import UserError
 from mega_rl.storage.strict_json import parse_object
 from mega_rl.storage.typed_json import read_record
+from mega_rl.storage.untrusted import read_file
 
 FOLDER = "health"  # in the run's folder
 FILE_BYTES = 16_384  # size of every record

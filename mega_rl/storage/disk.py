@@ -1,4 +1,4 @@
-"""Durable operations on files and folders: every change that a save makes to the disk. No torch.
+"""Durable changes of files and folders, and locks. Errors name the file.
 
 Every system call of this module goes through its name `os`: a test that replaces that name sees each write, fsync,
 rename and unlink of a save, and can end the process before or after it.
@@ -7,9 +7,10 @@ rename and unlink of a save, and can end the process before or after it.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mega_rl.errors import RunError
@@ -26,16 +27,9 @@ def make_folder(path: Path) -> None:
     with _naming(path):
         missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
         for folder in reversed(missing):
-            _make_one(folder)
-            _sync_folder(folder.parent)
-
-
-def _make_one(folder: Path) -> None:
-    try:
-        os.mkdir(folder)
-    except FileExistsError:  # another process was faster
-        if not folder.is_dir():
-            raise
+            with suppress(FileExistsError):  # another process was faster
+                os.mkdir(folder)
+            sync_folder(folder.parent)
 
 
 def open_new(path: Path) -> int:
@@ -45,7 +39,7 @@ def open_new(path: Path) -> int:
 
 
 def open_again(path: Path) -> int:
-    """Return a descriptor to write more of a file that exists."""
+    """Return a descriptor to write into a file that exists."""
     with _naming(path):
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
@@ -105,16 +99,17 @@ def rename(source: Path, target: Path) -> None:
 def sync_folder(path: Path) -> None:
     """Flush the names in a folder to the disk."""
     with _naming(path):
-        _sync_folder(path)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def remove_file(path: Path) -> None:
     """Remove a file or link, if it exists."""
-    with _naming(path):
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return
+    with _naming(path), suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def remove_tree(path: Path) -> None:
@@ -140,12 +135,27 @@ def free_bytes(path: Path) -> int:
         return status.f_bavail * status.f_frsize
 
 
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def lock_file(path: Path) -> int:
+    """Take the lock of a file, which is created if missing, without waiting; return its descriptor.
+
+    The kernel frees the lock however its process ends. A holder may remove the file before it closes the descriptor.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the file cannot be opened, or is a link.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        try:
+            with suppress(OSError):  # another user's file
+                os.fchmod(fd, 0o600)  # a process that may read the file could hold its lock
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the previous holder removed the file between open and lock
 
 
 @contextmanager
@@ -154,14 +164,8 @@ def _naming(target: Path | int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SaveError(f"{_path_of(target)}: cannot be written ({error.strerror or error})") from error
-
-
-def _path_of(target: Path | int) -> Path | str:
-    """Return the path, for a descriptor the path of its file."""
-    if isinstance(target, Path):
-        return target
-    try:
-        return os.readlink(f"/proc/self/fd/{target}")
-    except OSError:
-        return f"file descriptor {target}"
+        where: Path | str = target if isinstance(target, Path) else f"file descriptor {target}"
+        if isinstance(target, int):
+            with suppress(OSError):
+                where = os.readlink(f"/proc/self/fd/{target}")
+        raise SaveError(f"{where}: cannot be written ({error.strerror or error})") from error

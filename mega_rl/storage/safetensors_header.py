@@ -1,4 +1,4 @@
-"""Headers of safetensors files, read with checks of every field. No torch.
+"""Headers of safetensors files, read with checks of every field.
 
 A file is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes
 (https://github.com/huggingface/safetensors#format). Sizes, offsets and names are checked before a byte of data is read,
@@ -15,42 +15,35 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.strict_json import parse_object, shorten
+from mega_rl.storage.strict_json import JsonFields, parse_object, shorten
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's limit, also applied to an index
 METADATA = "__metadata__"
 _MAX_DIMS, _MAX_NAME = 16, 1024
 
+# Bytes of an element, by the name that a header gives the dtype.
 ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "C64": 8,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-}  # of the format's dtypes
+    **dict.fromkeys(("F64", "C64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
 
 
 class HeaderEntry(NamedTuple):
     """A tensor as a header lists it."""
 
     name: str
-    dtype: str  # in the format's spelling: "F32", "BF16"
+    dtype: str  # "F32", "BF16"
     shape: tuple[int, ...]
-    offset: int  # of its first byte, from the start of the file
+    offset: int  # bytes from the start of the file to the tensor's first byte
     nbytes: int
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return (rows, columns) of a tensor as a matrix: columns are its last dimension; a vector is one column."""
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
 
 
 def read_entries(path: Path) -> dict[str, HeaderEntry]:
@@ -81,11 +74,16 @@ def read_entries(path: Path) -> dict[str, HeaderEntry]:
         raise UserError(
             f"{path}: truncated, {size} bytes do not hold the header of {length} bytes; fetch the file again"
         )
-    raw = parse_json(text, path)
-    raw.pop(METADATA, None)
-    start = 8 + length
+    return parse_entries(parse_json(text, path), path, size, start=8 + length)
+
+
+def parse_entries(raw: JsonFields, path: Path, size: int, *, start: int) -> dict[str, HeaderEntry]:
+    """Return the tensors of a parsed header by name, for a file of `size` bytes whose data begins at byte `start`.
+
+    Raises UserErrors as `read_entries`.
+    """
     problems: list[str] = []
-    parsed = [_entry(name, value, path, start, problems) for name, value in raw.items()]
+    parsed = [_entry(name, value, path, start, problems) for name, value in raw.items() if name != METADATA]
     entries = {entry.name: entry for entry in parsed if entry is not None}
     problems = problems or _extent_faults(entries.values(), path, start, size)
     if problems:
@@ -100,7 +98,7 @@ def encode_header(entries: Mapping[str, Any]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+def parse_json(text: bytes, path: Path) -> JsonFields:
     """Return the JSON object of a header or an index. Raises UserError naming `path`."""
     try:
         return parse_object(text)

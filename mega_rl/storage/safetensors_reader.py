@@ -25,15 +25,21 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.matrix import matrix_shape
-from mega_rl.storage.safetensors_header import INDEX_FILE, MAX_HEADER_BYTES, SINGLE_FILE, parse_json, read_entries
+from mega_rl.storage.disk import IOV_MAX
+from mega_rl.storage.safetensors_header import (
+    INDEX_FILE,
+    MAX_HEADER_BYTES,
+    SINGLE_FILE,
+    matrix_shape,
+    parse_json,
+    read_entries,
+)
 from mega_rl.storage.strict_json import shorten
 
 FP8_BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 # Bytes of a map, and of decoded 8-bit blocks, that one thread holds at a time. Smaller maps cost more than they save.
 _WINDOW_BYTES = 8 << 20
-IOV_MAX = 1024  # buffers in one preadv or pwritev
 
 DTYPES = {
     "F64": torch.float64,
@@ -96,7 +102,7 @@ class CheckpointReader:
         # Given tensors are read from their own files; `path` is not opened.
         infos = _open_checkpoint(self.path) if tensors is None else dict(tensors)
         self.tensors: dict[str, TensorInfo] = _pair_scales(infos)
-        # Payload bytes that this process copied, without headers: of a cut of columns those of the cut alone.
+        # Payload bytes that this process copied, without headers and without the rest of cut rows.
         self.bytes_read = 0
         self._fds: dict[Path, int] = {}
         self._lock = threading.Lock()
@@ -199,7 +205,10 @@ class CheckpointReader:
             if count == 0:
                 raise _shrunk(info)
             position += count
-            buffers = advance(buffers, count)
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if count:
+                buffers[0] = buffers[0][count:]
 
     def _read_columns(self, info: TensorInfo, row: int, left: int, view: _Bytes) -> None:
         """Fill `view` with rows from `row` on, bytes [left, left + its width) of each.
@@ -230,15 +239,11 @@ class CheckpointReader:
             return fd
         with self._lock:
             if file not in self._fds:
-                self._fds[file] = _open_file(file)
+                try:
+                    self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise UserError(f"{file}: cannot be read ({error.strerror})") from error
             return self._fds[file]
-
-
-def _open_file(file: Path) -> int:
-    try:
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def as_bytes(target: Tensor) -> _Bytes:
@@ -249,13 +254,21 @@ def as_bytes(target: Tensor) -> _Bytes:
     return np.from_dlpack(target.detach().view(torch.uint8)).view(np.uint8)
 
 
-def advance(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """Return `buffers` without their first `count` bytes."""
-    for i, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[i + 1 :]]
-        count -= len(buffer)
-    return []
+def bits(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor as [elements * item size] uint8; copies only if the tensor is not contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bits: nan equals itself, and -0 is not 0."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    x, y = bits(a), bits(b)
+    if x.storage_offset() % 8 or y.storage_offset() % 8:
+        return torch.equal(x, y)
+    # Eight bytes at a time is several times faster.
+    words = x.numel() // 8 * 8
+    return torch.equal(x[:words].view(torch.int64), y[:words].view(torch.int64)) and torch.equal(x[words:], y[words:])
 
 
 def _shrunk(info: TensorInfo) -> UserError:

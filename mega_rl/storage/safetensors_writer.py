@@ -6,11 +6,10 @@ thread, each exactly once. The index is written last.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from mega_rl import progress
 from mega_rl.errors import UserError
-from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage import disk
 from mega_rl.storage.output_folder import copy_files, name_file, output_folder, require_space, write_file
-from mega_rl.storage.safetensors_header import INDEX_FILE, METADATA, SINGLE_FILE, encode_header
-from mega_rl.storage.safetensors_reader import DTYPE_NAMES, IOV_MAX, advance, as_bytes
+from mega_rl.storage.safetensors_header import INDEX_FILE, METADATA, SINGLE_FILE, encode_header, matrix_shape
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES, as_bytes
 
 SHARD_BYTES = 5 << 30
 
@@ -50,13 +49,13 @@ class SafetensorsFile:
     its disk, when a write fails.
     """
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec], *, metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._written: dict[str, list[tuple[int, int]]] = {}  # row intervals by tensor
         self._specs: dict[str, TensorSpec] = {}
         self._offsets: dict[str, int] = {}
-        header: dict[str, object] = {METADATA: {"format": "pt", **(metadata or {})}}
+        header: dict[str, object] = {METADATA: {"format": "pt"}}
         at = 0
         # Wide types first: every tensor is then aligned to its type.
         for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
@@ -73,7 +72,7 @@ class SafetensorsFile:
         self._start, self._missing = len(encoded), at
         with name_file(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            self._write_at(0, [memoryview(encoded)])
+            disk.write_at(self._fd, 0, [memoryview(encoded)])
             if at == 0:
                 os.fsync(self._fd)
 
@@ -106,7 +105,7 @@ class SafetensorsFile:
         buffers = [as_bytes(part.detach().to("cpu").contiguous()).reshape(-1).data for part in parts]
         count = sum(len(buffer) for buffer in buffers)
         with name_file(self.path):
-            self._write_at(position, buffers)
+            disk.write_at(self._fd, position, buffers)
             with self._lock:
                 self._written[name].append((row, row + rows))
                 self._missing -= count
@@ -124,14 +123,6 @@ class SafetensorsFile:
                 at = high
             assert at == rows or spec.nbytes == 0, f"{self.path}: {name} has {at} of {rows} rows"
 
-    def _write_at(self, position: int, buffers: list[memoryview]) -> None:
-        while buffers:
-            count = os.pwritev(self._fd, buffers[:IOV_MAX], position)
-            if count == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            position += count
-            buffers = advance(buffers, count)
-
 
 class CheckpointWriter:
     """Writer of a checkpoint's weights into a folder: one file, or shards and their index.
@@ -147,7 +138,6 @@ class CheckpointWriter:
         specs: Sequence[TensorSpec],
         *,
         shard_bytes: int = SHARD_BYTES,
-        metadata: Mapping[str, str] | None = None,
     ) -> None:
         if not specs:
             raise UserError(f"{folder}: there are no tensors to write")
@@ -156,10 +146,7 @@ class CheckpointWriter:
         self._advance = progress.counter(self._total, unit="B")
         require_space(folder, self._total)
         shards = plan_shards(specs, shard_bytes)
-        self.files = [
-            SafetensorsFile(folder / shard_name(i, len(shards)), shard, metadata=metadata)
-            for i, shard in enumerate(shards)
-        ]
+        self.files = [SafetensorsFile(folder / shard_name(i, len(shards)), shard) for i, shard in enumerate(shards)]
         self._file_of: dict[str, SafetensorsFile] = {}
         for file, shard in zip(self.files, shards, strict=True):
             for spec in shard:
@@ -195,7 +182,7 @@ class CheckpointWriter:
 
 
 def plan_shards(specs: Iterable[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Group consecutive tensors into shards of at most `shard_bytes`; a larger tensor is alone."""
+    """Group consecutive tensors into shards of at most `shard_bytes`; a larger tensor gets its own."""
     shards: list[list[TensorSpec]] = []
     size = 0
     for spec in specs:
@@ -223,59 +210,19 @@ def write_checkpoint(
     tensors: Iterable[tuple[str, Tensor]],
     *,
     shard_bytes: int = SHARD_BYTES,
-    metadata: Mapping[str, str] | None = None,
     files: Mapping[str, Path] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write `directory` from a stream of tensors, and return it; holds one shard in memory.
+    """Write all tensors, which are held in memory, into `directory` and return it.
 
-    Where the tensors are known beforehand a `CheckpointWriter` in an `output_folder` needs no such memory. `files`
-    (name -> source) are copied beside the weights byte for byte.
-
-    Raises UserError when the directory exists and is not empty, or a tensor's name occurs twice.
+    `files` (name -> source) are copied next to the weights byte for byte. Raises UserError when the directory exists
+    and is not empty, or a tensor's name occurs twice.
     """
+    held = list(tensors)
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held]
     with output_folder(directory, overwrite=overwrite) as work:
         copy_files(work, files or {})
-        _write_shards(work, tensors, shard_bytes, metadata)
+        with CheckpointWriter(work, specs, shard_bytes=shard_bytes) as writer:
+            for name, tensor in held:
+                writer.write(name, tensor)
     return Path(directory)
-
-
-def _write_shards(
-    work: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int, metadata: Mapping[str, str] | None
-) -> None:
-    """Write all shards, name them once their number is known, and then write the index."""
-    weight_map: dict[str, int] = {}
-    total = 0
-    for number, shard in enumerate(_shards(tensors, shard_bytes)):
-        repeated = [name for name in shard if name in weight_map]
-        if repeated:
-            raise UserError(f"{work}: {repeated[0]} is written twice")
-        weight_map.update(dict.fromkeys(shard, number))
-        total += sum(t.nbytes for t in shard.values())
-        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in shard.items()]
-        with SafetensorsFile(work / f"{number}.partial", specs, metadata=metadata) as file:
-            for name, tensor in shard.items():
-                file.write(name, tensor)
-    count = max(weight_map.values(), default=-1) + 1
-    if count == 0:
-        raise UserError(f"{work}: there are no tensors to write")
-    for number in range(count):
-        (work / f"{number}.partial").rename(work / shard_name(number, count))
-    if count > 1:
-        write_index(work, {name: shard_name(i, count) for name, i in weight_map.items()}, total_bytes=total)
-
-
-def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield groups of consecutive tensors of at most `shard_bytes` (a larger tensor is alone)."""
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        if name in shard:
-            raise UserError(f"{name} is written twice")
-        shard[name] = tensor.detach().to("cpu")
-        size += tensor.nbytes
-    if shard:
-        yield shard

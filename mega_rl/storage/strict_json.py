@@ -1,4 +1,4 @@
-"""Strict parsing of JSON objects from files that may be damaged or hostile. No torch."""
+"""Strict parsing of JSON objects from files that may be damaged or hostile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, TypeAlias
 
-JsonFields: TypeAlias = dict[str, Any]  # of an object that was parsed, whose types its reader checks
+JsonFields: TypeAlias = dict[str, Any]  # a parsed object; its reader checks the types
 
 _SHOWN = 80  # characters of a value in a message
 

@@ -1,4 +1,4 @@
-"""Names of layouts, as "tp2+sp": parsing, world size, and the check against a model. Imports no torch.
+"""Names of layouts, as "tp2+sp": parsing, world size, and the check against a model.
 
 A name is a list of sizes in any order, joined by +, - or nothing: tpN, ppN, vppN, cpN, epN, etpN, dpN, and sp.
 Sizes that a name omits follow from the rest:

@@ -44,8 +44,7 @@ from mega_rl.engines.fsdp.optimizer import local
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.types import Experience
-from mega_rl.verify.batch import TOKENS_PER_MICROBATCH, own_rows, random_batch, with_old_logprobs
+from mega_rl.types import Experience, response_mask
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan, TensorError
 from mega_rl.workers.models import PolicyLoss
@@ -62,6 +61,11 @@ ROUNDING = {"bf16": 2.0**-8, "fp32": 2.0**-24}
 # A tensor whose gradient is this much smaller than that of the average element is compared with that size instead of
 # its own: what is left of sums that cancel is rounding.
 FLOOR = 1e-4
+ROWS, LONGEST, SHORTEST = 16, 32, 6
+TOKENS_PER_MICROBATCH = 2 * LONGEST
+# Distances of the old log-probs: well inside the clip range of the loss, and well beyond it. At its edges the gradient
+# jumps, and rounding would decide on which side a token falls.
+INSIDE, BEYOND = 0.05, 0.6
 
 
 def measure(plan: Plan, accelerator: Accelerator) -> None:
@@ -115,7 +119,7 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> LayoutError
     facts = json.loads(plan.reference_facts.read_text(encoding="utf-8"))
     with safe_open(plan.reference_tensors, framework="pt") as reference:
         with engine_of(plan, layout, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine:
-            rows = own_rows(reference_batch(plan, engine, reference), *place(engine))
+            rows = own_rows(reference_batch(plan, engine, reference), engine)
             with progress.phase("log-probs"):
                 logprobs = whole(engine.forward(rows).logprobs, engine)
             with progress.phase("gradients"):
@@ -298,9 +302,49 @@ def reference_batch(plan: Plan, engine: ModelEngine, reference: Any) -> Experien
     return batch
 
 
-def place(engine: ModelEngine) -> tuple[int, int]:
-    """Return (rank, size) in data parallelism."""
-    return engine.data_parallel.rank, engine.data_parallel.size
+def random_batch(vocab_size: int, *, seed: int) -> Experience:
+    """`ROWS` rows of random tokens and advantages on the host, with old and reference log-probs still 0."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    lengths = integers(SHORTEST, LONGEST + 1, ROWS)
+    lengths[0] = LONGEST
+    prompt_lengths = integers(2, SHORTEST - 1, ROWS)
+    mask = response_mask(prompt_lengths, lengths, width=LONGEST)
+    weights = mask.float() / mask.sum()
+    return Experience.from_rows(
+        integers(0, vocab_size, ROWS, LONGEST) * (torch.arange(LONGEST) < lengths[:, None]),
+        prompt_lengths=prompt_lengths,
+        lengths=lengths,
+        # Of mean 1: a loss whose terms cancel would be known to fewer digits than its gradient.
+        advantages=(1 + torch.randn(ROWS, LONGEST, generator=generator)) * mask,
+        loss_weights=weights,
+        token_weights=weights,
+    )
+
+
+def with_old_logprobs(batch: Experience, logprobs: Tensor, *, seed: int) -> Experience:
+    """The batch with old and reference log-probs around `logprobs` [B, S], those of one rank."""
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def distances() -> Tensor:
+        far = torch.rand(logprobs.shape, generator=generator) < 0.3
+        sign = torch.randint(0, 2, logprobs.shape, generator=generator) * 2 - 1
+        return sign * torch.where(far, BEYOND, INSIDE)
+
+    changed: Experience = batch.clone()  # type: ignore[attr-defined]
+    changed.old_logprobs = (logprobs + distances()) * batch.loss_mask
+    changed.ref_logprobs = (logprobs + distances()) * batch.loss_mask
+    return changed
+
+
+def own_rows(batch: Experience, engine: ModelEngine) -> Experience:
+    """Return the contiguous share of the rows of this data-parallel rank."""
+    rows, ranks = len(batch.tokens), engine.data_parallel
+    mine: Experience = batch[rows * ranks.rank // ranks.size : rows * (ranks.rank + 1) // ranks.size]  # type: ignore[index]
+    return mine
 
 
 def whole(rows: Tensor | None, engine: ModelEngine) -> Tensor:

@@ -1,4 +1,4 @@
-"""Plan of a verification for its ranks, and their answers, as JSON files of a folder. Imports no torch."""
+"""Plan of a verification for its ranks, and their answers, as JSON files of a folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from mega_rl.verify.layouts import Layout
 
 REFERENCE = Layout("1")
-PHASE = "phase"  # file beside a plan
+PHASE = "phase"  # file next to a plan
 RUNS = "runs"  # key of a plan of another kind: runs to record
-REPLAY = "replay"  # and of another: a recorded step to compute again
+REPLAY = "replay"  # key of a third kind: a recorded step to compute again
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Plan:
     """One model, and layouts to measure in one world."""
 
     model: str  # Hugging Face folder
-    folder: str  # where the reference and the answers are
-    layouts: tuple[Layout, ...]  # of one world size; the reference is measured first of all
+    folder: str  # holds the reference and the answers
+    layouts: tuple[Layout, ...]  # all of one world size; the reference is measured before all others
     dtype: str = "fp32"  # "fp32" or "bf16"
     transformer_impl: str = "auto"
     packing: bool = True
-    steps: int = 1  # of the optimizer, after which weights are compared
+    steps: int = 1  # optimizer steps before weights are compared
     seed: int = 0
-    timeout_s: float = 600.0  # of each collective
+    timeout_s: float = 600.0  # deadline of each collective
 
     def write(self, path: Path) -> None:
         """Write the plan for the ranks."""

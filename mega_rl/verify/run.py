@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Verdict:
 
     layout: Layout
     errors: LayoutErrors | None  # None: its ranks failed
-    problems: tuple[str, ...]  # what is out of tolerance, or how the ranks failed; empty: it agrees
+    problems: tuple[str, ...]  # errors out of tolerance, or how the ranks failed; empty: it agrees
 
     @property
     def good(self) -> bool:
@@ -87,10 +88,10 @@ def verify(
 ) -> list[Verdict]:
     """Return a verdict on each layout, in their order.
 
-    Raises RunError when one rank alone cannot compute the model, UserError when it refuses to.
+    Raises RunError when a single rank cannot compute the model, UserError when it refuses to.
     """
     with progress.rounds("case", len(layouts) + 1) as cases:  # the reference is one
-        launch = _Launcher(plan, timeout_s=timeout_s, on_gpus=on_gpus, cases=cases)
+        launch = partial(_launch, plan, timeout_s=timeout_s, on_gpus=on_gpus, cases=cases)
         log.info("1 rank: reference")
         failure = launch((REFERENCE,))
         if failure is not None:
@@ -99,7 +100,12 @@ def verify(
         return _verdicts(plan, layouts, launch, tolerances)
 
 
-def _verdicts(plan: Plan, layouts: Sequence[Layout], launch: _Launcher, tolerances: Tolerances) -> list[Verdict]:
+def _verdicts(
+    plan: Plan,
+    layouts: Sequence[Layout],
+    launch: Callable[[tuple[Layout, ...]], RanksFailed | None],
+    tolerances: Tolerances,
+) -> list[Verdict]:
     """Measure the layouts, those of one world size in one launch."""
     verdicts: dict[str, Verdict] = {}
     for ranks, group in groupby(sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks):
@@ -107,55 +113,48 @@ def _verdicts(plan: Plan, layouts: Sequence[Layout], launch: _Launcher, toleranc
         while pending:
             log.info("%d rank%s: %s", ranks, "s" * (ranks > 1), ", ".join(layout.name for layout in pending))
             failure = launch(tuple(pending))
-            done = [layout for layout in pending if plan.answer(layout).exists()]
-            for layout in done:
+            for layout in (layout for layout in pending if plan.answer(layout).exists()):
                 errors = LayoutErrors.read(plan.answer(layout))
                 verdicts[layout.name] = Verdict(layout, errors, tuple(problems(errors, tolerances)))
-            pending = [layout for layout in pending if layout not in done]
-            if failure is not None and pending:  # the ranks measure in order: this is the one that failed
+            pending = [layout for layout in pending if layout.name not in verdicts]
+            if failure is not None and pending:  # the ranks measure in order, so the first one failed
                 verdicts[pending[0].name] = Verdict(pending[0], None, (str(failure),))
                 del pending[0]
     return [verdicts[layout.name] for layout in layouts]
 
 
-@dataclass(frozen=True)
-class _Launcher:
-    plan: Plan
-    timeout_s: float
-    on_gpus: bool
-    cases: progress.Phase
+def _launch(
+    plan: Plan, layouts: tuple[Layout, ...], *, timeout_s: float, on_gpus: bool, cases: progress.Phase
+) -> RanksFailed | None:
+    """Measure layouts of one world size in one launch; return its failure, or None."""
+    folder = Path(plan.folder)
+    path = folder / "plan.json"
+    replace(plan, layouts=layouts).write(path)
+    plan.phase.unlink(missing_ok=True)
+    before = cases.done
+    with progress.phase(f"starting {layouts[0].ranks} ranks") as phase:
 
-    def __call__(self, layouts: tuple[Layout, ...]) -> RanksFailed | None:
-        """Measure these layouts in one launch; return its failure, or None."""
-        folder = Path(self.plan.folder)
-        path = folder / "plan.json"
-        plan = replace(self.plan, layouts=layouts)
-        plan.write(path)
-        plan.phase.unlink(missing_ok=True)
-        before = self.cases.done
-        with progress.phase(f"starting {layouts[0].ranks} ranks") as phase:
+        def watch() -> None:
+            if plan.phase.exists():
+                phase.name = plan.phase.read_text(encoding="utf-8") or phase.name
+            cases.report(before + sum(plan.answer(layout).exists() for layout in layouts))
 
-            def watch() -> None:
-                if plan.phase.exists():
-                    phase.name = plan.phase.read_text(encoding="utf-8") or phase.name
-                self.cases.report(before + sum(plan.answer(layout).exists() for layout in layouts))
-
-            try:
-                run_ranks(
-                    RANK,
-                    [str(path)],
-                    ranks=layouts[0].ranks,
-                    logs=folder,
-                    timeout_s=self.timeout_s,
-                    use_gpus=self.on_gpus,
-                    watch=watch,
-                )
-            except RanksFailed as failure:
-                return failure
-            finally:
-                measured = sum(layout == REFERENCE or plan.answer(layout).exists() for layout in layouts)
-                self.cases.report(before + measured)
-        return None
+        try:
+            run_ranks(
+                RANK,
+                [str(path)],
+                ranks=layouts[0].ranks,
+                logs=folder,
+                timeout_s=timeout_s,
+                use_gpus=on_gpus,
+                watch=watch,
+            )
+        except RanksFailed as failure:
+            return failure
+        finally:
+            measured = sum(layout == REFERENCE or plan.answer(layout).exists() for layout in layouts)
+            cases.report(before + measured)
+    return None
 
 
 def problems(errors: LayoutErrors, allowed: Tolerances) -> list[str]:

@@ -114,23 +114,23 @@ def replaced(config: Config, area: str, **changes: Any) -> Config:
     return with_settings(config, {f"{area}.{name}": value for name, value in changes.items()})
 
 
-def save_state(engine: Any, folder: Path) -> None:
+def save_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
     """The engine's state as a checkpoint of step 1; collective."""
-    _checkpoints(engine, folder).save(1, {})
+    _checkpoints(engine, folder, role).save(1, {})
 
 
-def load_state(engine: Any, folder: Path) -> None:
+def load_state(engine: Any, folder: Path, *, role: str = "actor") -> None:
     """Load into the engine what `save_state` wrote; collective."""
-    assert _checkpoints(engine, folder).restore() is not None
+    assert _checkpoints(engine, folder, role).restore() is not None
 
 
-def _checkpoints(engine: Any, folder: Path) -> Any:
+def _checkpoints(engine: Any, folder: Path, role: str) -> Any:
     from mega_rl.checkpoint.store import RunCheckpoints
     from mega_rl.parallel.comm import GroupRanks
 
     return RunCheckpoints(
         root=folder,
-        engines={"actor": engine},
+        engines={role: engine},
         ranks=GroupRanks(engine.groups.world),
         settings=CheckpointConfig(on_error="stop"),
         identity={"engine": "fsdp" if type(engine).__name__ == "FSDPEngine" else "megatron"},

@@ -40,7 +40,7 @@ MANY_PARAMETERS: dict[str, int] = {
 }
 # Engines, stores and servers have the methods of their protocols; helpers below them are private.
 MANY_METHODS: dict[str, int] = {
-    "checkpoint/store.py: RunCheckpoints": 18,  # CheckpointStore's, and steps of a pending save
+    "checkpoint/store.py: RunCheckpoints": 16,  # CheckpointStore's, and steps of a pending save
     "parallel/comm.py: GroupRanks": 13,  # Ranks' collectives over one group
     "rollout/sglang/generation/engine.py: SglangRolloutEngine": 14,  # BackgroundEngine's
     "rollout/sglang/generation/router.py: ServerRouter": 16,  # Rotation's, generation, its event loop

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: identity, state, tensors and shards. No torch.
+"""Manifest of a checkpoint: identity, state, tensors and shards.
 
 Parsing is strict: missing, unknown and duplicate keys and values of a wrong type are errors. COMMIT holds the
 manifest's size and checksum; the manifest those of every header; a header those of the data.
@@ -7,15 +7,17 @@ manifest's size and checksum; the manifest those of every header; a header those
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_rl.checkpoint.format.shards import ShardRecord, checksum
-from mega_rl.checkpoint.format.untrusted import (
-    RESUME_HINT,
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.storage.disk import SaveError
+from mega_rl.storage.safetensors_header import ITEM_BYTES
+from mega_rl.storage.untrusted import (
     decode_json,
     fault,
     is_checksum,
@@ -27,40 +29,34 @@ from mega_rl.checkpoint.format.untrusted import (
     limited,
     shown,
 )
-from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.disk import SaveError
-from mega_rl.storage.safetensors_header import ITEM_BYTES
 
 FORMAT, VERSION = "mega_rl checkpoint", 1
 MANIFEST_FILE, COMMIT_FILE = "manifest.json", "COMMIT"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_COMMIT_BYTES = 1024
 
-_OBJECTS = ("identity", "state", "config")
-_KEYS = ("format", "version", "step", "saved_at", *_OBJECTS[:2], "numbers", "layout", "config", "versions", "metrics")
-
 
 class WholeTensor(NamedTuple):
-    """Dtype and shape of a tensor of a checkpoint, whatever pieces store it."""
+    """Dtype and shape of a whole tensor of a checkpoint."""
 
-    dtype: str  # in safetensors' spelling
+    dtype: str  # "F32", "BF16", as in safetensors headers
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of manifest.json: everything about a checkpoint but its shards' headers and data."""
+    """Contents of manifest.json: everything about a checkpoint except its shards' headers and data."""
 
     step: int  # steps done
     saved_at: str  # ISO 8601 with UTC offset, see `now`
     identity: Mapping[str, Any]  # equal in a checkpoint and the runs that may resume from it
-    state: Mapping[str, Any]  # the trainer's
-    numbers: Mapping[str, Mapping[str, int | float]]  # of each engine
+    state: Mapping[str, Any]  # state of the trainer
+    numbers: Mapping[str, Mapping[str, int | float]]  # step counters and the like, by engine
     world_size: int
     layout: str
     config: Mapping[str, Any]  # resolved
-    versions: Mapping[str, str]  # of mega_rl, torch, ...
-    metrics: Mapping[str, float]  # of the step; finite
+    versions: Mapping[str, str]  # mega_rl, torch, ...
+    metrics: Mapping[str, float]  # finite metrics of the step
     tensors: Mapping[str, WholeTensor]  # by name
     shards: tuple[ShardRecord, ...]
 
@@ -99,24 +95,19 @@ def commit_text(manifest: bytes) -> str:
 
 
 def check_commit(commit: bytes, manifest: bytes, folder: Path) -> None:
-    """Check COMMIT against the manifest. Raises UserError or UserErrors for a damaged COMMIT or another manifest."""
+    """Check COMMIT against the manifest. Raises UserError for a damaged COMMIT or another manifest."""
     where = folder / COMMIT_FILE
     raw = decode_json(commit, where)
-    problems = key_faults(raw, ("manifest", "bytes"), where)
-    if not problems and not is_checksum(raw["manifest"]):
-        problems.append(fault(where, "manifest", raw["manifest"], "must be 16 hexadecimal digits"))
-    if not problems and not is_count(raw["bytes"]):
-        problems.append(fault(where, "bytes", raw["bytes"], "must be a number of bytes"))
-    if problems:
-        raise UserErrors(problems)
+    if set(raw) != {"manifest", "bytes"} or not is_checksum(raw["manifest"]) or not is_count(raw["bytes"]):
+        raise UserError(f"{where}: must hold the checksum of {MANIFEST_FILE} and its bytes, holds {shown(raw)}")
     expected, actual = (raw["bytes"], raw["manifest"]), (len(manifest), checksum(manifest))
     if expected != actual:
         raise UserError(
             f"{folder / MANIFEST_FILE}: {actual[0]} bytes with checksum {actual[1]}, expected {expected[0]} with "
-            f"{expected[1]} (by {COMMIT_FILE}); one of the two was changed or the disk is failing: {RESUME_HINT}"
+            f"{expected[1]} (by {COMMIT_FILE}); one of the two was changed or the disk is failing"
         )
     if commit.decode() != commit_text(manifest):
-        raise UserError(f"{where}: {shown(commit.decode())} is not as it was written; {RESUME_HINT}")
+        raise UserError(f"{where}: {shown(commit.decode())} is not as it was written")
 
 
 def parse_manifest(data: bytes, where: str | Path) -> Manifest:
@@ -125,48 +116,18 @@ def parse_manifest(data: bytes, where: str | Path) -> Manifest:
     for key, value in (("format", FORMAT), ("version", VERSION)):
         if raw.get(key) != value or isinstance(raw[key], bool | float):
             problem = f"{key}={shown(raw[key])}" if key in raw else f"{key} is missing"
-            raise UserError(f"{where}: {problem}, this program reads {value!r}; {RESUME_HINT}")
-    problems = key_faults(raw, (*_KEYS, "tensors", "shards"), where)
+            raise UserError(f"{where}: {problem}, this program reads {value!r}")
+    problems = key_faults(raw, ("format", "version", *_RULES, "tensors", "shards"), where)
     if problems:
         raise UserErrors(limited(problems, where))
-    problems += _value_faults(raw, where)
+    problems += [fault(where, key, raw[key], rule) for key, (valid, rule) in _RULES.items() if not valid(raw[key])]
     tensors = _tensors(raw["tensors"], where, problems)
     shards = _shards(raw["shards"], where, problems)
     if problems:
         raise UserErrors(limited(problems, where))
-    return Manifest(
-        **{key: raw[key] for key in ("step", "saved_at", "identity", "state", "config", "versions", "metrics")},
-        numbers=raw["numbers"],
-        world_size=raw["layout"]["world_size"],
-        layout=raw["layout"]["text"],
-        tensors=tensors,
-        shards=shards,
-    )
-
-
-def _value_faults(raw: Mapping[str, Any], where: str | Path) -> list[str]:
-    problems = [fault(where, key, raw[key], "must be an object") for key in _OBJECTS if not isinstance(raw[key], dict)]
-    if not is_count(raw["step"]):
-        problems.append(fault(where, "step", raw["step"], "must be a whole number of at least 0"))
-    if not _is_time(raw["saved_at"]):
-        problems.append(fault(where, "saved_at", raw["saved_at"], "must be a time like 2026-01-31T12:00:00.000+00:00"))
+    fields = {key: raw[key] for key in _RULES if key != "layout"}
     layout = raw["layout"]
-    if not isinstance(layout, dict) or set(layout) != {"world_size", "text"}:
-        problems.append(fault(where, "layout", layout, "must be an object of world_size and text"))
-    else:
-        if not is_count(layout["world_size"], 1):
-            problems.append(fault(where, "layout.world_size", layout["world_size"], "must be at least 1"))
-        if not isinstance(layout["text"], str) or len(layout["text"]) > 1024:
-            problems.append(fault(where, "layout.text", layout["text"], "must be a short text"))
-    numbers = raw["numbers"]
-    if not isinstance(numbers, dict) or not all(_is_numbers(value) for value in numbers.values()):
-        problems.append(fault(where, "numbers", numbers, "must be objects of finite numbers, one for each engine"))
-    if not _is_numbers(raw["metrics"]):
-        problems.append(fault(where, "metrics", raw["metrics"], "must be an object of finite numbers"))
-    versions = raw["versions"]
-    if not isinstance(versions, dict) or not all(isinstance(value, str) for value in versions.values()):
-        problems.append(fault(where, "versions", versions, "must be an object of texts"))
-    return problems
+    return Manifest(**fields, world_size=layout["world_size"], layout=layout["text"], tensors=tensors, shards=shards)
 
 
 def _tensors(raw: Any, where: str | Path, problems: list[str]) -> dict[str, WholeTensor]:
@@ -177,10 +138,8 @@ def _tensors(raw: Any, where: str | Path, problems: list[str]) -> dict[str, Whol
     for name, entry in raw.items():
         if not is_tensor_name(name):
             problems.append(fault(where, "tensors", name, "must be names of printable parts without . and .."))
-        elif not isinstance(entry, list) or len(entry) != 2 or not is_shape(entry[1]):
-            problems.append(fault(where, name, entry, "must be a dtype and a list of sizes"))
-        elif not isinstance(entry[0], str) or entry[0] not in ITEM_BYTES:
-            problems.append(fault(where, name, entry[0], f"must be one of {', '.join(ITEM_BYTES)}"))
+        elif not isinstance(entry, list) or len(entry) != 2 or not is_shape(entry[1]) or entry[0] not in [*ITEM_BYTES]:
+            problems.append(fault(where, name, entry, f"must be one of {', '.join(ITEM_BYTES)} and a list of sizes"))
         else:
             tensors[name] = WholeTensor(entry[0], tuple(entry[1]))
     return tensors
@@ -194,13 +153,17 @@ def _shards(raw: Any, where: str | Path, problems: list[str]) -> tuple[ShardReco
     for i, entry in enumerate(raw):
         try:
             record = ShardRecord.from_json(entry, f"{where}: shards[{i}]")
-        except UserErrors as error:
-            problems += error.problems
+        except UserError as error:
+            problems.append(str(error))
             continue
         if record.file in shards:
             problems.append(fault(where, f"shards[{i}].file", record.file, "is there twice"))
         shards[record.file] = record
     return tuple(shards.values())
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def _is_numbers(value: Any) -> bool:
@@ -212,3 +175,29 @@ def _is_time(value: Any) -> bool:
         return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:
         return False
+
+
+def _is_layout(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) != {"world_size", "text"}:
+        return False
+    return is_count(value["world_size"], 1) and isinstance(value["text"], str) and len(value["text"]) <= 1024
+
+
+# Check of a value and the rule in words, by key; format, version, tensors and shards have checks above.
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (is_count, "must be a whole number of at least 0"),
+    "saved_at": (_is_time, "must be a time like 2026-01-31T12:00:00.000+00:00"),
+    "identity": (_is_object, "must be an object"),
+    "state": (_is_object, "must be an object"),
+    "numbers": (
+        lambda value: isinstance(value, dict) and all(map(_is_numbers, value.values())),
+        "must be objects of finite numbers, one for each engine",
+    ),
+    "layout": (_is_layout, "must be an object of a world_size of at least 1 and a short text"),
+    "config": (_is_object, "must be an object"),
+    "versions": (
+        lambda value: isinstance(value, dict) and all(isinstance(version, str) for version in value.values()),
+        "must be an object of texts",
+    ),
+    "metrics": (_is_numbers, "must be an object of finite numbers"),
+}

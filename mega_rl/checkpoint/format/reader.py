@@ -1,53 +1,85 @@
-"""Reader of checkpoints: opening checks everything but the data; pieces are then read straight into tensors."""
+"""Reader of checkpoints: opening checks everything except the data; pieces are then read straight into tensors."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from threading import Lock
-from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
 from mega_rl.checkpoint.folders import is_step_folder, read_manifest, step_of
-from mega_rl.checkpoint.format.coverage import is_inside, missing_elements, overlap
-from mega_rl.checkpoint.format.headers import StoredPiece as StoredPiece
-from mega_rl.checkpoint.format.headers import read_shard
 from mega_rl.checkpoint.format.manifest import MANIFEST_FILE, Manifest
-from mega_rl.checkpoint.format.shards import CHUNK_BYTES, PieceSpec
-from mega_rl.checkpoint.format.untrusted import RESUME_HINT, fault, limited, open_regular
+from mega_rl.checkpoint.format.shards import (
+    CHUNK_BYTES,
+    FORMAT,
+    PieceSpec,
+    ShardRecord,
+    checksum,
+    is_inside,
+    missing_elements,
+    overlap,
+)
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.safetensors_reader import as_bytes
+from mega_rl.storage.safetensors_header import MAX_HEADER_BYTES, METADATA, HeaderEntry, parse_entries
+from mega_rl.storage.safetensors_reader import DTYPES, CheckpointReader, TensorInfo
 from mega_rl.storage.strict_json import shorten
+from mega_rl.storage.untrusted import decode_json, fault, is_checksum, limited, open_regular, read_at, shown
 from mega_rl.types import Box
 
 MAX_THREADS = 8
-_JOB_BYTES = 32 << 20  # that one thread checks at a time
-_MAX_OPEN_FILES = 256
-# A cut of rows is read row by row where rows lie this far apart, else with what is between them.
-_FAR_BYTES = 32 << 10
-_WINDOW_BYTES = 4 << 20  # of buffer for reads that cannot go straight into the target
+_JOB_BYTES = 32 << 20  # checked or read by one thread at a time
+_BUFFER_BYTES = 4 << 20  # for targets that cannot be read into directly
+_SHOWN = 500  # characters of a message that has values of a file in it
+_T = TypeVar("_T")
 
 
+class StoredPiece(NamedTuple):
+    """A piece of a tensor and the place of its bytes."""
+
+    spec: PieceSpec
+    file: Path
+    offset: int  # bytes from the start of the file
+    checksum: str
+
+    @property
+    def box(self) -> Box:
+        """Return its box in the whole tensor."""
+        return Box(self.spec.offset, self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return its dtype."""
+        return DTYPES[self.spec.dtype]
+
+
+class PieceCopy(NamedTuple):
+    """Copy of a box of a stored piece into live memory."""
+
+    source: StoredPiece
+    inner: Box  # within the stored piece
+    target: Tensor  # [*inner.shape], dtype of the piece, any strides and device
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, readable from several threads. As a context manager it closes its files."""
+    """A complete checkpoint."""
 
-    def __init__(self, folder: Path, manifest: Manifest, pieces: Mapping[str, list[StoredPiece]]) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.pieces = dict(pieces)  # by tensor; without elements, it may have none
-        self._fds: dict[Path, int] = {}
-        self._lock = Lock()
+    folder: Path
+    manifest: Manifest
+    pieces: dict[str, list[StoredPiece]]  # by tensor; a tensor without elements may have none
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
-        """Open a folder and check everything but the data.
+        """Open a folder and check everything except the data.
 
         COMMIT fits the manifest; the manifest names every shard in the folder, with its size and its header's checksum;
         every tensor of the manifest, and no other, is covered by pieces of its dtype, each element exactly once.
@@ -55,11 +87,11 @@ class Checkpoint:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise UserError(f"checkpoint {folder}: no such folder; {RESUME_HINT}")
+            raise UserError(f"checkpoint {folder}: no such folder")
         manifest = read_manifest(folder)
         if is_step_folder(folder) and step_of(folder) != manifest.step:
             raise UserError(fault(folder / MANIFEST_FILE, "step", manifest.step, "is not that of the folder's name"))
-        problems = _strangers(folder, manifest)
+        problems = _unknown_shards(folder, manifest)
         pieces: dict[str, list[StoredPiece]] = {name: [] for name in manifest.tensors}
         for record in manifest.shards:
             try:
@@ -74,101 +106,118 @@ class Checkpoint:
             raise UserErrors(limited(problems, folder))
         return cls(folder, manifest, pieces)
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files; later reads reopen them."""
-        with self._lock:
-            for fd in self._fds.values():
-                os.close(fd)
-            self._fds.clear()
-
     def all_pieces(self) -> Iterator[StoredPiece]:
         """Yield every piece of every tensor."""
-        for pieces in self.pieces.values():
-            yield from pieces
+        return itertools.chain.from_iterable(self.pieces.values())
 
     def verify(self, pieces: Iterable[StoredPiece]) -> None:
         """Read the bytes of pieces and compare their checksums. Raises UserErrors naming file, tensor, both sums."""
-        jobs = _jobs(sorted(dict.fromkeys(pieces), key=lambda piece: (piece.file, piece.offset)))
-        if not jobs:
-            return
-        with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)), len(jobs))) as pool:
-            problems = [problem for faults in pool.map(self._data_faults, jobs) for problem in faults]
+        jobs = _jobs(((piece.file, piece.offset), piece) for piece in dict.fromkeys(pieces))
+        problems = list(itertools.chain.from_iterable(_in_threads(_data_faults, jobs)))
         if problems:
             raise UserErrors(limited(problems, self.folder))
 
-    def read_into(self, piece: StoredPiece, inner: Box, target: Tensor) -> None:
-        """Read `inner`, a box within a piece, into `target` [*inner.shape] of its dtype; compares no checksum.
+    def read(self, copies: Iterable[PieceCopy], *, done: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Make these copies; compares no checksum. `done` is called in threads with the bytes of each copy.
 
-        The target may be on any device and have any strides; only a contiguous one on the CPU needs no buffer. Raises
-        UserError when the file ends or cannot be read.
+        Raises UserError when a file ends or cannot be read.
         """
-        spec = piece.spec
-        assert (target.dtype, tuple(target.shape)) == (piece.dtype, tuple(inner.shape)), (piece, inner, target.shape)
-        assert is_inside(PieceSpec(spec.name, spec.dtype, *inner), spec.shape), (piece, inner)
-        if target.numel() == 0:
-            return
-        with self._open(piece.file) as fd:
-            _read_box(fd, piece, inner, target.detach())
 
-    def _data_faults(self, pieces: Sequence[StoredPiece]) -> list[str]:
-        """Return the problems of the data of pieces, all of one file."""
-        buffer = memoryview(bytearray(CHUNK_BYTES))
-        problems: list[str] = []
-        try:
-            with self._open(pieces[0].file) as fd:
-                for piece in pieces:
-                    problems += _checksum_faults(fd, piece, buffer)
-        except UserError as error:
-            problems.append(str(error))
-        return problems
+        def read(job: Sequence[PieceCopy]) -> None:
+            infos = {copy.source.spec.key: _as_matrix(copy.source) for copy in job}
+            with CheckpointReader(self.folder, tensors=infos) as reader:
+                for copy in job:
+                    _read_box(reader, copy)
+                    done(copy.target.nbytes)
 
-    @contextmanager
-    def _open(self, file: Path) -> Iterator[int]:
-        """Open a file for reading; the first `_MAX_OPEN_FILES` stay open until `close`."""
-        with self._lock:
-            fd = self._fds.get(file)
-            if fd is None and len(self._fds) < _MAX_OPEN_FILES:
-                fd = self._fds[file] = open_regular(file)[0]
-        if fd is not None:
-            yield fd
-            return
-        fd = open_regular(file)[0]
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+        wanted = (copy for copy in copies if copy.target.numel())
+        _in_threads(read, _jobs(((copy.source.file, copy.source.offset), copy) for copy in wanted))
 
 
-def _checksum_faults(fd: int, piece: StoredPiece, buffer: memoryview) -> Iterator[str]:
-    """Yield a problem if the checksum of a piece's data is wrong; reads through `buffer` of CHUNK_BYTES."""
-    running = xxhash.xxh3_64()
-    for low in range(0, piece.spec.nbytes, CHUNK_BYTES):
-        part = buffer[: min(CHUNK_BYTES, piece.spec.nbytes - low)]
-        _fill(fd, part, piece.offset + low, piece)
-        running.update(part)
-    if (actual := running.hexdigest()) != piece.checksum:
-        yield (
-            f"{piece.file}: {_place(piece)}: checksum {actual}, expected {piece.checksum}; "
-            f"the file was changed or the disk is failing: {RESUME_HINT}"
+def read_header_bytes(path: Path, record: ShardRecord) -> bytes:
+    """Return length and text of a shard's header; the file has the size that the manifest says. Raises UserError."""
+    fd, size = open_regular(path)
+    try:
+        if size != record.nbytes:
+            cause = "truncated" if size < record.nbytes else "changed"
+            raise UserError(f"{path}: {size} bytes, expected {record.nbytes}; the file was {cause}")
+        prefix = read_at(fd, 0, 8, path)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise UserError(f"{path}: claims a header of {length} bytes in {size}; the file was changed")
+        return prefix + read_at(fd, 8, length, path)
+    finally:
+        os.close(fd)
+
+
+def read_shard(path: Path, record: ShardRecord, manifest: Manifest) -> list[StoredPiece]:
+    """Return the pieces of a shard, its header checked against the manifest. Raises UserError or UserErrors."""
+    header = read_header_bytes(path, record)
+    if (actual := checksum(header)) != record.header:
+        raise UserError(
+            f"{path}: its header has checksum {actual}, expected {record.header}; the file was changed, is of another "
+            "checkpoint, or the disk is failing"
         )
+    raw = decode_json(header[8:], path)
+    try:
+        entries = parse_entries(raw, path, record.nbytes, start=len(header))
+    except UserErrors as error:
+        raise UserErrors(limited([problem[:_SHOWN] for problem in error.problems], path)) from error
+    checksums = _checksums(raw.get(METADATA), path)
+    if set(checksums) != set(entries) or not all(map(is_checksum, checksums.values())):
+        raise UserError(f"{path}: must have a checksum of 16 hexadecimal digits for each of {len(entries)} pieces")
+    problems = []
+    pieces = []
+    for key, entry in entries.items():
+        spec, problem = _piece_spec(entry, manifest)
+        if problem:
+            problems.append(f"{path}: {shorten(key)}: {problem}")
+        else:
+            pieces.append(StoredPiece(spec, path, entry.offset, checksums[key]))
+    if problems:
+        raise UserErrors(problems)
+    return pieces
 
 
-def _strangers(folder: Path, manifest: Manifest) -> list[str]:
+def _checksums(metadata: Any, path: Path) -> dict[str, str]:
+    """Return the checksums in a header's metadata, by key."""
+    match metadata:
+        case {"format": known, "checksums": str(text)} if known == FORMAT and len(metadata) == 2:
+            # JSON can hold a surrogate without its partner, UTF-8 cannot.
+            return decode_json(text.encode(errors="replace"), f"{path}: checksums")
+    raise UserError(f"{path}: {METADATA} must have format={FORMAT!r} and checksums, a text of JSON")
+
+
+def _piece_spec(entry: HeaderEntry, manifest: Manifest) -> tuple[PieceSpec, str]:
+    """Return the piece of a header's entry, and what is wrong with it, "" if nothing is."""
+    name, at, text = entry.name.rpartition("@")
+    numbers = text.split(",") if text else []
+    spec = PieceSpec(name, entry.dtype, tuple(int(n) for n in numbers if _is_offset(n)), entry.shape)
+    whole = manifest.tensors.get(name) if at else None
+    if whole is None:
+        return spec, f"is of no tensor of {MANIFEST_FILE}"
+    if len(numbers) != len(whole.shape) or len(spec.offset) != len(numbers):
+        return spec, f"must end in @ and {len(whole.shape)} numbers"
+    if spec.dtype != whole.dtype:
+        return spec, f"is {spec.dtype}, but {whole.dtype} in {MANIFEST_FILE}"
+    if not is_inside(spec, whole.shape):
+        return spec, f"{shown(list(spec.shape))} lies outside of {shown(list(whole.shape))}"
+    return spec, ""
+
+
+def _is_offset(text: str) -> bool:
+    """Return whether a text is a whole number without leading zeros, at most 19 digits long."""
+    return text.isascii() and text.isdigit() and len(text) < 20 and (text == "0" or text[0] != "0")
+
+
+def _unknown_shards(folder: Path, manifest: Manifest) -> list[str]:
     """Return a problem for every shard in the folder that the manifest does not name."""
     known = {record.file for record in manifest.shards}
     try:
-        strangers = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in known)
+        unknown = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in known)
     except OSError as error:
-        return [f"{folder}: cannot be read ({error.strerror}); {RESUME_HINT}"]
-    return [f"{folder / shorten(name)}: is not in {MANIFEST_FILE}; remove it or {RESUME_HINT}" for name in strangers]
+        return [f"{folder}: cannot be read ({error.strerror})"]
+    return [f"{folder / shorten(name)}: is not in {MANIFEST_FILE}; remove it" for name in unknown]
 
 
 def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list[StoredPiece]]) -> list[str]:
@@ -182,85 +231,57 @@ def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list
         missing = missing_elements(pieces, whole.shape)
         if (pair := overlap(pieces)) is not None:
             at = " and ".join(f"{list(p.shape)} at {list(p.offset)}" for p in pair)
-            problems.append(f"{what}: its pieces {at} overlap; {RESUME_HINT}")
+            problems.append(f"{what}: its pieces {at} overlap")
         elif missing:
-            problems.append(f"{what}: its pieces lack {missing} of {prod(whole.shape)} elements; {RESUME_HINT}")
+            problems.append(f"{what}: its pieces lack {missing} of {prod(whole.shape)} elements")
     return problems
 
 
-def _jobs(pieces: Sequence[StoredPiece]) -> list[list[StoredPiece]]:
-    """Group consecutive pieces of one file into jobs for threads, of about `_JOB_BYTES`."""
-    jobs: list[list[StoredPiece]] = []
-    size = 0
-    for piece in pieces:
-        if not jobs or size >= _JOB_BYTES or jobs[-1][0].file != piece.file:
+def _jobs(items: Iterable[tuple[tuple[Path, int], _T]]) -> list[list[_T]]:
+    """Group items by (file, offset) into jobs for threads: consecutive ones of one file, about `_JOB_BYTES` apart."""
+    jobs: list[list[_T]] = []
+    begin: tuple[Path | None, int] = (None, 0)
+    for (file, offset), item in sorted(items, key=lambda each: each[0]):
+        if file != begin[0] or offset - begin[1] >= _JOB_BYTES:
             jobs.append([])
-            size = 0
-        jobs[-1].append(piece)
-        size += piece.spec.nbytes
+            begin = (file, offset)
+        jobs[-1].append(item)
     return jobs
 
 
-def _read_box(fd: int, piece: StoredPiece, inner: Box, target: Tensor) -> None:
-    """Read a box into any target; halve one that exceeds the window, unless it is contiguous on the CPU."""
-    if target.device.type == "cpu" and target.is_contiguous():
-        _read_rows(fd, piece, inner, target)
-    elif (
-        target.nbytes > _WINDOW_BYTES
-        and (dim := next((d for d, n in enumerate(inner.shape) if n > 1), None)) is not None
-    ):
-        half = inner.shape[dim] // 2
-        for low, size in ((0, half), (half, inner.shape[dim] - half)):
-            offset = (*inner.offset[:dim], inner.offset[dim] + low, *inner.offset[dim + 1 :])
-            shape = (*inner.shape[:dim], size, *inner.shape[dim + 1 :])
-            _read_box(fd, piece, Box(offset, shape), target.narrow(dim, low, size))
-    else:
-        part = torch.empty(inner.shape, dtype=target.dtype)
-        _read_rows(fd, piece, inner, part)
-        target.copy_(part)
+def _in_threads(work: Callable[[Sequence[_T]], Any], jobs: Sequence[Sequence[_T]]) -> list[Any]:
+    """Return the results of `work` on every job, in order; raises the first error."""
+    if not jobs:
+        return []
+    with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)), len(jobs))) as pool:
+        return list(pool.map(work, jobs))
 
 
-def _read_rows(fd: int, piece: StoredPiece, inner: Box, target: Tensor) -> None:
-    """Read a box into contiguous memory, as the longest possible runs of the file at equal distances."""
-    outer, item = piece.spec.shape, target.element_size()
-    strides = [prod(outer[dim + 1 :]) * item for dim in range(len(outer))]
-    start = piece.offset + sum(o * stride for o, stride in zip(inner.offset, strides, strict=True))
-    # Not by `view`: a contiguous tensor of one element may have any stride.
-    out = as_bytes(target.as_strided((target.numel(),), (1,))).data
-    # The last dimension that is cut: all within it is one run of bytes.
-    cut = max((dim for dim in range(len(outer)) if inner.shape[dim] != outer[dim]), default=0)
-    run = prod(inner.shape[cut:]) * item
-    counts, steps = list(inner.shape[:cut]), strides[:cut]
-    while counts and counts[-1] == 1:
-        counts.pop()
-        steps = steps[:-1]
-    rows, pitch = (counts.pop(), steps[-1]) if counts else (1, run)
-    block = rows * run
-    for i in range(len(out) // block):
-        at, left = start, i
-        for count, step in zip(reversed(counts), reversed(steps[: len(counts)]), strict=True):
-            left, index = divmod(left, count)
-            at += index * step
-        _read_pitched(fd, piece, at, pitch, run, out[i * block : (i + 1) * block])
-
-
-def _read_pitched(fd: int, piece: StoredPiece, at: int, pitch: int, run: int, out: memoryview) -> None:
-    """Fill `out` with runs of bytes that begin `pitch` bytes apart in the file."""
-    rows = len(out) // run
-    if pitch == run or rows == 1:
-        _fill(fd, out, at, piece)
-    elif pitch >= _FAR_BYTES:
-        for row in range(rows):
-            _fill(fd, out[row * run : (row + 1) * run], at + row * pitch, piece)
-    else:
-        step = _WINDOW_BYTES // pitch
-        window = torch.empty(step, pitch, dtype=torch.uint8)
-        source = as_bytes(window.view(-1)).data
-        into = torch.frombuffer(out, dtype=torch.uint8).view(rows, run)
-        for low in range(0, rows, step):
-            count = min(step, rows - low)
-            _fill(fd, source[: (count - 1) * pitch + run], at + low * pitch, piece)
-            into[low : low + count] = window[:count, :run]
+def _data_faults(pieces: Sequence[StoredPiece]) -> list[str]:
+    """Return a problem for every piece whose data has another checksum; all pieces are of one file."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    problems: list[str] = []
+    try:
+        fd, _ = open_regular(pieces[0].file)
+    except UserError as error:
+        return [str(error)]
+    try:
+        for piece in pieces:
+            running = xxhash.xxh3_64()
+            for low in range(0, piece.spec.nbytes, CHUNK_BYTES):
+                part = buffer[: min(CHUNK_BYTES, piece.spec.nbytes - low)]
+                _fill(fd, part, piece.offset + low, piece)
+                running.update(part)
+            if (actual := running.hexdigest()) != piece.checksum:
+                problems.append(
+                    f"{_place(piece)}: checksum {actual}, expected {piece.checksum}; the file was changed or the disk "
+                    "is failing"
+                )
+    except UserError as error:
+        problems.append(str(error))
+    finally:
+        os.close(fd)
+    return problems
 
 
 def _fill(fd: int, buffer: memoryview, offset: int, piece: StoredPiece) -> None:
@@ -269,16 +290,49 @@ def _fill(fd: int, buffer: memoryview, offset: int, piece: StoredPiece) -> None:
         try:
             count = os.preadv(fd, [buffer], offset)
         except OSError as error:
-            raise UserError(
-                f"{piece.file}: {_place(piece)}: cannot be read ({error.strerror}); {RESUME_HINT}"
-            ) from error
+            raise UserError(f"{_place(piece)}: cannot be read ({error.strerror})") from error
         if count == 0:
-            raise UserError(
-                f"{piece.file}: {_place(piece)}: the file ends at byte {offset}, {len(buffer)} bytes are missing; "
-                f"it was truncated: {RESUME_HINT}"
-            )
+            missing = f"the file ends at byte {offset}, {len(buffer)} bytes are missing"
+            raise UserError(f"{_place(piece)}: {missing}; it was truncated")
         buffer, offset = buffer[count:], offset + count
 
 
 def _place(piece: StoredPiece) -> str:
-    return f"{piece.spec.name} at {list(piece.spec.offset)}"
+    return f"{piece.file}: {piece.spec.name} at {list(piece.spec.offset)}"
+
+
+def _padded(shape: tuple[int, ...], fill: int) -> tuple[int, ...]:
+    """Return a shape or an offset with at least a row and a column: a vector is one column."""
+    return (*shape, *(fill for _ in range(2 - len(shape))))
+
+
+def _as_matrix(piece: StoredPiece) -> TensorInfo:
+    """Return a piece as the matrix of its last dimension's rows, for a `CheckpointReader`."""
+    shape = _padded(piece.spec.shape, 1)
+    shape = (prod(shape[:-1]), shape[-1])
+    return TensorInfo(piece.spec.key, piece.dtype, shape, piece.file, piece.offset, piece.spec.nbytes)
+
+
+def _read_box(reader: CheckpointReader, copy: PieceCopy) -> None:
+    """Make one copy: a rectangle of rows and columns for each index of the leading dimensions."""
+    piece, inner = copy.source, copy.inner
+    assert (copy.target.dtype, tuple(copy.target.shape)) == (piece.dtype, tuple(inner.shape)), copy
+    assert is_inside(PieceSpec(piece.spec.name, piece.spec.dtype, *inner), piece.spec.shape), copy
+    outer, offset, shape = _padded(piece.spec.shape, 1), _padded(inner.offset, 0), _padded(inner.shape, 1)
+    target = copy.target.detach()
+    while target.dim() < 2:
+        target = target.unsqueeze(-1)
+    cols = (offset[-1], offset[-1] + shape[-1])
+    for index in itertools.product(*map(range, shape[:-2])):
+        row = 0
+        for size, low, i in zip(outer[:-2], offset[:-2], index, strict=True):
+            row = row * size + low + i
+        row = row * outer[-2] + offset[-2]
+        part = target[index]
+        if part.device.type == "cpu" and part.stride(-1) == 1:
+            reader.read_into(piece.spec.key, row, cols, [part])
+            continue
+        step = max(1, _BUFFER_BYTES // (shape[-1] * part.element_size()))
+        for low in range(0, len(part), step):
+            high = min(low + step, len(part))
+            part[low:high].copy_(reader.read_block(piece.spec.key, (row + low, row + high), cols))

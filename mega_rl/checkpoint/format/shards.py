@@ -1,4 +1,4 @@
-"""Shards: safetensors files of pieces of tensors, each with a checksum. No torch.
+"""Shards: safetensors files of pieces of tensors, each with a checksum.
 
 A piece's key is `NAME@o0,o1,...`: the whole tensor's name and where in it the piece begins. The header's `__metadata__`
 holds the checksum of each piece's bytes. Checksums are all of one width, so the header's length is known before the
@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from mega_rl.checkpoint.format.untrusted import fault, is_checksum, is_count, key_faults
-from mega_rl.errors import UserErrors
+from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.safetensors_header import ITEM_BYTES, METADATA, encode_header
+from mega_rl.storage.untrusted import is_checksum, is_count, shown
 
 FORMAT = "mega_rl shard 1"
-# Hashed, and then copied by the kernel while the caches still hold it.
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20  # hashed and then copied by the kernel while the caches hold it
 SHARD_NAME = re.compile(r"shard_[0-9]{5,9}\.safetensors")
 
 
@@ -34,10 +33,10 @@ class PieceSpec(NamedTuple):
     Offset and shape are those of a `mega_rl.types.Box`, which needs torch; the writer process runs without it.
     """
 
-    name: str  # of the whole tensor
-    dtype: str  # in safetensors' spelling: "F32", "BF16"
-    offset: tuple[int, ...]  # of the piece in the whole
-    shape: tuple[int, ...]  # of the piece
+    name: str  # name of the whole tensor
+    dtype: str  # "F32", "BF16", as in safetensors headers
+    offset: tuple[int, ...]  # where the piece begins in the whole tensor
+    shape: tuple[int, ...]  # shape of the piece
 
     @property
     def nbytes(self) -> int:
@@ -53,9 +52,9 @@ class PieceSpec(NamedTuple):
 class ShardRecord(NamedTuple):
     """A shard's file name, size and header checksum, as the manifest lists them."""
 
-    file: str  # its name in the folder
+    file: str
     nbytes: int
-    header: str  # checksum of its first bytes: the header's length and text
+    header: str  # checksum of the header's length and text
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the manifest."""
@@ -63,21 +62,12 @@ class ShardRecord(NamedTuple):
 
     @classmethod
     def from_json(cls, raw: Any, where: str | Path) -> ShardRecord:
-        """Parse an entry of the manifest. Raises UserErrors."""
-        if not isinstance(raw, dict):
-            raise UserErrors([fault(where, "shard", raw, "must be an object")])
-        problems = key_faults(raw, ("file", "bytes", "header"), where)
-        if not problems:
-            file, nbytes, header = raw["file"], raw["bytes"], raw["header"]
-            if not isinstance(file, str) or not SHARD_NAME.fullmatch(file):
-                problems.append(fault(where, "file", file, "must be a name like shard_00000.safetensors"))
-            if not is_count(nbytes, 8):
-                problems.append(fault(where, "bytes", nbytes, "must be a number of bytes"))
-            if not is_checksum(header):
-                problems.append(fault(where, "header", header, "must be 16 hexadecimal digits"))
-        if problems:
-            raise UserErrors(problems)
-        return cls(file, nbytes, header)
+        """Parse an entry of the manifest. Raises UserError."""
+        match raw:
+            case {"file": str(file), "bytes": nbytes, "header": header} if len(raw) == 3 and SHARD_NAME.fullmatch(file):
+                if is_count(nbytes, 8) and is_checksum(header):
+                    return cls(file, nbytes, header)
+        raise UserError(f"{where}={shown(raw)} must have the name of a shard, its bytes and its header's checksum")
 
 
 def shard_name(rank: int) -> str:
@@ -99,7 +89,7 @@ def write_shard(path: Path, specs: Sequence[PieceSpec], data: Iterable[memoryvie
     """Write a new shard durably, except for its name; goes through the data once.
 
     `data` gives the bytes of each piece (flat, format "B") in the order of `order(specs)`; a view may be reused once
-    the next one is asked for. Raises SaveError for an error of the disk; a partial file then stays.
+    the next one is requested. Raises SaveError for an error of the disk; a partial file then stays.
     """
     placed = [specs[i] for i in order(specs)]
     checksums = ["0" * 16] * len(placed)
@@ -136,3 +126,64 @@ def _header(placed: Sequence[PieceSpec], checksums: Sequence[str]) -> bytes:
         entries[key] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, end]}
         at = end
     return encode_header(entries)
+
+
+def is_inside(piece: PieceSpec, shape: tuple[int, ...]) -> bool:
+    """Return whether a piece is a box within a tensor of this shape."""
+    return len(piece.offset) == len(piece.shape) == len(shape) and all(
+        o + n <= size for o, n, size in zip(piece.offset, piece.shape, shape, strict=True)
+    )
+
+
+def missing_elements(pieces: Sequence[PieceSpec], shape: tuple[int, ...]) -> int:
+    """Return the tensor's elements less those of the pieces; 0 without overlap means full coverage."""
+    return prod(shape) - sum(prod(piece.shape) for piece in pieces)
+
+
+def overlap(pieces: Sequence[PieceSpec]) -> tuple[PieceSpec, PieceSpec] | None:
+    """Return two pieces that share an element, or None.
+
+    Separates pieces by planes until each stands by itself, in few rounds for the cuts that layouts make. Compares
+    pieces that no plane separates one by one.
+    """
+    groups = [[piece for piece in pieces if prod(piece.shape)]]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        parts = _parted(group)
+        if len(parts) > 1:
+            groups += parts
+        elif (pair := _swept(group)) is not None:
+            return pair
+    return None
+
+
+def _parted(group: list[PieceSpec]) -> list[list[PieceSpec]]:
+    """Split a group by planes between its pieces, along the first dimension that has such planes."""
+    for dim in range(len(group[0].shape)):
+        parts: list[list[PieceSpec]] = []
+        end = -1
+        for piece in sorted(group, key=lambda piece: piece.offset[dim]):
+            if piece.offset[dim] >= end:
+                parts.append([])
+            parts[-1].append(piece)
+            end = max(end, piece.offset[dim] + piece.shape[dim])
+        if len(parts) > 1:
+            return parts
+    return [group]
+
+
+def _swept(group: list[PieceSpec]) -> tuple[PieceSpec, PieceSpec] | None:
+    """Compare each piece with those that it meets along the first dimension; return an overlapping pair or None."""
+    active: list[PieceSpec] = []
+    for piece in sorted(group, key=lambda piece: piece.offset[:1]):
+        active = [a for a in active if not a.shape or a.offset[0] + a.shape[0] > piece.offset[0]]
+        for other in active:
+            if all(
+                max(o, a) < min(o + n, a + m)
+                for o, n, a, m in zip(piece.offset, piece.shape, other.offset, other.shape, strict=True)
+            ):
+                return other, piece
+        active.append(piece)
+    return None

@@ -1,15 +1,21 @@
-"""Hosts of a run's ranks, as far as memory goes: ranks share a host when they see the same tmpfs."""
+"""Hosts of a run's ranks, and files sent between them: ranks share a host when they see the same tmpfs."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from mega_rl.checkpoint.memory.place import SHM
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.parallel.transfers import FilePart, transfer
 from mega_rl.protocols import Ranks
+from mega_rl.storage import disk
+from mega_rl.storage.disk import SaveError
+from mega_rl.storage.untrusted import open_regular, read_at
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -18,16 +24,16 @@ class Host(NamedTuple):
     """The memory that a rank can write to."""
 
     key: str  # equal on two ranks if they share it
-    name: str  # for people
-    shm: Path  # its tmpfs
+    name: str  # shown in messages
+    shm: Path  # tmpfs of the host
 
 
 def this_host() -> Host:
-    """Return the host of this process. Containers with a /dev/shm of their own count as hosts."""
+    """Return the host of this process. A container with its own /dev/shm counts as a host."""
     name = socket.gethostname()
     try:
         return Host(f"{BOOT_ID.read_text('ascii').strip()} {os.stat(SHM).st_dev}", name, SHM)
-    except OSError:  # no Linux, or no tmpfs, which making a folder there reports
+    except OSError:  # making a folder there reports the problem
         return Host(name, name, SHM)
 
 
@@ -37,7 +43,7 @@ class Hosts:
 
     rank: int
     of_rank: tuple[int, ...]
-    names: tuple[str, ...]  # of hosts
+    names: tuple[str, ...]  # by host number
 
     @classmethod
     def gather(cls, host: Host, ranks: Ranks) -> Hosts:
@@ -87,9 +93,37 @@ class Hosts:
 
 
 class MemoryPlace(NamedTuple):
-    """Place of a run's history in memory: the same on all ranks but for the host's folder."""
+    """Place of a run's history in memory; only the host's folder differs between ranks."""
 
     run_dir: str  # real path, as rank 0 has it
     history: str
     hosts: Hosts
     folder: Path  # on this host
+
+
+def send_files(parts: Sequence[FilePart], ranks: Ranks, *, source: Path, target: Path) -> str | None:
+    """Send parts of files in folder `source` into existing files in `target` on other hosts; collective.
+
+    Returns this rank's first failure.
+    """
+    assert isinstance(ranks, GroupRanks), "several hosts have several ranks"
+
+    def read(part: FilePart, buffer: memoryview) -> None:
+        path = source / part.file
+        fd, _ = open_regular(path)
+        try:
+            data = read_at(fd, part.start, len(buffer), path)
+        finally:
+            os.close(fd)
+        if len(data) != len(buffer):
+            raise SaveError(f"{path}: ends before byte {part.start + len(buffer)}")
+        buffer[:] = data
+
+    def write(part: FilePart, buffer: memoryview) -> None:
+        fd = disk.open_again(target / part.file)
+        try:
+            disk.write_at(fd, part.start, [buffer])
+        finally:
+            os.close(fd)
+
+    return transfer(parts, ranks, read=read, write=write)

@@ -1,12 +1,12 @@
-"""Folders of checkpoints in a host's memory, on a tmpfs that outlives the processes of a run. No torch.
+"""Folders of checkpoints in a host's memory, on a tmpfs that outlives the processes of a run, and its free space.
 
-    /dev/shm/mega_rl-1000/            of one user, whom alone it admits
+    /dev/shm/mega_rl-1000/            folder of one user, mode 0700
       3f0c6e...-9b1d02.../            hash of the run folder's real path, and the token of its history
         run.json                      the run folder, for people
         step_000012/                  a checkpoint as on disk
 
-The token stands in the run folder, `checkpoints/.memory`. It changes whenever a run starts from anything else than
-memory, so that what is left of a history that the run has abandoned, or of a folder that was removed, is never loaded.
+The token is in the run folder, `checkpoints/.memory`. It changes whenever a run starts from anything else than memory,
+so a run never loads an abandoned history, or that of a folder that was removed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import secrets
 import stat
 from pathlib import Path
 
-from mega_rl.checkpoint.format.untrusted import decode_json, read_file
+import psutil
+
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
+from mega_rl.storage.untrusted import decode_json, read_file
 
 SHM = Path("/dev/shm")
 HISTORY_FILE = ".memory"  # in the run's folder of checkpoints
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 RUN_FILE = "run.json"
 HINT = "set checkpoint.memory.interval=0, or remove it"
 _TOKEN = re.compile(r"[0-9a-f]{16}")
@@ -50,7 +53,7 @@ def new_history() -> str:
 
 
 def read_history(root: Path) -> str:
-    """Return the token in a run's folder of checkpoints; "" without a valid one."""
+    """Return the token in a run's folder of checkpoints, "" without a valid one."""
     try:
         token = read_file(root / HISTORY_FILE, _MAX_BYTES).decode(errors="replace").strip()
     except UserError:
@@ -59,7 +62,7 @@ def read_history(root: Path) -> str:
 
 
 def write_history(root: Path, token: str) -> None:
-    """Put the token into a run's folder of checkpoints, durably; "" removes it. Raises SaveError."""
+    """Write the token into a run's folder of checkpoints; "" removes it. Raises SaveError."""
     if token:
         disk.replace_text(root / HISTORY_FILE, f"{token}\n")
     else:
@@ -67,7 +70,7 @@ def write_history(root: Path, token: str) -> None:
 
 
 def make(folder: Path, run_dir: str) -> None:
-    """Make the folder of a run, which admits this user alone. Raises SaveError where another user has made it."""
+    """Make the folder of a run, for this user only. Raises SaveError if another user made it."""
     for each in (folder.parent, folder):
         try:
             with contextlib.suppress(FileExistsError):
@@ -80,7 +83,7 @@ def make(folder: Path, run_dir: str) -> None:
 
 
 def foreign(folder: Path) -> str:
-    """Return why a folder is not one that this user alone may enter, "" if it is; it must be there."""
+    """Return why other users may enter an existing folder, "" if only this user may."""
     try:
         status = os.lstat(folder)
     except OSError as error:
@@ -95,7 +98,7 @@ def foreign(folder: Path) -> str:
 
 
 def unusable(folder: Path) -> str:
-    """Return why the folder of a run may not be read: "PATH: reason"; "" if it may, or is not there."""
+    """Return why the folder of a run may not be read, as "PATH: reason"; "" if it may, or does not exist."""
     for each in (folder.parent, folder):
         if not os.path.lexists(each):
             return ""
@@ -105,7 +108,7 @@ def unusable(folder: Path) -> str:
 
 
 def folders_of_runs(shm: Path) -> list[Path]:
-    """Return the folders that runs of this user have in memory; none where the user's folder is another's."""
+    """Return the folders that runs of this user have in memory; none if the user's folder is not safe."""
     parent = user_folder(shm)
     if not os.path.lexists(parent) or foreign(parent):
         return []
@@ -113,7 +116,7 @@ def folders_of_runs(shm: Path) -> list[Path]:
 
 
 def run_dir_of(folder: Path) -> str:
-    """Return the run folder of a folder in memory, "" where it does not say."""
+    """Return the run folder of a folder in memory, "" if it is unknown."""
     try:
         value = decode_json(read_file(folder / RUN_FILE, _MAX_BYTES), folder / RUN_FILE).get("run_dir")
     except UserError:
@@ -122,14 +125,14 @@ def run_dir_of(folder: Path) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder of a run, and that of the user if it is empty then. Raises SaveError."""
+    """Remove the folder of a run, and the user's folder if it is empty then. Raises SaveError."""
     disk.remove_tree(folder)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
 
 
 def remove_others(shm: Path, run_dir: str, *, history: str) -> None:
-    """Remove what other histories of a run have left here. history: the one to keep, "" for none. Raises SaveError."""
+    """Remove other histories of a run than `history` ("": all of them). Raises SaveError."""
     kept = folder_of(shm, run_dir, history)
     for folder in folders_of_runs(shm):
         if folder != kept and folder.name.startswith(f"{_hash(run_dir)}-"):
@@ -138,3 +141,36 @@ def remove_others(shm: Path, run_dir: str, *, history: str) -> None:
 
 def _hash(run_dir: str) -> str:
     return hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
+
+
+def free_memory(folder: Path, *, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[int, str]:
+    """Return the fewest free bytes, and of what: the tmpfs of a folder, the host, or a control group (container).
+
+    A control group kills a process that exceeds its limit, and a tmpfs counts in it. File cache does not: the kernel
+    frees it first.
+    """
+    limits = [(disk.free_bytes(folder), f"the tmpfs of {folder}"), (psutil.virtual_memory().available, "the host")]
+    return min([*limits, *_of_control_groups(cgroups, own)])
+
+
+def _of_control_groups(cgroups: Path, own: Path) -> list[tuple[int, str]]:
+    """Return (free bytes, name) of this process's control group and those above it that have a limit."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return []
+    path = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    group = cgroups / path
+    limits = []
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(cgroups):
+            break
+        with contextlib.suppress(OSError, ValueError):  # the root has no such files
+            limit = (folder / "memory.max").read_text().strip()
+            if limit != "max":
+                lines = (folder / "memory.stat").read_text().splitlines()
+                cache = {name: int(value) for name, value in map(str.split, lines)}
+                used = int((folder / "memory.current").read_text())
+                used -= max(0, cache.get("file", 0) - cache.get("shmem", 0))
+                limits.append((max(0, int(limit) - used), "the container's memory limit"))
+    return limits

@@ -1,14 +1,15 @@
-"""Checkpoints that hosts still hold in memory: which are whole over all hosts, and what this host lacks of them.
+"""Restoring of checkpoints that hosts hold in memory: which are whole over all hosts, and what this host lacks.
 
-On one host the folder is a whole checkpoint. With several, each host gets a view: a folder with links to the shards
-that it holds and, for the others, sparse files of their headers, into which the pieces that its ranks need are fetched.
-The reader and its checksums are those of the disk.
+On one host the folder is a whole checkpoint. With several, each host gets a view: a folder with links to its own shards
+and, for the others, sparse files of their headers, into which it fetches the pieces that its ranks need. The reader and
+its checksums are those of the disk.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import struct
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,6 @@ import torch
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.fill import plan
-from mega_rl.checkpoint.format.headers import StoredPiece, read_shard
 from mega_rl.checkpoint.format.manifest import (
     COMMIT_FILE,
     MANIFEST_FILE,
@@ -27,22 +27,24 @@ from mega_rl.checkpoint.format.manifest import (
     check_commit,
     parse_manifest,
 )
-from mega_rl.checkpoint.format.reader import Checkpoint
+from mega_rl.checkpoint.format.reader import Checkpoint, StoredPiece, read_header_bytes, read_shard
 from mega_rl.checkpoint.format.shards import ShardRecord
-from mega_rl.checkpoint.format.untrusted import open_regular, read_at, read_file
-from mega_rl.checkpoint.memory.files import read_from, write_into
-from mega_rl.checkpoint.memory.hosts import Hosts
-from mega_rl.checkpoint.memory.space import free_memory
+from mega_rl.checkpoint.memory import place
+from mega_rl.checkpoint.memory.hosts import Hosts, MemoryPlace, send_files
+from mega_rl.checkpoint.resume import DamagedError, report_changes, restore_from
+from mega_rl.checkpoint.run_state import RunState
 from mega_rl.errors import RunError, UserError, UserErrors, in_units
-from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, first_failure
-from mega_rl.parallel.comm import GroupRanks
-from mega_rl.parallel.transfers import FilePart, cut, transfer
+from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, first_failure, run_on_all
+from mega_rl.parallel.transfers import FilePart, cut
 from mega_rl.protocols import Ranks
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
+from mega_rl.storage.untrusted import read_file
 from mega_rl.types import JsonObject, Piece
 
-VIEW = ".view"  # of a host's folder; what a killed start has left is removed by the next
+log = logging.getLogger(__name__)
+
+VIEW = ".view"  # in a host's folder; the next start removes the remains of a killed one
 
 
 class Remnant(NamedTuple):
@@ -52,13 +54,46 @@ class Remnant(NamedTuple):
     commit: str  # content of COMMIT, equal on all hosts of the same checkpoint
     holders: Mapping[str, Sequence[int]]  # host numbers by shard
     missing: Sequence[str]  # shards that no host holds whole
-    faults: Sequence[str]  # of files that are there
+    faults: Sequence[str]  # problems of existing files
 
 
-def survey(base: Path, hosts: Hosts, *, newer_than: int) -> JsonObject:
-    """Return as JSON what of this host's checkpoints this rank has read and found whole: its share of the shards.
+def restore_newest(here: MemoryPlace, run: RunState, *, newer_than: int) -> Manifest | None:
+    """Fill engines and rank states from the newest whole checkpoint of a later step than `newer_than`; collective.
 
-    `steps`: {step, commit, shards, all, faults} of each complete folder; `faults`: a line for everything else there.
+    Logs a line for every checkpoint that it ignores. None leaves the engines as they are.
+    """
+    folder, hosts, ranks = here.folder, here.hosts, run.ranks
+    fault = place.unusable(folder)
+    nothing = {"steps": [], "faults": [fault] if fault and hosts.is_first else []}
+    report = run_on_all(lambda: nothing if fault else _survey(folder, hosts, newer_than=newer_than), ranks)
+    reports = ranks.gather_json(report)
+    for each in reports:
+        for line in each["faults"]:
+            _ignore(line, ranks)
+    for remnant in _remnants(reports, hosts):
+        where = f"the checkpoint of step {remnant.step} in memory"
+        if remnant.missing:
+            _ignore([*remnant.faults, f"{where} lacks {', '.join(remnant.missing)}"][0], ranks)
+            continue
+        for fault in remnant.faults:
+            _ignore(f"{fault}; its copy on another host is taken", ranks)
+        try:
+            manifest = _restore(here, run, remnant)
+        except (DamagedError, RunError, UserError) as error:
+            first, *_ = re.split("[;\n]", str(error))  # advice is about checkpoints on disk
+            _ignore(f"{where}: {first}", ranks)
+            continue
+        if ranks.rank == 0:
+            log.info("restored the checkpoint of step %d from memory", manifest.step)
+            report_changes(manifest, run.config)
+        return manifest
+    return None
+
+
+def _survey(base: Path, hosts: Hosts, *, newer_than: int) -> JsonObject:
+    """Return, as JSON, the shards of this host's checkpoints that this rank verified.
+
+    `steps`: {step, commit, shards, all, faults} of each complete folder; `faults`: a line for everything else.
     """
     local = hosts.ranks_on(hosts.own)
     share, of = local.index(hosts.rank), len(local)
@@ -76,9 +111,10 @@ def survey(base: Path, hosts: Hosts, *, newer_than: int) -> JsonObject:
         damage: list[str] = []
         for record in manifest.shards[share::of]:
             if not os.path.lexists(folder / record.file) and hosts.count > 1:
-                continue  # another host's
+                continue  # another host has it
             try:
-                _verify_shard(folder, record, manifest)
+                pieces = read_shard(folder / record.file, record, manifest)
+                Checkpoint(folder, manifest, {}).verify(pieces)
                 whole.append(record.file)
             except UserError as error:
                 damage.append(error.problems[0] if isinstance(error, UserErrors) else str(error))
@@ -88,7 +124,7 @@ def survey(base: Path, hosts: Hosts, *, newer_than: int) -> JsonObject:
     return {"steps": steps, "faults": faults}
 
 
-def candidates(reports: Sequence[JsonObject], hosts: Hosts) -> list[Remnant]:
+def _remnants(reports: Sequence[JsonObject], hosts: Hosts) -> list[Remnant]:
     """Return the checkpoints that ranks report, newest first, complete and incomplete ones."""
     holders: dict[tuple[int, str], dict[str, list[int]]] = {}
     faults: dict[tuple[int, str], list[str]] = {}
@@ -105,13 +141,11 @@ def candidates(reports: Sequence[JsonObject], hosts: Hosts) -> list[Remnant]:
     ]
 
 
-def read_candidate(base: Path, candidate: Remnant, hosts: Hosts, ranks: Ranks) -> tuple[str, Manifest]:
-    """Return the text of a candidate's manifest, from a host that has it, and what it says; collective.
-
-    Raises UserError on all ranks alike.
-    """
-    source = hosts.ranks_on(next(host for of in candidate.holders.values() for host in of))[0]
-    folder = folders.final(base, candidate.step)
+def _restore(here: MemoryPlace, run: RunState, remnant: Remnant) -> Manifest:
+    """Fill engines and rank states from one checkpoint; collective. Raises RunError or UserError on all ranks."""
+    ranks, hosts = run.ranks, here.hosts
+    source = hosts.ranks_on(next(host for of in remnant.holders.values() for host in of))[0]
+    folder = folders.final(here.folder, remnant.step)
     text = ""
 
     def read() -> None:
@@ -123,66 +157,77 @@ def read_candidate(base: Path, candidate: Remnant, hosts: Hosts, ranks: Ranks) -
     if message is not None:
         raise UserError(message)
     text = broadcast_json(text, ranks, source=source)
-    check_commit(candidate.commit.encode(), text.encode(), folder)
-    return text, parse_manifest(text.encode(), folder / MANIFEST_FILE)
+    check_commit(remnant.commit.encode(), text.encode(), folder)
+    manifest = parse_manifest(text.encode(), folder / MANIFEST_FILE)
+    if hosts.count == 1:
+        return restore_from(folder, run)
+
+    def make_folder() -> None:
+        if hosts.is_first:
+            place.make(here.folder, here.run_dir)
+
+    def remove_view() -> None:
+        if hosts.is_first:
+            disk.remove_tree(here.folder / VIEW)
+
+    all_succeed(make_folder, ranks)
+    view = _View(here, remnant, text, manifest, ranks)
+    try:
+        view.make()
+        return restore_from(view.folder, run, fetch=view.fetch)
+    finally:
+        failure_of(remove_view, ranks)
 
 
-class View:
-    """A candidate as this host sees it, over several hosts."""
+class _View:
+    """A checkpoint as this host sees it, over several hosts."""
 
-    def __init__(
-        self, base: Path, candidate: Remnant, text: str, manifest: Manifest, hosts: Hosts, ranks: GroupRanks
-    ) -> None:
-        self._base, self._hosts, self._ranks = base, hosts, ranks
-        self._candidate, self._text = candidate, text
+    def __init__(self, here: MemoryPlace, remnant: Remnant, text: str, manifest: Manifest, ranks: Ranks) -> None:
+        self._here, self._hosts, self._ranks = here, here.hosts, ranks
+        self._remnant, self._text = remnant, text
         self._records = manifest.shards
-        self._source = folders.final(base, candidate.step)
-        self.folder = folders.final(base / VIEW, candidate.step)
+        self._source = folders.final(here.folder, remnant.step)
+        self.folder = folders.final(here.folder / VIEW, remnant.step)
 
     def make(self) -> None:
         """Make the folder with links to this host's shards and with the headers of the others; collective.
 
-        Raises RunError on all ranks alike.
+        Raises RunError on all ranks.
         """
         all_succeed(self._link if self._hosts.is_first else lambda: None, self._ranks)
         for number, record in enumerate(self._records):
-            holders = self._candidate.holders[record.file]
+            holders = self._remnant.holders[record.file]
             if len(set(holders)) < self._hosts.count:
                 self._share_header(record, source=self._hosts.reader_on(holders[0], number))
 
     def fetch(self, checkpoint: Checkpoint, pieces: Sequence[Piece]) -> None:
-        """Fetch what the ranks of this host need for their pieces and this host lacks; collective.
+        """Fetch the bytes that this host's ranks need for their pieces and this host lacks; collective.
 
-        Raises RunError on all ranks alike.
+        Raises RunError on all ranks.
         """
-        copies, _ = plan(checkpoint, pieces)  # its problems are those of the load that follows
+        copies, _ = plan(checkpoint, pieces)  # the load that follows reports its problems
         wanted = self._ranks.gather_json(_ranges(copy.source for copy in copies))
         parts = self._parts(wanted)
 
         def check_room() -> None:
             here = self._hosts.ranks_on(self._hosts.own)
             needed = sum(part.nbytes for part in parts if part.target in here)
-            free, of = free_memory(self._base.parent) if needed else (0, "")
+            free, of = place.free_memory(self._here.folder.parent) if needed else (0, "")
             if free < needed:
                 raise SaveError(f"{in_units(needed)} of other hosts are needed and {in_units(free)} are free in {of}")
 
         all_succeed(check_room, self._ranks)
-        failure = transfer(
-            parts,
-            self._ranks,
-            read=lambda part, buffer: read_from(self._source / part.file, part.start, buffer),
-            write=lambda part, buffer: write_into(self.folder / part.file, part.start, buffer),
-        )
+        failure = send_files(parts, self._ranks, source=self._source, target=self.folder)
         failure = first_failure(failure, self._ranks)
         if failure is not None:
             raise RunError(failure)
 
     def _parts(self, wanted: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> list[FilePart]:
-        """Return the transfers for the byte ranges [start, end) that ranks want of shards, each host's once."""
+        """Return the transfers of the byte ranges [start, end) that ranks want of shards, once per host."""
         parts: list[FilePart] = []
         for host in range(self._hosts.count):
             for number, record in enumerate(self._records):
-                holders = self._candidate.holders[record.file]
+                holders = self._remnant.holders[record.file]
                 if host in holders:
                     continue
                 local = self._hosts.ranks_on(host)
@@ -195,11 +240,11 @@ class View:
 
     def _link(self) -> None:
         """Make the folder on this host."""
-        disk.remove_tree(self._base / VIEW)
+        disk.remove_tree(self._here.folder / VIEW)
         disk.make_folder(self.folder)
         disk.write_text(self.folder / MANIFEST_FILE, self._text)
-        disk.write_text(self.folder / COMMIT_FILE, self._candidate.commit)
-        for file, holders in self._candidate.holders.items():
+        disk.write_text(self.folder / COMMIT_FILE, self._remnant.commit)
+        for file, holders in self._remnant.holders.items():
             if self._hosts.own in holders:
                 try:
                     os.link(self._source / file, self.folder / file, follow_symlinks=False)
@@ -213,15 +258,13 @@ class View:
         def read() -> None:
             nonlocal header
             if self._ranks.rank == source:
-                header = _header(self._source / record.file, record)
+                header = read_header_bytes(self._source / record.file, record)
 
         all_succeed(read, self._ranks)
         size = int(self._ranks.broadcast(torch.tensor(len(header)), source=source))
-        sent = torch.zeros(size, dtype=torch.uint8)
-        if self._ranks.rank == source:
-            sent = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(header or bytes(size)), dtype=torch.uint8)
         received = self._ranks.broadcast(sent, source=source)
-        lacks = self._hosts.own not in self._candidate.holders[record.file]
+        lacks = self._hosts.own not in self._remnant.holders[record.file]
 
         def write() -> None:
             if lacks and self._hosts.is_first:
@@ -235,24 +278,6 @@ class View:
         all_succeed(write, self._ranks)
 
 
-def _verify_shard(folder: Path, record: ShardRecord, manifest: Manifest) -> None:
-    """Compare every checksum of a shard. Raises UserError."""
-    pieces = read_shard(folder / record.file, record, manifest)
-    with Checkpoint(folder, manifest, {}) as checkpoint:
-        checkpoint.verify(pieces)
-
-
-def _header(path: Path, record: ShardRecord) -> bytes:
-    """Return the bytes of a shard before its data. Raises UserError."""
-    fd, _ = open_regular(path)
-    try:
-        prefix = read_at(fd, 0, 8, path)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else record.nbytes
-        return prefix + read_at(fd, 8, min(length, record.nbytes), path)
-    finally:
-        os.close(fd)
-
-
 def _ranges(pieces: Iterable[StoredPiece]) -> dict[str, list[list[int]]]:
     """Return the byte ranges [start, end) of pieces by the name of their file, as few as possible."""
     ranges: dict[str, list[list[int]]] = {}
@@ -262,7 +287,7 @@ def _ranges(pieces: Iterable[StoredPiece]) -> dict[str, list[list[int]]]:
 
 
 def _joined(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Return ranges without those that touch or overlap, in order."""
+    """Return ranges in order, with those that touch or overlap joined."""
     joined: list[list[int]] = []
     for start, end in sorted(map(tuple, ranges)):
         if joined and start <= joined[-1][1]:
@@ -274,3 +299,8 @@ def _joined(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
 
 def _text(path: Path, limit: int) -> str:
     return read_file(path, limit).decode(errors="replace")
+
+
+def _ignore(line: str, ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        log.warning("ignored: %s", line)

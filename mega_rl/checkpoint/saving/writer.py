@@ -1,8 +1,8 @@
 """Background process of a rank that writes its part of saves.
 
-`python -m mega_rl.checkpoint.saving.writer` imports no torch. It maps the rank's staging memory and reads jobs from a
-socket, one JSON line each, and answers each with a line. It ends when its parent does, however that ends: the kernel
-kills it, and the socket is closed. Signals that are meant for the trainer do not tear a save.
+`python -m mega_rl.checkpoint.saving.writer` imports no torch. It maps the rank's staging memory, reads jobs from a
+socket, one JSON line each, and answers each with a line. It ends with its parent: the kernel kills it, and the socket
+is closed. It ignores signals that are meant for the trainer, so they do not tear a save.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import mega_rl
-from mega_rl.checkpoint.saving.job import SaveJob, SaveOutcome, perform
+from mega_rl.checkpoint.saving.job import SaveJob, perform
 from mega_rl.environment import python_module
 from mega_rl.errors import name_of_signal
 from mega_rl.storage.disk import SaveError
 
 COMMAND = python_module("mega_rl.checkpoint.saving.writer")
 SEND_TIMEOUT_S = 60.0  # for an idle process to receive a job
-END_TIMEOUT_S = 10.0  # for a killed process; one that waits for a dead disk cannot end
+END_TIMEOUT_S = 10.0  # for a killed process; a process that waits for a dead disk cannot end
 TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 NICENESS = 10
 PR_SET_PDEATHSIG = 1
-MESSAGE_BYTES = 4000  # of what a process has said before it died
+MESSAGE_BYTES = 4000  # last output of a process that died
 
 
 class WriterProcess:
@@ -84,15 +84,15 @@ class WriterProcess:
 
     def start(self, job: SaveJob, *, memory_bytes: int) -> None:
         """Send a job whose pieces lie in the first `memory_bytes` of the staging memory. Raises SaveError."""
-        line = json.dumps({"job": job.to_json(), "memory_bytes": memory_bytes}) + "\n"
+        line = json.dumps({"job": job, "memory_bytes": memory_bytes}) + "\n"
         self._socket.settimeout(SEND_TIMEOUT_S)
         try:
             self._socket.sendall(line.encode())
         except OSError as error:
             raise SaveError(f"{self._death() or f'the writer (process {self.pid}) takes no job'}: {error}") from error
 
-    def wait(self, timeout_s: float) -> SaveOutcome | None:
-        """Wait for the job; return its outcome, None if it is not done within the time.
+    def wait(self, timeout_s: float) -> list[str] | None:
+        """Wait for the job; return harmless problems, None if it is not done within the time.
 
         Raises:
             SaveError: the job failed, or the process died.
@@ -111,10 +111,11 @@ class WriterProcess:
                 raise SaveError(self._death() or f"the writer (process {self.pid}) has closed its connection")
             self._received += part
         line, _, self._received = self._received.partition(b"\n")
-        answer = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise SaveError(answer["error"])
-        return SaveOutcome(answer["nbytes"], tuple(answer["notes"]))
+        notes: list[str] = answer["notes"]
+        return notes
 
     def stop(self) -> None:
         """End the process and its pending job; may be called twice."""
@@ -150,48 +151,38 @@ def _signals_held() -> Iterator[None]:
 def main(arguments: Sequence[str]) -> None:
     """Run the jobs of a connection until it ends. arguments: parent's pid, socket, memory descriptor."""
     parent, connection, memory = map(int, arguments)
-    _stay_in_the_background()
-    _die_with(parent)
+    for number in TRAINERS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TRAINERS_SIGNALS)
+    os.nice(NICENESS)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(0)
     channel = socket.socket(fileno=connection)
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, lines), daemon=True).start()
-    mapped = _Mapping(memory)
+    view = memoryview(b"")
     while True:
-        answer = _answer(lines.get(), mapped)
+        request = json.loads(lines.get())
+        if len(view) < request["memory_bytes"]:  # the staging memory grows between jobs
+            view = memoryview(mmap.mmap(memory, request["memory_bytes"], prot=mmap.PROT_READ))
+        answer = _answer(SaveJob.from_json(request["job"]), view)
         channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
-class _Mapping:
-    """Read-only mapping of the staging memory, which grows between jobs."""
+def _answer(job: SaveJob, view: memoryview) -> dict[str, Any]:
+    """Run one job over the staged bytes and return the answer for the trainer."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._view = memoryview(b"")
+    def data(index: int) -> memoryview:
+        piece = job.pieces[index]
+        return view[piece.at : piece.at + piece.spec.nbytes]
 
-    def view(self, nbytes: int) -> memoryview:
-        """Return a view of at least the first `nbytes` bytes."""
-        if len(self._view) < nbytes:
-            self._view = memoryview(mmap.mmap(self._descriptor, nbytes, prot=mmap.PROT_READ))
-        return self._view
-
-
-def _answer(line: bytes, mapped: _Mapping) -> dict[str, Any]:
-    """Run one job and return the answer for the trainer."""
     try:
-        request = json.loads(line)
-        job = SaveJob.from_json(request["job"])
-        view = mapped.view(request["memory_bytes"])
-
-        def data(index: int) -> memoryview:
-            piece = job.pieces[index]
-            return view[piece.at : piece.at + piece.spec.nbytes]
-
-        outcome = perform(job, data, given_up=lambda: False)
+        return {"notes": perform(job, data, given_up=lambda: False)}
     except SaveError as error:
         return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - any error must reach the trainer
         return {"error": f"the writer (process {os.getpid()}) failed: {type(error).__name__}: {error}"}
-    return {"nbytes": outcome.nbytes, "notes": list(outcome.notes)}
 
 
 def _listen(channel: socket.socket, lines: queue.SimpleQueue[bytes]) -> None:
@@ -200,21 +191,6 @@ def _listen(channel: socket.socket, lines: queue.SimpleQueue[bytes]) -> None:
         for line in file:
             lines.put(line)
     os._exit(0)
-
-
-def _stay_in_the_background() -> None:
-    """Ignore the trainer's signals and lower this process's priority."""
-    for number in TRAINERS_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, TRAINERS_SIGNALS)
-    os.nice(NICENESS)
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when the parent ends; end at once if it has."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 if __name__ == "__main__":

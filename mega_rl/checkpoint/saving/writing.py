@@ -1,22 +1,29 @@
-"""Writers of a rank's part of a save: inline in a thread, or a copy of the state in a background process."""
+"""Writers of a rank's part of a save: the live state by a thread, or a copy of it by a background process."""
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mega_rl.checkpoint.saving.job import SaveJob, SaveOutcome, perform
-from mega_rl.checkpoint.saving.staging import Staging, direct, plan
+import torch
+from torch import Tensor
+
+from mega_rl.accelerator.pinned import HostMemory
+from mega_rl.checkpoint.format.shards import PieceSpec, order
+from mega_rl.checkpoint.saving.job import JobPiece, SaveJob, perform
 from mega_rl.checkpoint.saving.writer import WriterProcess
 from mega_rl.storage.disk import SaveError
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES, as_bytes
 from mega_rl.types import Piece
 
 log = logging.getLogger(__name__)
 
-STOP_S = 10.0  # for a stopped thread; one that waits for a dead disk cannot end
+ALIGNMENT = 64  # bytes of a cache line, more than any dtype needs
+STOP_S = 10.0  # for a stopped thread; a thread that waits for a dead disk cannot end
 
 
 class Writing(Protocol):
@@ -30,8 +37,8 @@ class Writing(Protocol):
         """
         ...
 
-    def wait(self, timeout_s: float) -> SaveOutcome | None:
-        """Wait for the job; return its outcome once, None if it is not done within the time. Raises SaveError."""
+    def wait(self, timeout_s: float) -> list[str] | None:
+        """Wait for the job; return harmless problems once, None if it is not done within the time. Raises SaveError."""
         ...
 
     def stop(self) -> None:
@@ -49,12 +56,12 @@ class InlineWriter:
     def __init__(self) -> None:
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
-        self._outcome: SaveOutcome | SaveError | None = None
+        self._outcome: list[str] | SaveError | None = None
 
     def start(self, job: SaveJob, pieces: Sequence[Piece]) -> None:
         """Start a job; the pieces may not change until it is done."""
         ordered, places, _ = plan(pieces)
-        job, data, given_up = replace(job, pieces=tuple(places)), direct(ordered), threading.Event()
+        job, data, given_up = job._replace(pieces=tuple(places)), direct(ordered), threading.Event()
 
         def work() -> None:
             try:
@@ -68,7 +75,7 @@ class InlineWriter:
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def wait(self, timeout_s: float) -> SaveOutcome | None:
+    def wait(self, timeout_s: float) -> list[str] | None:
         if self._thread is None:
             return None
         self._thread.join(timeout_s)
@@ -77,7 +84,7 @@ class InlineWriter:
         return self._outcome
 
     def stop(self) -> None:
-        """Abandon the job; a thread that hangs in the disk is not awaited beyond `STOP_S`."""
+        """Abandon the job; waits at most `STOP_S` for a thread that hangs in the disk."""
         self._given_up.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
@@ -105,13 +112,13 @@ class BackgroundWriter:
         ordered, places, nbytes = plan(pieces)
         self._staging.copy(ordered, places, nbytes)
         if self._process is not None and not self._process.alive:
-            log.warning("the writer (process %d) has ended between two saves: starting another", self._process.pid)
+            log.warning("the writer (process %d) ended between two saves: starting another", self._process.pid)
             self.stop()
         if self._process is None:
             self._process = WriterProcess(self._staging.descriptor)
-        self._process.start(replace(job, pieces=tuple(places)), memory_bytes=nbytes)
+        self._process.start(job._replace(pieces=tuple(places)), memory_bytes=nbytes)
 
-    def wait(self, timeout_s: float) -> SaveOutcome | None:
+    def wait(self, timeout_s: float) -> list[str] | None:
         return None if self._process is None else self._process.wait(timeout_s)
 
     def stop(self) -> None:
@@ -126,3 +133,90 @@ class BackgroundWriter:
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()
+
+
+class Staging:
+    """Anonymous memory that the writer process maps too, pinned for CUDA so that copies run concurrently.
+
+    Kept from save to save, since its page faults cost as much as a copy, and grown when a save needs more.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("checkpoint staging")
+        self._memory: HostMemory | None = None
+
+    def copy(self, pieces: Sequence[Piece], places: Sequence[JobPiece], nbytes: int) -> None:
+        """Copy every piece to its place; returns when all copies are complete.
+
+        Raises:
+            SaveError: the host has not enough memory.
+        """
+        if self._memory is None or self._memory.bytes.nbytes() < nbytes:
+            self._release()
+            size = max(nbytes, mmap.PAGESIZE)
+            try:
+                # Allocates the pages now: overcommitted memory would kill the process when it is written.
+                os.posix_fallocate(self.descriptor, 0, size)
+                mapped = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            except (OSError, MemoryError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "out of memory"
+                raise SaveError(f"no {nbytes} bytes of host memory to copy the state to: {reason}") from error
+            self._memory = HostMemory(mapped, purpose="checkpoints on their way to disk")
+        memory = self._memory
+        buffer = torch.empty(0, dtype=torch.uint8).set_(memory.bytes)
+        for piece, place in zip(pieces, places, strict=True):
+            if piece.data.numel():
+                target = buffer[place.at : place.at + piece.data.nbytes].view(piece.data.dtype)
+                target.view(piece.data.shape).copy_(piece.data.detach(), non_blocking=memory.is_pinned)
+        if memory.is_pinned:
+            torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Free the memory; may be called twice."""
+        self._release()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _release(self) -> None:
+        """Drop the mapping, which ends with its last view."""
+        if self._memory is not None:
+            self._memory.release()
+        self._memory = None
+
+
+def plan(pieces: Sequence[Piece]) -> tuple[list[Piece], list[JobPiece], int]:
+    """Return (pieces in the order of the file, the same with their places in staging memory, bytes of the memory)."""
+    specs = [PieceSpec(p.name, DTYPE_NAMES[p.data.dtype], p.box.offset, p.box.shape) for p in pieces]
+    chosen = order(specs)
+    laid_out, end = [], 0
+    for index in chosen:
+        laid_out.append(JobPiece(specs[index], pieces[index].global_shape, at=end))
+        end += -(-pieces[index].data.nbytes // ALIGNMENT) * ALIGNMENT
+    return [pieces[index] for index in chosen], laid_out, end
+
+
+def direct(pieces: Sequence[Piece]) -> Callable[[int], memoryview]:
+    """Return a function from a piece's index to its bytes, valid until its next call.
+
+    Views contiguous host memory in place; copies other pieces into a buffer of the largest one's size.
+    """
+    strided = [piece.data for piece in pieces if not _is_plain(piece.data)]
+    size = max((tensor.nbytes for tensor in strided), default=0)
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=any(piece.data.is_cuda for piece in pieces))
+
+    def data(index: int) -> memoryview:
+        tensor = pieces[index].data.detach()
+        if not tensor.numel():
+            return memoryview(b"")
+        if not _is_plain(tensor):
+            target = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensor = target.copy_(tensor)
+        # A contiguous tensor of one element may have any stride.
+        return as_bytes(tensor.as_strided((tensor.numel(),), (1,))).data
+
+    return data
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()

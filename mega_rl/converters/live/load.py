@@ -23,8 +23,7 @@ from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import RankCoordinates
-from mega_rl.storage.bits import same_bits
-from mega_rl.storage.safetensors_reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo
+from mega_rl.storage.safetensors_reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo, same_bits
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

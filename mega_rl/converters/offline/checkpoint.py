@@ -25,7 +25,7 @@ from mega_rl.converters.plan.compose import ColumnRange, Homes, compose, home_fa
 from mega_rl.converters.plan.parameters import OUTPUT, VALUE_HEADS, as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_header import matrix_shape
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.storage.strict_json import parse_object
 

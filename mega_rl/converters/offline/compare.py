@@ -32,9 +32,8 @@ from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.storage.bits import bits, same_bits
-from mega_rl.storage.matrix import matrix_shape
-from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.storage.safetensors_header import matrix_shape
+from mega_rl.storage.safetensors_reader import CheckpointReader, bits, same_bits
 
 Advance = Callable[[int], object]  # takes the bytes compared since the last call
 

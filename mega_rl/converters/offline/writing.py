@@ -33,8 +33,8 @@ from mega_rl.converters.plan.compose import ColumnRange
 from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import run_on_all, run_on_one
 from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
-from mega_rl.storage.matrix import matrix_shape
 from mega_rl.storage.output_folder import output_folder, require_space
+from mega_rl.storage.safetensors_header import matrix_shape
 from mega_rl.storage.safetensors_writer import SafetensorsFile, TensorSpec, plan_shards
 
 logger = logging.getLogger(__name__)

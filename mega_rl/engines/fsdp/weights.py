@@ -20,7 +20,7 @@ from mega_rl.converters.plan.parameters import as_on_disk
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.ddp.access import Whole
 from mega_rl.engines.fsdp.model import TokenClassifier, sharded_parameters
-from mega_rl.storage.matrix import matrix_shape
+from mega_rl.storage.safetensors_header import matrix_shape
 from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.types import Box
 

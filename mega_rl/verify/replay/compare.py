@@ -1,4 +1,4 @@
-"""Comparison of two records of one step, tensor by tensor in causal order. No torch."""
+"""Comparison of two records of one step, tensor by tensor in causal order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenPlace:
     prompt: int
     sample: int
     token: int | None  # position in the sequence; None of a number for the whole row
-    text: str  # of the token; "" where the record has no texts
+    text: str  # token as text; "" if the record has no texts
     recorded: float
     replayed: float
 
@@ -36,7 +36,7 @@ class Difference:
     largest: float  # |difference|; infinite where one of the two is not a number
     allowed: float
     num_beyond: int  # elements beyond the tolerance
-    first: TokenPlace | None  # of them; None: there is none
+    first: TokenPlace | None  # first element beyond the tolerance, if any
     worst: TokenPlace | None  # None: all are equal
 
     @property

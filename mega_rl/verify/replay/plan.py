@@ -1,4 +1,4 @@
-"""Plan of a replay for its ranks, as JSON; the config that they compute with. Imports no torch."""
+"""Plan of a replay for its ranks, as JSON; the config that they compute with."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _prompts(record: Record, data: dict[int, Prompt]) -> list[Prompt]:
                 "the run, unchanged"
             )
         prompts[place] = prompt
-    blank = Prompt(index=-1, token_ids=(), text="", answer=None)  # of prompts that dynamic sampling has dropped
+    blank = Prompt(index=-1, token_ids=(), text="", answer=None)  # stands for prompts that dynamic sampling dropped
     return [prompts.get(place, blank) for place in range(record.description.prompts)]
 
 

@@ -18,7 +18,7 @@ from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import Layout, resolve_runs
 from mega_rl.verify.replay.compare import Difference, compare
 from mega_rl.verify.replay.plan import ReplayPlan, recorded_config, replay_config
-from mega_rl.verify.replay.weights import Search
+from mega_rl.verify.replay.weights import find_weights
 from mega_rl.verify.run import RANK, working_folder
 
 __all__ = ["Replay", "prepare", "replay_layouts", "working_folder"]
@@ -31,7 +31,7 @@ class Replay:
     """Result of replaying a record under one layout."""
 
     layout: Layout
-    differences: tuple[Difference, ...]  # of every tensor that was computed again, in causal order
+    differences: tuple[Difference, ...]  # one for each tensor that was computed again, in causal order
 
     @property
     def first(self) -> Difference | None:
@@ -44,7 +44,7 @@ class Prepared:
     """A record with its weights in place, and the layouts to replay it under."""
 
     record: Record
-    config: Config  # of the run
+    config: Config  # config of the recorded run
     models: dict[str, str]  # Hugging Face folder of each role
     layouts: tuple[Layout, ...]
 
@@ -54,7 +54,7 @@ def prepare(folder: Path, names: str, work: Path, *, weights: Path | None = None
     record = read_record(folder)
     config = recorded_config(record.description)
     with progress.phase("finding the weights"):
-        models = Search(record, config, work / "weights", given=weights)()
+        models = find_weights(record, config, work / "weights", given=weights)
     layouts = resolve_runs(names, read_hf_config(Path(models["actor"])))
     prepared = Prepared(record, config, models, tuple(layouts))
     for layout in layouts:

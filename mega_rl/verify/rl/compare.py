@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mega_rl.accelerator.norms import norm
 from mega_rl.errors import UserError
 from mega_rl.verify.rl.independent.formulas import Formulas
-from mega_rl.verify.rl.independent.records import Figures, LockstepSettings
-from mega_rl.verify.rl.independent.sampling import wrong_groups, wrong_prompts
+from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
+from mega_rl.verify.rl.independent.sampling import groups_of, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
-from mega_rl.verify.rl.phases import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, UpdateErrors
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
-from mega_rl.verify.rl.samples import SamplerTest
 from mega_rl.verify.rl.trace import num_updates, read_batch, read_figures
+from mega_rl.verify.tolerances import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, UpdateErrors
 
 # Figures of tokens by phase.
 TOKEN_PHASES = {"log-probs": ("old_logprobs", "ref_logprobs", "values"), "advantages": ("advantages", "returns")}
@@ -52,7 +52,7 @@ def follow(
         of_step = {} if rule.function is None else {REWARDS: reward_error(recorded, batch)}
         of_step[UPDATES] = float(wrong_prompts(batch, settings))
         if settings.samples_all_tokens:
-            for samples in batch.generations or [batch.samples]:  # what dynamic sampling keeps is no random choice
+            for samples in batch.generations or [batch.samples]:  # dynamic sampling does not keep samples at random
                 sampler.add(samples, trainer.policy.logits)
             of_step[SAMPLES] = max(map(abs, sampler.deviations()))
         if settings.max_generations:
@@ -64,6 +64,57 @@ def follow(
     for role, count in num_updates(folder).items():
         if count > done[role]:
             yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
+
+
+class SamplerTest:
+    """Four sums over tokens, which for a right sampler are normal with mean 0 and deviation 1.
+
+    Of log p + entropy, which another temperature, a cut of the distribution or a penalty moves. Of u - 1/2, u being the
+    randomised place of a token in the cumulated distribution, uniform and independent of all others. Of products of
+    neighbouring u in a response, and of u at one position of neighbouring samples and prompts: a random number that is
+    used twice moves these.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self._sums, self._variances = [0.0] * 4, [0.0] * 4
+        self._noise = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def add(self, samples: Sequence[ScoredSample], logits: Callable[[ScoredSample], Tensor]) -> None:
+        """Count all samples of neighbouring prompts; logits: returns those of each response token, [n, V] float64."""
+        places: dict[tuple[int, int], Tensor] = {}
+        for prompt, group in enumerate(groups_of(samples)):
+            for number, sample in enumerate(group):
+                logprobs = torch.log_softmax(logits(sample) / self._temperature, dim=-1)
+                places[prompt, number] = self._place(logprobs, torch.tensor(sample.tokens[sample.prompt_length :]))
+        for (prompt, number), place in places.items():
+            self._count(2, place[:-1] * place[1:], (len(place) - 1) / 144)
+            for other in ((prompt, number + 1), (prompt + 1, number)):
+                if other in places:
+                    length = min(len(place), len(places[other]))
+                    self._count(3, place[:length] * places[other][:length], length / 144)
+
+    def deviations(self) -> list[float]:
+        """Return each sum in units of its deviation; 0 without a token that is random."""
+        sums = zip(self._sums, self._variances, strict=True)
+        return [total / math.sqrt(variance) if variance > 1e-12 else 0.0 for total, variance in sums]
+
+    def _place(self, logprobs: Tensor, tokens: Tensor) -> Tensor:
+        """Count the first two sums of a response; returns [n], u - 1/2 of each token."""
+        probabilities, rows = logprobs.exp(), torch.arange(len(tokens))
+        entropy = -(probabilities * logprobs).sum(-1)
+        self._count(
+            0, logprobs[rows, tokens] + entropy, float(((probabilities * logprobs**2).sum(-1) - entropy**2).sum())
+        )
+        noise = torch.rand(len(tokens), generator=self._noise, dtype=torch.float64)
+        place = (probabilities.cumsum(-1) - probabilities * noise[:, None])[rows, tokens] - 0.5
+        self._count(1, place, len(place) / 12)
+        return place
+
+    def _count(self, number: int, values: Tensor, variance: float) -> None:
+        self._sums[number] += float(values.sum())
+        self._variances[number] += variance
 
 
 def off(

@@ -1,4 +1,4 @@
-"""Faults that are planted into the independent trainer, to see that a lockstep finds and names each."""
+"""Faults to plant into the independent trainer: a lockstep must find each and name its phase."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mega_rl.verify.rl.independent.formulas import Formulas, Row
 from mega_rl.verify.rl.independent.records import LockstepSettings, NamedSettings, ScoredSample
 from mega_rl.verify.rl.rewards import RewardRule
 
-# Settings of the runs that faults are looked for in: every one of them has an effect.
+# Settings of the runs with planted faults; every one of them has an effect.
 SHARED: dict[str, object] = {
     "rollout.temperature": 0.7,
     "optim.lr": 3e-3,
@@ -32,8 +32,8 @@ class Fault:
     """A fault: other settings, other formulas or another rule of rewards than the run's."""
 
     name: str
-    algorithm: str  # of `reading.ALGORITHMS`: the run in which it is looked for
-    phase: str  # that it must be named by
+    algorithm: str  # run of `reading.ALGORITHMS` in which the fault is planted
+    phase: str  # phase that must be named
     settings: Callable[[LockstepSettings], LockstepSettings] = replace
     formulas: Formulas = Formulas()  # noqa: RUF009
     rule: Callable[[RewardRule], RewardRule] = replace
@@ -73,7 +73,7 @@ def _sample_whitened(rows: list[Row]) -> list[Row]:
 
 
 def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
-    """Return GAE that goes on after the last token with its value, as if every response had been cut off."""
+    """Return GAE that continues after the last token with its value, as if every response was cut off."""
     advantages, returns = formulas.gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
     return advantages, returns
 

@@ -1,4 +1,4 @@
-"""Inputs of a lockstep: the settings of a small run, its prompts and its reward. Imports no torch.
+"""Inputs of a lockstep: the settings of a small run, its prompts and its reward.
 
 The run keeps what a recipe says of mathematics (`KEPT`). Its model, data, reward, sizes and layout are the lockstep's.
 """
@@ -23,8 +23,8 @@ from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import Layout
 
 REWARD = "python:mega_rl.verify.rl.inputs.reward"
-NO_REWARD: Mapping[str, object] = {"reward.source": "none"}  # as of a recipe that learns from a teacher alone
-PARTS = ("correct", "format")  # of a reward that is read by parts, where no weight names any
+NO_REWARD: Mapping[str, object] = {"reward.source": "none"}  # for a recipe that learns only from a teacher
+PARTS = ("correct", "format")  # names of the reward's parts if no weight names any
 # (factor of the length, number of values) of parts: one of two values is often equal in all samples of a prompt.
 PART_VALUES = ((5, 11), (3, 2), (1, 3), (2, 7))
 STAND_IN = "the quickstart's architecture"
@@ -81,11 +81,11 @@ class LockstepRun:
 
     config: Config
     source: Path | None  # folder with the model's config.json; None: that of the quickstart
-    description: str  # of the model's origin
+    description: str  # origin of the model
 
 
 def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> LockstepRun:
-    """Return the small run of so many steps that a recipe and settings ask for. Raises UserErrors."""
+    """Return the small run of `steps` steps for a recipe and settings. Raises UserErrors."""
     read = load(recipe, overrides)
     given = {text.lstrip("~+").partition("=")[0] for text in overrides}
     problems = [
@@ -153,7 +153,7 @@ def _architecture(path: str, *, is_given: bool) -> tuple[Path | None, str]:
 
 
 def with_layout(config: Config, layout: Layout, *, run_dir: Path) -> Config:
-    """Return the config on a layout, in a folder of its own. Raises UserErrors for settings that do not go with it."""
+    """Return the config on a layout, in `run_dir`. Raises UserErrors for settings that do not fit the layout."""
     sizes = layout.settings
     if sizes["etp"] == sizes["tp"] or sizes["ep"] == 1:
         sizes["etp"] = 0

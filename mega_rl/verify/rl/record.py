@@ -30,7 +30,7 @@ from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, 
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
 from mega_rl.verify.rl.inputs import reward_of
-from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, Update, by_sample, drawn, write_rows, write_update
+from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, by_sample, drawn, write_rows, write_update
 from mega_rl.workers.models import LearningWorker, PolicyLoss
 
 SHIFT = 0.3  # nats
@@ -104,11 +104,6 @@ class Recorder:
         parts = () if rewards.parts is None else rewards.parts.names
         named = ["rewards", *(PART + name for name in parts)]
         return fields | dict(zip(named, columns.unbind(dim=1), strict=True))
-
-    def write_update(self, number: int, update: Update) -> None:
-        """Write update `number` of a role."""
-        if self.is_writer:
-            write_update(self.folder, number, update)
 
 
 @dataclass(frozen=True)
@@ -202,7 +197,8 @@ class RecordedLearner:
                 gradients={name: kept(gradient) for name, gradient in exported_gradients(engine)},
                 weights={name: kept(weight) for name, weight in engine.export_weights()},
             )
-            self.recorder.write_update(self._updates, Update(figures, rows.prompt_index.unique().tolist()))
+            if self.recorder.is_writer:
+                write_update(self.recorder.folder, self._updates, figures, rows.prompt_index.unique().tolist())
             self._updates += 1
         return metrics
 

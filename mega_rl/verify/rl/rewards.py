@@ -22,14 +22,14 @@ class RewardRule:
     """Rule by which each response is rewarded; a planted fault replaces a field."""
 
     function: Callable[..., float | Mapping[str, float]] | None  # None: the run has no reward
-    weights: Mapping[str, float]  # of named parts; one without a weight has 1
+    weights: Mapping[str, float]  # weight of each named part; default 1
     stop_tokens: frozenset[int]  # one at the end of a response is not in its text
     # Samples in the order in which their rewards go to the samples: each has its own.
     placed: Callable[[Sequence[ScoredSample]], Sequence[ScoredSample]] = list
     answers: Mapping[str, str] = field(default_factory=dict)  # answers of the data's rows, by prompt text
 
     def scored(self, samples: Sequence[ScoredSample]) -> list[ScoredSample]:
-        """Return the samples with rewards by their own tokens, whatever rewards they came with."""
+        """Return the samples with rewards computed from their own tokens."""
         scores = [self._score(sample) for sample in self.placed(samples)]
         return [
             replace(sample, reward=reward, parts=parts, greedy_reward=math.nan)
@@ -59,7 +59,7 @@ def reward_rule(config: Config) -> RewardRule:
 
 
 def rescored(batch: StepBatch, rule: RewardRule) -> StepBatch:
-    """Return the batch with rewards by the rule alone; samples of a prompt get that of its greedy response, too."""
+    """Return the batch with rewards by the rule; samples also get the reward of their prompt's greedy response."""
     greedy = rule.scored(batch.greedy)
     baselines = {sample.prompt: sample.reward for sample in greedy}
     samples = [

@@ -19,10 +19,10 @@ from mega_rl.verify.rl.compare import follow, off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import LockstepRun, algorithm_run, with_layout
 from mega_rl.verify.rl.model import read_architecture, write_inputs
-from mega_rl.verify.rl.phases import TOLERANCES, UpdateErrors
 from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
 from mega_rl.verify.rl.rewards import reward_rule
 from mega_rl.verify.run import RANK, working_folder
+from mega_rl.verify.tolerances import TOLERANCES, UpdateErrors
 
 __all__ = ["follow_layouts", "prepare_run", "self_check", "working_folder"]
 
@@ -35,7 +35,7 @@ class Lockstep:
 
     layout: Layout
     updates: tuple[UpdateErrors, ...]
-    problem: str  # what is off first, or how the ranks failed; empty: the two trainers agree
+    problem: str  # first error out of tolerance, or how the ranks failed; empty: the two trainers agree
 
     @property
     def good(self) -> bool:
@@ -114,7 +114,7 @@ def record_runs(configs: Sequence[Config], folders: Sequence[Path], *, ranks: in
 
 
 def problem_of(updates: Sequence[UpdateErrors], tolerances: Mapping[str, float]) -> str:
-    """Return what is off first, in words; empty where nothing is."""
+    """Return the first error out of tolerance, in words; empty without one."""
     first = off(updates, tolerances)
     if first is None:
         return ""

@@ -6,8 +6,8 @@ import itertools
 import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,27 +18,8 @@ from mega_rl.verify.rl.independent.records import Figures, ScoredSample, StepBat
 GRADIENT, WEIGHT, TOKENS = "gradient/", "weight/", "tokens/"
 GREEDY = "greedy"  # kind of samples
 PART = "part/"  # before the name of a part of the rewards
+FACTS = ("role", "step", "update", "loss", "grad_norm")  # numbers of an update next to its tensors
 ROWS = ("tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "rollout_logprobs", "rewards")
-
-
-@dataclass(frozen=True)
-class Update:
-    """An optimizer step of the real trainer."""
-
-    figures: Figures  # without loss_scale, which a single number of the real trainer has not
-    prompts: list[int]  # of its mini-batch
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """Numbers of an update beside its tensors."""
-
-    role: str
-    step: int
-    update: int
-    prompts: list[int]
-    loss: float
-    norm: float
 
 
 def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = "") -> None:
@@ -56,26 +37,23 @@ def drawn(generation: int) -> str:
     return f"drawn{generation}"
 
 
-def write_update(folder: Path, number: int, update: Update) -> None:
-    """Write an update; `number` counts those of a role."""
-    figures = update.figures
+def write_update(folder: Path, number: int, figures: Figures, prompts: list[int]) -> None:
+    """Write an update of the real trainer and its mini-batch's prompts; `number` counts the updates of a role."""
     tensors = {WEIGHT + name: tensor for name, tensor in figures.weights.items()}
     tensors |= {GRADIENT + name: tensor for name, tensor in figures.gradients.items()}
     tensors |= {TOKENS + name: tensor for name, tensor in figures.tokens.items()}
-    facts = _Facts(
-        figures.role, figures.step, figures.update, prompts=update.prompts, loss=figures.loss, norm=figures.grad_norm
-    )
+    facts = {name: getattr(figures, name) for name in FACTS} | {"prompts": prompts}
     path = _update_path(folder, figures.role, number)
     save_file(tensors, path.with_suffix(".safetensors"))
-    path.with_suffix(".json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 def read_batch(folder: Path, step: int) -> StepBatch:
     """Return the samples of a step, by prompt and sample number, its mini-batches, and others if there are any."""
     updates: dict[str, list[list[int]]] = {}
     for facts in _facts(folder):
-        if facts.step == step:
-            updates.setdefault(facts.role, []).append(facts.prompts)
+        if facts["step"] == step:
+            updates.setdefault(facts["role"], []).append(facts["prompts"])
     generations = itertools.takewhile(
         Path.exists, (_rows_path(folder, step, drawn(number)) for number in itertools.count())
     )
@@ -110,7 +88,7 @@ def _samples(path: Path) -> list[ScoredSample]:
 
 def num_updates(folder: Path) -> dict[str, int]:
     """Return the number of updates of each role."""
-    return dict(Counter(facts.role for facts in _facts(folder)))
+    return dict(Counter(facts["role"] for facts in _facts(folder)))
 
 
 def read_figures(folder: Path, role: str, number: int) -> Figures | None:
@@ -118,19 +96,15 @@ def read_figures(folder: Path, role: str, number: int) -> Figures | None:
     path = _update_path(folder, role, number).with_suffix(".json")
     if not path.exists():
         return None
-    facts, tensors = _Facts(**json.loads(path.read_text("utf-8"))), load_file(path.with_suffix(".safetensors"))
+    facts, tensors = json.loads(path.read_text("utf-8")), load_file(path.with_suffix(".safetensors"))
 
     def below(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
     return Figures(
-        facts.role,
-        facts.step,
-        facts.update,
+        **{name: facts[name] for name in FACTS},
         tokens=below(TOKENS),
-        loss=facts.loss,
         loss_scale=0.0,
-        grad_norm=facts.norm,
         gradients=below(GRADIENT),
         weights=below(WEIGHT),
     )
@@ -150,6 +124,6 @@ def _update_path(folder: Path, role: str, number: int) -> Path:
     return folder / f"{role}_{number:04d}"
 
 
-def _facts(folder: Path) -> list[_Facts]:
+def _facts(folder: Path) -> list[dict[str, Any]]:
     """Return the facts of all updates, in the order of those of each role."""
-    return [_Facts(**json.loads(path.read_text("utf-8"))) for path in sorted(folder.glob("*_*.json"))]
+    return [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*_*.json"))]

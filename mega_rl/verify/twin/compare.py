@@ -15,6 +15,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.preflight.known_bugs import known_bug
+from mega_rl.verify.twin.reference import hf_logits, hf_weights
 from mega_rl.verify.twin.shrink import Twin, num_elements, write_twin
 
 GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
@@ -32,7 +33,7 @@ class Parity:
 
     good: bool  # within the gate, or beyond it for a fault of the reference that is known
     max_abs: float
-    first_layer: int | None  # of the original model: the first whose output differs
+    first_layer: int | None  # first layer of the original model whose output differs
     summary: str
     details: tuple[str, ...] = ()
 
@@ -48,7 +49,7 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
     from transformers.utils.logging import disable_progress_bar
 
     from mega_rl.parallel import groups as process_groups  # imports Megatron-Core
-    from mega_rl.verify.twin.logits import hf_logits, hf_weights, megatron_logits
+    from mega_rl.verify.twin.logits import megatron_logits
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="twin_") as folder:
@@ -63,12 +64,11 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
         expected = hf_logits(sides[0], tokens, layer_outputs=True)
         groups = process_groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=TIMEOUT_S)
         try:
-            outputs = megatron_logits(sides[1], tokens, groups=groups, accelerator=accelerator, layer_outputs=True)
+            outputs = megatron_logits(sides[1], tokens, groups=groups, accelerator=accelerator)
         finally:
             process_groups.destroy()
-    assert outputs is not None
-    hidden = [(a, b.cpu()) for a, b in zip(expected.hidden, outputs.hidden, strict=True)]
-    parity = judge(twin, expected.logits, outputs.logits.cpu(), hidden)
+    hidden = list(zip(expected.hidden, outputs.hidden, strict=True))
+    parity = judge(twin, expected.logits, outputs.logits, hidden)
     return parity if independent else replace(parity, details=(*parity.details, _NOT_INDEPENDENT))
 
 

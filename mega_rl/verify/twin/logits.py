@@ -1,97 +1,25 @@
-"""Logits of a checkpoint by Megatron-Core on any layout, to compare with those of `mega_rl.verify.twin.reference`."""
+"""Logits of a checkpoint by Megatron-Core, to compare with those of `mega_rl.verify.twin.reference`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.load import load_hf
-from mega_rl.converters.plan.sharding import Sharding, Spec
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.models.build import ModelSettings, build_chunks, transformer_config
 from mega_rl.parallel.groups import Groups
-from mega_rl.verify.twin.reference import Outputs, hf_logits, hf_weights, recorded
+from mega_rl.verify.twin.reference import Outputs, recorded
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-__all__ = ["LoadedModel", "Outputs", "hf_logits", "hf_weights", "load_model", "megatron_logits"]
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A checkpoint as this rank's Megatron-Core model chunks, ready to evaluate or export."""
-
-    chunks: list[GPTModel]
-    sharding: Sharding
-    groups: Groups
-    device: torch.device
-
-    @torch.no_grad()
-    def forward(self, tokens: Tensor, *, hidden: bool = False) -> Outputs | None:
-        """Outputs on `tokens` [B, S] int64, on the ranks of the last pipeline stage; None on the others.
-
-        Collective over a replica. Stages run one after the other: each broadcasts its output to all pipeline ranks. S
-        is a multiple of tp under sequence parallelism. `hidden` asks for the layers' outputs: one rank only.
-        """
-        layout = self.groups.layout
-        assert self.sharding.hf.mtp == "drop", "Megatron-Core evaluates multi-token prediction layers only with labels"
-        assert not hidden or layout.world_size == 1, "hidden states are whole on a single rank only"
-        states: list[Tensor] = []
-        layers = [layer for chunk in self.chunks for layer in chunk.decoder.layers] if hidden else []
-        with recorded(layers, lambda output: states.append(output[0].detach().transpose(0, 1))):
-            output = self._through_stages(tokens.to(self.device))
-        if self.groups.coordinates.pp_rank != layout.pp - 1:
-            return None
-        return Outputs(self._whole_vocabulary(output.detach()).float(), tuple(states))
-
-    def _through_stages(self, tokens: Tensor) -> Tensor:
-        """Return the output of this rank's last chunk on `tokens` [B, S], a forward of the pipeline; collective.
-
-        On the last pipeline rank that is logits [B, S, padded vocab / tp].
-        """
-        layout, at = self.groups.layout, self.groups.coordinates
-        batch, length = tokens.shape
-        positions = torch.arange(length, device=self.device).expand(batch, -1)
-        rows = length // layout.tp if layout.sequence_parallel else length
-        passed = torch.empty(rows, batch, self.sharding.hf.hidden_size, dtype=self._dtype, device=self.device)
-        output: Tensor | None = None
-        for pp_rank, vp_stage in layout.stages():
-            if pp_rank == at.pp_rank:
-                chunk = self.chunks[vp_stage]
-                if (pp_rank, vp_stage) != (0, 0):
-                    chunk.set_input_tensor(passed)
-                output = chunk(tokens, positions, attention_mask=None)
-            if (pp_rank, vp_stage) == (layout.pp - 1, layout.vpp - 1):
-                break
-            if pp_rank == at.pp_rank:
-                assert output is not None
-                passed = output.contiguous()
-            if layout.pp > 1:
-                dist.broadcast(passed, group=self.groups.pp, group_src=pp_rank)
-        assert output is not None, "a pipeline rank without a stage"
-        return output
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(self.chunks[0].parameters()).dtype
-
-    def _whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Return [B, S, vocab] gathered from every rank's [B, S, padded vocab / tp]."""
-        tp = self.groups.layout.tp
-        parts = [torch.empty_like(logits) for _ in range(tp)]
-        if tp > 1:
-            dist.all_gather(parts, logits.contiguous(), group=self.groups.tp)
-        else:
-            parts = [logits]
-        return torch.cat(parts, dim=-1)[..., : self.sharding.hf.vocab_size]
 
 
 def load_model(
@@ -99,10 +27,9 @@ def load_model(
     *,
     groups: Groups,
     accelerator: Accelerator,
-    impl: Spec = "local",
     dtype: str = "fp32",
     mtp: Literal["drop", "load"] = "drop",
-) -> LoadedModel:
+) -> tuple[list[GPTModel], Sharding]:
     """Load the checkpoint in directory `path` into this rank's part of a Megatron-Core model of `groups.layout`.
 
     `dtype` is "fp32" or "bf16"; `mtp` says whether multi-token prediction layers are part of the model. Raises
@@ -113,38 +40,32 @@ def load_model(
         hf,
         layout=groups.layout,
         settings=ModelSettings(ModelConfig(dtype=dtype), MegatronConfig(), deterministic=False),
-        attention="sdpa" if impl == "local" else "te: auto",
+        attention="sdpa",
         device_overrides=accelerator.transformer_config_overrides(),
     )
-    sharding = Sharding(hf, groups.layout, spec=impl)
+    sharding = Sharding(hf, groups.layout, spec="local")
     chunks = build_chunks(
         hf,
         config=config,
         groups=groups,
         head="lm",
-        impl=impl,
+        impl="local",
         padded_vocab=sharding.vocab,
         device=accelerator.device,
     )
     load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
     for chunk in chunks:
         chunk.eval()
-    return LoadedModel(chunks, sharding, groups, accelerator.device)
+    return chunks, sharding
 
 
-def megatron_logits(
-    path: str | Path,
-    tokens: Tensor,
-    *,
-    groups: Groups,
-    accelerator: Accelerator,
-    impl: Spec = "local",
-    dtype: str = "fp32",
-    layer_outputs: bool = False,
-) -> Outputs | None:
-    """Return the logits of `tokens` [B, S] int64 by the checkpoint as a Megatron-Core model of `groups.layout`.
-
-    None on ranks before the last pipeline stage. `layer_outputs` asks for hidden states, on a single rank.
-    """
-    model = load_model(path, groups=groups, accelerator=accelerator, impl=impl, dtype=dtype)
-    return model.forward(tokens, hidden=layer_outputs)
+@torch.no_grad()
+def megatron_logits(path: str | Path, tokens: Tensor, *, groups: Groups, accelerator: Accelerator) -> Outputs:
+    """Return the logits of `tokens` [B, S] int64 and the layers' outputs by the checkpoint, on one process."""
+    (chunk,), sharding = load_model(path, groups=groups, accelerator=accelerator)
+    batch, length = tokens.shape
+    positions = torch.arange(length, device=accelerator.device).expand(batch, -1)
+    states: list[Tensor] = []
+    with recorded(list(chunk.decoder.layers), lambda output: states.append(output[0].transpose(0, 1).cpu())):
+        logits = chunk(tokens.to(accelerator.device), positions, attention_mask=None)
+    return Outputs(logits[..., : sharding.hf.vocab_size].float().cpu(), tuple(states))

@@ -26,7 +26,7 @@ class Outputs:
     """Logits and hidden states of a model on a batch."""
 
     logits: Tensor  # [B, S, vocab] float32, without padding of the vocabulary
-    hidden: tuple[Tensor, ...] = field(default=())  # of each layer, [B, S, H]; empty unless asked for
+    hidden: tuple[Tensor, ...] = field(default=())  # each layer's output [B, S, H]; empty unless requested
 
 
 @torch.no_grad()

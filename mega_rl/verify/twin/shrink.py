@@ -48,7 +48,7 @@ class Twin:
 
     raw: dict[str, Any]  # config.json
     hf: HFConfig
-    layers: tuple[int, ...]  # of the original
+    layers: tuple[int, ...]  # layer numbers of the original model
 
 
 def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narrow: bool = False) -> Twin:
@@ -86,7 +86,7 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
 
 
 def write_twin(source: Path, target: Path, *, multiple: int = 1, weights: Mapping[str, Tensor] | None = None) -> Twin:
-    """Writes the twin of a checkpoint's model to `target`, with the checkpoint's weights or with these of the model."""
+    """Write the twin of a checkpoint's model to `target`, with its own weights or the given ones."""
     with CheckpointReader(source) as reader:
         original = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
         if faults := repeat_faults(reader, original, "lm"):
@@ -101,7 +101,7 @@ def write_twin(source: Path, target: Path, *, multiple: int = 1, weights: Mappin
 
 
 def write_random_twin(source: Path, target: Path, *, multiple: int = 1, narrow: bool = False, seed: int = 0) -> Twin:
-    """Writes the twin of the model that `source`/config.json describes, with random weights, to `target`."""
+    """Write a twin with random weights of the model that `source`/config.json describes to `target`."""
     twin = shrink(read_hf_config(source), where=str(source / "config.json"), multiple=multiple, narrow=narrow)
     config = target.with_name(f"{target.name}.config.json")
     config.write_text(json.dumps(twin.raw, indent=2))
@@ -111,7 +111,7 @@ def write_random_twin(source: Path, target: Path, *, multiple: int = 1, narrow: 
 
 
 def random_tensors(hf: HFConfig, *, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """(name, float32 tensor) of every weight, of a size with which each layer changes what passes it.
+    """Yield (name, float32 tensor) of every weight, large enough that each layer changes its input.
 
     Norms are near 1, biases near 0, neither at its neutral value; a matrix keeps the size of what it multiplies.
     """
@@ -126,14 +126,14 @@ def random_tensors(hf: HFConfig, *, seed: int = 0) -> Iterator[tuple[str, Tensor
 
 
 def num_elements(hf: HFConfig) -> int:
-    """Elements of all weights."""
+    """Return the number of elements of all weights."""
     return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
 
 
 def _tensors(
     reader: CheckpointReader, twin: Twin, spelled: HFConfig, weights: Mapping[str, Tensor] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The twin's tensors: leading rows of the original's, of the layers that were chosen."""
+    """Yield the twin's tensors: leading rows of the chosen layers of the original."""
     prefixes = {DISK_LAYER.format(layer=i): DISK_LAYER.format(layer=layer) for i, layer in enumerate(twin.layers)}
     for name, tensor in hf_tensors(spelled, head="lm").items():
         prefix = next((p for p in prefixes if name.startswith(p)), "")
@@ -148,7 +148,7 @@ def _tensors(
 
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
-    """The first layer, the last, and the first of each kind between them, and others as far as it takes `multiple`."""
+    """Return the first layer, the last, the first of each kind, and more until `multiple` divides their number."""
     kinds: dict[tuple[bool, bool], int] = {}
     for layer in range(hf.num_layers):
         windowed = hf.window is not None and hf.window.layers[layer]
@@ -168,7 +168,7 @@ def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
 
 
 def _narrow(raw: dict[str, Any], hf: HFConfig) -> None:
-    """Halves widths; those that are cut with the heads stay multiples of their number."""
+    """Halve widths; widths that are cut with the heads stay multiples of their number."""
     for name, limit in NARROW.items():
         if raw.get(name):
             raw[name] = _halved(raw[name], limit)
@@ -183,14 +183,14 @@ def _narrow(raw: dict[str, Any], hf: HFConfig) -> None:
 
 
 def _halved(size: int, limit: int) -> int:
-    """`size` halved until it is at most `limit`, or odd."""
+    """Return `size` halved until it is at most `limit`, or odd."""
     while size > limit and size % 2 == 0:
         size //= 2
     return size
 
 
 def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> None:
-    """Fewer experts, in as many groups, and the layers that have them."""
+    """Reduce the number of experts, keep their groups, and renumber the layers that have them."""
     groups = moe.num_groups or 1
     needed = max(2 * moe.top_k, 8) if groups == 1 else groups * max(2, -(-moe.top_k // (moe.topk_groups or 1)))
     experts = min(moe.num_experts, -(-needed // groups) * groups)

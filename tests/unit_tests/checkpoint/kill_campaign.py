@@ -47,8 +47,8 @@ class Campaign:
             run_ranks(RANKS, train, str(self._folder), name, kill, timeout_s=120, device="cpu")
         folders = complete(self._folder / name / "checkpoints")
         for folder in folders:
-            with Checkpoint.open(folder) as checkpoint:
-                checkpoint.verify(piece for pieces in checkpoint.pieces.values() for piece in pieces)
+            checkpoint = Checkpoint.open(folder)
+            checkpoint.verify(piece for pieces in checkpoint.pieces.values() for piece in pieces)
         newest = step_of(folders[-1])
         # Killed in the save of a step it may have lost that one; what was complete before is there.
         least = BEFORE if kill.operation >= 0 else kill.step

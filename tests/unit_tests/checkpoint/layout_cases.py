@@ -12,8 +12,7 @@ import torch
 import xxhash
 
 from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig
-from mega_rl.types import Piece
-from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
+from tests.helpers.engines import exported, load_state, make_config, own_rows, replaced, running_engine, save_state
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
 
@@ -118,65 +117,16 @@ CIRCLES: dict[str, dict[str, Case]] = {
 
 
 def save(engine: Any, folder: Path) -> dict[str, Any]:
-    """Write an engine's state as a checkpoint by itself; collective. Returns its numbers and what each rank wrote."""
-    from mega_rl.checkpoint import folders
-    from mega_rl.checkpoint.format.manifest import Manifest, WholeTensor, now
-    from mega_rl.checkpoint.format.shards import PieceSpec, order, shard_name, write_shard
-    from mega_rl.storage.safetensors_reader import DTYPE_NAMES
-
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if rank == 0:
-        folders.begin(folder, 1)
-    torch.distributed.barrier()
+    """Write an engine's state as a checkpoint; collective. Returns its numbers and what this rank writes."""
     state = engine.state()
-    owned = [piece for piece in named_pieces(engine) if piece.owned]
-    specs = [PieceSpec(p.name, DTYPE_NAMES[p.data.dtype], p.box.offset, p.box.shape) for p in owned]
-    data = [memoryview(owned[i].data.contiguous().reshape(-1).view(torch.uint8).numpy()) for i in order(specs)]
-    record = write_shard(folders.temporary(folder, 1) / shard_name(rank), specs, data)
-    tensors = {p.name: (DTYPE_NAMES[p.data.dtype], p.global_shape) for p in owned}
-    gathered: list[Any] = [None] * size
-    torch.distributed.all_gather_object(gathered, (record, tensors))
-    if rank == 0:
-        manifest = Manifest(
-            step=1,
-            saved_at=now(),
-            identity={},
-            state={},
-            numbers={"engine": state.numbers},
-            world_size=size,
-            layout=str(engine.groups.layout),
-            config={},
-            versions={},
-            metrics={},
-            tensors={name: WholeTensor(*whole) for _, some in gathered for name, whole in some.items()},
-            shards=tuple(record for record, _ in gathered),
-        )
-        folders.publish(folder, 1, manifest)
-    torch.distributed.barrier()
-    return {**state.numbers, "bytes": sum(spec.nbytes for spec in specs), "pieces": len(state.pieces)}
-
-
-def load(engine: Any, folder: Path) -> None:
-    """Take back what `save` wrote, under any layout; collective."""
-    from mega_rl.checkpoint import folders
-    from mega_rl.checkpoint.fill import fill
-    from mega_rl.checkpoint.format.reader import Checkpoint
-    from mega_rl.parallel.comm import GroupRanks
-
-    with Checkpoint.open(folders.final(folder, 1)) as checkpoint:
-        fill(checkpoint, named_pieces(engine), ranks=GroupRanks(engine.groups.world))
-        engine.resume_from(checkpoint.manifest.numbers["engine"])
+    save_state(engine, folder, role=role_of(engine.sharding.head))
+    nbytes = sum(piece.data.nbytes for piece in state.pieces if piece.owned)
+    return {**state.numbers, "bytes": nbytes, "pieces": len(state.pieces)}
 
 
 def role_of(head: str) -> str:
     """The model of a run that has this head."""
     return "critic" if head == "value" else "actor"
-
-
-def named_pieces(engine: Any) -> list[Piece]:
-    """Its pieces, named as those of a run's model."""
-    role = role_of(engine.sharding.head)
-    return [dataclasses.replace(piece, name=f"{role}/{piece.name}") for piece in engine.state().pieces]
 
 
 def contents(engine: Any) -> Parts:
@@ -311,7 +261,7 @@ def save_all(root: Path, cases: dict[str, Case], *, thorough: bool) -> dict[str,
 def load_into(engine: Any, folder: Path, source: dict[str, Any]) -> dict[str, Any]:
     """What differs once a checkpoint is loaded over other numbers."""
     spoil(engine)
-    load(engine, folder)
+    load_state(engine, folder, role=role_of(engine.sharding.head))
     actual = contents(engine)
     assert actual.keys() == source["held"].keys()
     return {
@@ -352,7 +302,7 @@ def run_circles(rank: int, root: str, circles: dict[str, dict[str, Case]]) -> di
             with case.engine(folder) as engine:
                 loaded = load_into(engine, folder / source, saved[source])
                 if case.dtype == "bf16":
-                    load(engine, folder / target)
+                    load_state(engine, folder / target, role=role_of(engine.sharding.head))
                 loaded["norm"] = train(engine)["grad_norm"]
             actual[name][f"{source} -> {target}"] = loaded
     return actual

@@ -22,6 +22,16 @@ from mega_rl.storage import disk
 CALLS = ("mkdir", "open", "pwritev", "fsync", "rename", "unlink", "rmdir")
 
 
+def instrumented(hook: Callable[[str, Callable[[], Any]], Any]) -> SimpleNamespace:
+    """`os` whose calls that change the disk go through `hook(name, call)`."""
+
+    def through(name: str) -> Callable[..., Any]:
+        operation = getattr(os, name)
+        return lambda *args, **kwargs: hook(name, lambda: operation(*args, **kwargs))
+
+    return SimpleNamespace(**vars(os) | {name: through(name) for name in CALLS})
+
+
 class Watch:
     """Sees what happens to files while it is armed, and calls `end` before or after one such operation."""
 
@@ -32,26 +42,22 @@ class Watch:
     @contextmanager
     def armed(self) -> Iterator[None]:
         """Inside, calls are seen."""
-        watched = {name: self._around(name, getattr(os, name)) for name in CALLS}
-        disk.os = SimpleNamespace(**vars(os) | watched)  # type: ignore[assignment]
+        disk.os = instrumented(self._around)  # type: ignore[assignment]
         try:
             yield
         finally:
             disk.os = os
 
-    def _around(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            number = len(self.seen)
-            self.seen.append(name)
-            if 2 * number == self._point:
+    def _around(self, name: str, call: Callable[[], Any]) -> Any:
+        number = len(self.seen)
+        self.seen.append(name)
+        if 2 * number == self._point:
+            self._end()
+        try:
+            return call()
+        finally:  # to remove a missing file raises
+            if 2 * number + 1 == self._point:
                 self._end()
-            try:
-                return operation(*args, **kwargs)
-            finally:  # to remove what is not there raises
-                if 2 * number + 1 == self._point:
-                    self._end()
-
-        return call
 
 
 def die() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.checkpoint.export import HfExports
+from mega_rl.checkpoint.store import HfExports
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
 
@@ -40,6 +40,6 @@ def test_a_folder_per_step(tmp_path: Path) -> None:
 def test_one_that_fails(tmp_path: Path, failure: Exception, caplog: pytest.LogCaptureFixture) -> None:
     exports(tmp_path, failure)(10)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert "the Hugging Face checkpoint of step 10 failed: disk is full; training goes on" in caplog.text
+    assert "the Hugging Face checkpoint of step 10 failed: disk is full; training continues" in caplog.text
     with pytest.raises(RunError, match="step 10 failed: disk is full"):
         exports(tmp_path, failure, on_error="stop")(10)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mega_rl.checkpoint.changes import changes, in_words
-from mega_rl.checkpoint.identity import differences, file_records, model_identity
+from mega_rl.checkpoint.identity import changes, differences, file_records, in_words, model_identity
 from mega_rl.config.loader import load
 from mega_rl.config.origins import as_record
 from tests.helpers.inputs import qwen3_config
@@ -38,7 +37,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_copy_under_another_path_or_in_other_files_is_the_same_model(model: Path, tmp_path: Path) -> None:
+def test_copied_or_resharded_model_keeps_its_identity(model: Path, tmp_path: Path) -> None:
     expected = model_identity(model)
     copy = shutil.copytree(model, tmp_path / "copy")
     assert model_identity(copy) == expected
@@ -69,21 +68,14 @@ def told(stored: dict[str, Any], current: dict[str, Any], old_path: str, path: s
     return differences(stored, current, stored_config=next(configs), config=next(configs))
 
 
-def test_models_that_differ_and_old_checkpoints_that_have_a_path(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_models_that_differ_are_named_by_path(model: Path) -> None:
     current = {"model": model_identity(model)}
-    shutil.copytree(model, "copy")
     assert told({"model": "content:0"}, current, "m", "m") == [
         "model.path: 'm' holds another model now, by config.json or its weights"
     ]
     assert told({"model": "content:0"}, current, "a", "m") == [
         "model.path: 'a' -> 'm', whose config.json or weights differ"
     ]
-    for old in ("m", "./m", str(model), "copy"):
-        assert told({"model": old}, current, old, "m") == []
-    assert told({"model": "gone"}, current, "gone", "m") == ["model.path: 'gone' -> 'm'"]
 
 
 @pytest.mark.parametrize(
@@ -130,12 +122,7 @@ def test_which_changes_matter() -> None:
     }
 
 
-def test_of_the_engines_settings_only_those_that_change_numbers_matter() -> None:
+def test_only_numeric_engine_settings_matter() -> None:
     before, now = as_record(load(None, [])), as_record(load(None, ENGINE_SETTINGS))
     actual = {change.key: change.matters for change in changes(before, now)}
     assert actual == {setting.partition("=")[0]: "moe" in setting or "dtype" in setting for setting in ENGINE_SETTINGS}
-
-
-def test_a_record_with_earlier_names_says_nothing_of_todays() -> None:
-    earlier = {"engine": "megatron", "parallel": {"tp": 2}, "trainer": {"packing": False, "steps": 100}}
-    assert changes(earlier, as_record(load(None, ["engine.megatron.tp=4"]))) == []

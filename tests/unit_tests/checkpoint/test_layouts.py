@@ -141,7 +141,7 @@ def parameters(root: Path, model: str) -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_written_is_what_there_is(layouts: list[dict[str, Any]], root: Path, layout: str) -> None:
+def test_every_parameter_is_written_once(layouts: list[dict[str, Any]], root: Path, layout: str) -> None:
     """Weights and two moments of 4 bytes each, once over all ranks."""
     written = [actual["saved"][layout]["written"] for actual in layouts]
     assert sum(each["bytes"] for each in written) == 12 * parameters(root, "routed")

@@ -48,7 +48,7 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert "tp1 dp3" in lines[1]
     assert "0.75" in lines[2]
     assert lines[2].rstrip().endswith("complete")
-    assert "torn: a pending save" in lines[4]
+    assert "torn: a pending or interrupted save" in lines[4]
     assert verbs.list_checkpoints(run / "checkpoints", metric="loss") == 0
     assert capsys.readouterr().out.splitlines()[0].split()[-2:] == ["loss", "state"]
 
@@ -67,7 +67,7 @@ def test_list_as_json_and_with_damage(run: Path, capsys: pytest.CaptureFixture[s
     assert rows[1]["metrics"] == {"val/reward_mean": 0.25, "loss": 1.0}
 
 
-def test_verify_of_a_run_a_root_and_a_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_takes_run_root_or_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = run / "checkpoints"
     for path, count in ((run, 3), (root, 3), (root / "step_000020", 1)):
         assert verbs.verify_checkpoints(path) == 0
@@ -83,12 +83,12 @@ def test_verify_lists_every_fault(run: Path, capsys: pytest.CaptureFixture[str])
     (run / "checkpoints" / "step_000010" / "COMMIT").write_text("{}")
     assert verbs.verify_checkpoints(run) == 1
     out = capsys.readouterr().out
-    assert out.count("damaged") == 5
+    assert out.count("damaged") == 4
     assert ": whole" not in out
     assert f"{file.parent}: damaged: {file.name}: " in out
     assert verbs.verify_checkpoints(run, as_json=True) == 1
     reports = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [len(report["faults"]) for report in reports] == [2, 1, 2]
+    assert [len(report["faults"]) for report in reports] == [1, 1, 2]
     [fault] = reports[1]["faults"]
     assert all(word in fault for word in (str(file), ": actor/", "checksum", "expected"))
     assert verbs.verify_checkpoints(run / "checkpoints" / "step_000010") == 1
@@ -144,11 +144,6 @@ def test_prune_removes_nothing_where_nothing_is_whole(run: Path) -> None:
     with pytest.raises(UserError, match="no complete checkpoint"):
         verbs.prune(run, keep=1)
     assert len(list((run / "checkpoints").glob("step_*"))) == 3
-
-
-def test_list_of_one_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verbs.list_checkpoints(run / "checkpoints" / "step_000020", as_json=True)
-    assert [row["step"] for row in json.loads(capsys.readouterr().out)["checkpoints"]] == [20]
 
 
 @pytest.mark.parametrize(

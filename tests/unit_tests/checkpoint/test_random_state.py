@@ -82,7 +82,7 @@ def round_trip(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_what_would_have_come(tmp_path: Path) -> None:
+def test_random_numbers_continue_after_restore(tmp_path: Path) -> None:
     first, second = run_ranks(2, round_trip, str(tmp_path))
     for actual in (first, second):
         assert actual["restored"] == actual["saved"] != actual["further"]
@@ -95,7 +95,7 @@ def test_what_would_have_come(tmp_path: Path) -> None:
     assert first["saved"] != second["saved"]
 
 
-def test_seeds_of_python_and_numpy_are_the_runs_and_the_ranks() -> None:
+def test_python_and_numpy_seeds_differ_by_rank() -> None:
     """What a user's reward draws is the same in the next run of this seed, and another one on another rank."""
 
     def drawn(seed: int, rank: int) -> tuple[float, float]:

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 from mega_rl.checkpoint.format import reader
-from mega_rl.checkpoint.format.coverage import is_inside, missing_elements, overlap
-from mega_rl.checkpoint.format.reader import Checkpoint, StoredPiece
-from mega_rl.checkpoint.format.shards import PieceSpec, checksum, order, write_shard
+from mega_rl.checkpoint.format.reader import Checkpoint, PieceCopy, StoredPiece
+from mega_rl.checkpoint.format.shards import (
+    PieceSpec,
+    checksum,
+    is_inside,
+    missing_elements,
+    order,
+    overlap,
+    write_shard,
+)
 from mega_rl.parallel.boxes import flat_boxes, whole
 from mega_rl.storage.safetensors_reader import DTYPES, read_header
 from mega_rl.types import Box
@@ -55,70 +62,30 @@ def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "C64"])
 @pytest.mark.parametrize("shape", [(), (1,), (11,), (5, 7), (3, 4, 5), (2, 3, 1, 4), (2, 3, 2, 3, 2), (0, 3)])
-@pytest.mark.parametrize("far", [1, 1 << 30], ids=["by row", "by window"])
+@pytest.mark.parametrize("buffer", [8, 1 << 20])
 def test_every_box_into_every_memory(
-    dtype: str, shape: tuple[int, ...], far: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, shape: tuple[int, ...], buffer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_FAR_BYTES", far)
-    monkeypatch.setattr(reader, "_WINDOW_BYTES", 1000)
+    monkeypatch.setattr(reader, "_BUFFER_BYTES", buffer)
     tensor = torch.randint(0, 2, (*shape, DTYPES[dtype].itemsize), dtype=torch.uint8)
     tensor = tensor.view(DTYPES[dtype]).view(shape)
     checkpoint, piece = stored(tmp_path, tensor, dtype)
-    with checkpoint:
-        for box in boxes(shape):
-            expected = written.cut(tensor, box)
-            into = [torch.zeros(box.shape, dtype=tensor.dtype)]
-            if box.shape:
-                # Strides of another order, with gaps, and every second element.
-                into.append(torch.zeros(box.shape[::-1], dtype=tensor.dtype).permute(*reversed(range(len(box.shape)))))
-                wide = torch.zeros(*(2 * n for n in box.shape), dtype=tensor.dtype)
-                into.append(wide[tuple(slice(None, n) for n in box.shape)])
-                into.append(wide.clone()[tuple(slice(None, None, 2) for _ in box.shape)])
-            for target in into:
-                checkpoint.read_into(piece, box, target)
-                assert same(target, expected), (box, target.stride())
+    for box in boxes(shape):
+        expected = written.cut(tensor, box)
+        into = [torch.zeros(box.shape, dtype=tensor.dtype)]
+        if box.shape:
+            # Strides of another order, with gaps, and every second element.
+            into.append(torch.zeros(box.shape[::-1], dtype=tensor.dtype).permute(*reversed(range(len(box.shape)))))
+            wide = torch.zeros(*(2 * n for n in box.shape), dtype=tensor.dtype)
+            into.append(wide[tuple(slice(None, n) for n in box.shape)])
+            into.append(wide.clone()[tuple(slice(None, None, 2) for _ in box.shape)])
+        for target in into:
+            checkpoint.read([PieceCopy(piece, box, target)])
+            assert same(target, expected), (box, target.stride())
 
 
 def same(first: Tensor, second: Tensor) -> bool:
     return bytes(written.data_of(first)) == bytes(written.data_of(second))
-
-
-def test_large_cuts_go_through_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_WINDOW_BYTES", 1 << 16)
-    tensor = torch.randn(700, 300)
-    checkpoint, piece = stored(tmp_path, tensor, "F32")
-    target = torch.zeros(200, 600).t()
-    with checkpoint:
-        checkpoint.read_into(piece, Box((50, 70), (600, 200)), target)
-        assert torch.equal(target, tensor[50:650, 70:270])
-        parameter = torch.nn.Parameter(torch.zeros(700, 300))
-        checkpoint.read_into(piece, whole((700, 300)), parameter)
-        assert torch.equal(parameter, tensor)
-
-
-def test_all_of_a_checkpoint(tmp_path: Path) -> None:
-    folder = written.save(tmp_path, 10)
-    with Checkpoint.open(str(folder)) as checkpoint:
-        assert checkpoint.manifest.step == 10
-        assert set(checkpoint.pieces) == set(written.tensors())
-        assert [len(checkpoint.pieces[name]) for name in (written.MATRIX, written.SCALAR)] == [4, 1]
-        checkpoint.verify(checkpoint.all_pieces())
-        checkpoint.verify([])
-        for name, tensor in written.tensors().items():
-            for piece in checkpoint.pieces[name]:
-                assert piece.dtype == tensor.dtype
-                target = torch.zeros(piece.box.shape, dtype=tensor.dtype)
-                checkpoint.read_into(piece, whole(piece.box.shape), target)
-                assert torch.equal(target, written.cut(tensor, piece.box))
-
-
-def test_more_files_than_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_MAX_OPEN_FILES", 1)
-    monkeypatch.setattr(reader, "_JOB_BYTES", 1)
-    with Checkpoint.open(written.save(tmp_path, 10)) as checkpoint:
-        checkpoint.verify(checkpoint.all_pieces())
-        checkpoint.close()
-        checkpoint.verify(checkpoint.all_pieces())
 
 
 def spec_of(box: Box) -> PieceSpec:
@@ -168,7 +135,7 @@ def test_coverage_is_that_of_counting_every_element(seed: int) -> None:
         assert missing_elements([spec_of(box) for box in cuts], shape) == 0
 
 
-def test_a_pinwheel_is_covered_though_no_plane_parts_it() -> None:
+def test_pinwheel_without_separating_plane_is_covered() -> None:
     pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
     assert overlap([spec_of(box) for box in pinwheel]) is None
     assert missing_elements([spec_of(box) for box in pinwheel], (3, 3)) == 0

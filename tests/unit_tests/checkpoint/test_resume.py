@@ -156,7 +156,7 @@ def test_a_run_resumed_under_another_layout_agrees(folder: Path, runs: dict[str,
     assert moved > 1e-3
 
 
-def test_an_engine_goes_on_from_its_own_checkpoints_only(folder: Path, runs: dict[str, Any]) -> None:
+def test_engine_resumes_only_its_own_checkpoints(folder: Path, runs: dict[str, Any]) -> None:
     """One line, the same on both ranks, that names both."""
     wanted = {name: run for name, (run, _) in OTHER_ENGINE.items()}
     first, second = run_ranks(2, refused_all, str(folder), wanted)

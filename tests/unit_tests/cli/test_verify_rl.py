@@ -18,7 +18,7 @@ from mega_rl.verify.rl import run as lockstep
 from mega_rl.verify.rl.faults import FAULTS
 from mega_rl.verify.rl.inputs import PARTS, SIZES, read_run, reward_of
 from mega_rl.verify.rl.model import read_architecture
-from mega_rl.verify.rl.phases import TOLERANCES, UPDATES, UpdateErrors
+from mega_rl.verify.tolerances import TOLERANCES, UPDATES, UpdateErrors
 
 RIGHT = UpdateErrors(
     "actor", 0, 1, {phase: min(1e-7, tolerance) for phase, tolerance in TOLERANCES.items()}, "lm_head.weight"

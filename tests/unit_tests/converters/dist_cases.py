@@ -71,7 +71,7 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
 
     from mega_rl.parallel import groups
     from mega_rl.parallel.layout import ParallelLayout
-    from mega_rl.verify.twin.logits import load_model
+    from tests.helpers.loaded_model import load_model
 
     actual: dict[str, list[str]] = {}
     forks: list[str] = []

@@ -204,7 +204,7 @@ def measure(
     accelerator = prepare("auto")
     from mega_rl.parallel import groups
     from mega_rl.parallel.layout import ParallelLayout
-    from mega_rl.verify.twin.logits import load_model
+    from tests.helpers.loaded_model import load_model
 
     actual = {}
     for layout in layouts:

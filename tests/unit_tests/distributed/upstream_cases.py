@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from mega_rl.verify.batch import LONGEST, own_rows
 from mega_rl.verify.layouts import Layout, resolve
+from mega_rl.verify.measure import LONGEST, own_rows
 from mega_rl.verify.plan import Plan
 
 BLOCK = 1 << 14  # float32 elements of a message: small enough for memory to be used again, too large to be sent at once
@@ -232,8 +232,7 @@ def step_counters(accelerator: Any, root: str) -> dict[str, Any]:
     """(parameters, step counters of their own) of an optimizer that was loaded, by upstream and by us."""
     from mega_rl.config.schema import OptimConfig
     from mega_rl.ddp.optimizer import torch_optimizers
-    from mega_rl.verify.batch import random_batch
-    from mega_rl.verify.measure import engine_of, policy_loss
+    from mega_rl.verify.measure import engine_of, policy_loss, random_batch
     from mega_rl.verify.plan import REFERENCE
 
     plan = Plan(str(Path(root) / "qwen3" / "twin"), root, (), timeout_s=60.0)

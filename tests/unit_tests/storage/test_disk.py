@@ -61,20 +61,6 @@ def test_short_writes_are_continued(most: int, tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "file").read_bytes() == b"\0\0abcdefg"
 
 
-def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
-    fd = disk.open_new(tmp_path / "file")
-    disk.write_at(fd, 0, [memoryview(bytes([i % 256])) for i in range(3000)])
-    disk.close(fd)
-    assert (tmp_path / "file").read_bytes() == bytes(i % 256 for i in range(3000))
-
-
-def test_a_disk_that_takes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "os", Recorded(most=0))
-    fd = disk.open_new(tmp_path / "file")
-    with pytest.raises(SaveError, match="No space left on device"):
-        disk.write_at(fd, 0, [memoryview(b"a")])
-
-
 @pytest.mark.parametrize(
     ("call", "code"), [("pwritev", errno.ENOSPC), ("fsync", errno.EIO), ("open", errno.EROFS), ("rename", errno.EDQUOT)]
 )
@@ -90,9 +76,7 @@ def test_failures_name_the_file_and_the_reason(
     assert "latest" in message
 
 
-def test_folders_are_made_with_those_above_and_their_names_are_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_parents_are_made_durably(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded()
     monkeypatch.setattr(disk, "os", recorded)
     disk.make_folder(tmp_path / "a" / "b")
@@ -104,7 +88,7 @@ def test_folders_are_made_with_those_above_and_their_names_are_durable(
         disk.make_folder(tmp_path / "file" / "c")
 
 
-def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link"):
@@ -130,7 +114,25 @@ def test_a_tree_is_removed_without_following_links(tmp_path: Path) -> None:
     assert (outside / "file").exists()
 
 
-def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    status = os.statvfs(tmp_path)
-    free = disk.free_bytes(tmp_path / "a" / "b")
-    assert abs(free - status.f_bavail * status.f_frsize) < free / 2
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    first = disk.lock_file(tmp_path / "lock")
+    with pytest.raises(BlockingIOError):
+        disk.lock_file(tmp_path / "lock")
+    os.close(first)
+    os.close(disk.lock_file(tmp_path / "lock"))
+
+
+def test_removed_lock_file_is_taken_anew(tmp_path: Path) -> None:
+    first = disk.lock_file(tmp_path / "lock")
+    (tmp_path / "lock").unlink()
+    second = disk.lock_file(tmp_path / "lock")
+    assert os.fstat(second).st_ino == (tmp_path / "lock").stat().st_ino != os.fstat(first).st_ino
+    os.close(first)
+    os.close(second)
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        disk.lock_file(tmp_path / "lock")
+    assert not (tmp_path / "elsewhere").exists()

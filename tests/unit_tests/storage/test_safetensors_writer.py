@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +28,6 @@ from mega_rl.storage.safetensors_writer import (
     CheckpointWriter,
     SafetensorsFile,
     TensorSpec,
-    plan_shards,
-    shard_name,
     write_checkpoint,
 )
 
@@ -91,7 +88,7 @@ def test_every_byte_is_written_exactly_once(tmp_path: Path, rows: Sequence[tuple
         file.close()
 
 
-def test_what_is_written_must_be_as_announced(tmp_path: Path) -> None:
+def test_written_tensors_must_match_their_specs(tmp_path: Path) -> None:
     with SafetensorsFile(tmp_path / "x", [TensorSpec("a", torch.float32, (2, 3))]) as file:
         for wrong in (torch.ones(2, 3).half(), torch.ones(3, 2), torch.ones(6)):
             with pytest.raises(AssertionError, match="a: "):
@@ -101,12 +98,6 @@ def test_what_is_written_must_be_as_announced(tmp_path: Path) -> None:
         file.write("a", torch.ones(2, 3))
     with pytest.raises(UserError, match="a is written twice"):
         SafetensorsFile(tmp_path / "y", [TensorSpec("a", torch.float32, (1,))] * 2)
-
-
-def test_shards() -> None:
-    specs = [TensorSpec(str(i), torch.uint8, (size,)) for i, size in enumerate([4, 4, 0, 3, 20, 1])]
-    assert [[s.name for s in shard] for shard in plan_shards(specs, 8)] == [["0", "1", "2"], ["3"], ["4"], ["5"]]
-    assert shard_name(1, 12) == "model-00002-of-00012.safetensors"
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 60, 1 << 20])
@@ -230,7 +221,7 @@ def test_killed_between_the_two_renames(tmp_path: Path) -> None:
 # Disks that fail.
 
 
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path) -> None:
+def test_full_disk_is_found_before_writing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"1,152,921,504\.61 GB are to be written, but its disk has [\d.,]+ [GM]B free"):
         CheckpointWriter(tmp_path, [TensorSpec("a", torch.uint8, (1 << 60,))])
     assert list(tmp_path.iterdir()) == []
@@ -260,55 +251,13 @@ def test_a_disk_that_fills_up(tmp_path: Path, after: int, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        safetensors_writer.os, "pwritev", lambda fd, buffers, offset: os.pwrite(fd, buffers[0][:7], offset)
-    )
-    tensors = some_tensors()
-    with SafetensorsFile(tmp_path / "x", specs_of(tensors)) as file:
-        for name, tensor in tensors.items():
-            file.write(name, tensor)
-    actual = load_file(tmp_path / "x")
-    assert all(same(actual[name], tensors[name]) for name in tensors)
-
-
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"), output_folder(tmp_path / "file" / "out"):
         pytest.fail("must not begin")
 
 
-def test_a_lock_that_is_let_go_while_it_is_waited_for(tmp_path: Path) -> None:
-    """Many writers in turn: each either has the target alone or is told that another has it."""
-    inside = 0
-    worst = 0
-    done = 0
-
-    def write() -> None:
-        nonlocal inside, worst, done
-        deadline = time.monotonic() + 1
-        while time.monotonic() < deadline:
-            try:
-                with output_folder(tmp_path / "out", overwrite=True) as work:
-                    inside += 1
-                    worst = max(worst, inside)
-                    put(work, config_json="x")
-                    inside -= 1
-                    done += 1
-            except UserError:
-                pass
-
-    writers = [threading.Thread(target=write) for _ in range(4)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert done > 4
-    assert worst == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_all_is_on_disk_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_flushed_before_folder_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every file is flushed after its last byte, then the folder; only then it is renamed, and that is flushed too."""
     target, flushed = tmp_path / "out", []
     fsync = os.fsync

@@ -27,7 +27,7 @@ def test_anything_else_is_refused_with_its_reason(text: str | bytes, reason: str
         parse_object(text)
 
 
-def test_names_of_a_file_are_shown_short_and_on_one_line() -> None:
+def test_names_are_shortened_to_one_line() -> None:
     assert shorten("model.norm") == "model.norm"
     assert shorten("a\nb") == r"'a\nb'"
     assert len(shorten("x" * 10_000)) < 100

@@ -139,7 +139,7 @@ def gradient(loss: Tensor, of: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_policy_loss_and_its_gradient_are_those_of_trl(case: str) -> None:
+def test_policy_loss_and_gradient_equal_trl(case: str) -> None:
     """In float64: sums in another order alone."""
     run, theirs = CASES[case]
     batch = rows()
@@ -152,7 +152,7 @@ def test_a_policy_loss_and_its_gradient_are_those_of_trl(case: str) -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_a_divergence_and_its_gradient_are_those_of_trl(beta: float) -> None:
+def test_divergence_and_gradient_equal_trl(beta: float) -> None:
     """In float64; TRL's `generalized_jsd_loss` sums over tokens and divides by the number of rows."""
     generator = torch.Generator().manual_seed(5)
     student, teacher = torch.randn(2, 1, 6, 31, generator=generator, dtype=torch.float64)

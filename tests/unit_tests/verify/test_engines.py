@@ -72,7 +72,7 @@ def test_a_planted_fault_is_found_and_named(answers: dict[str, LayoutErrors], fa
     assert any(line.startswith(PLANTED[fault]) for line in lines), lines
 
 
-def test_what_only_the_optimizer_gets_wrong_shows_in_weights_alone(answers: dict[str, LayoutErrors]) -> None:
+def test_optimizer_faults_show_only_in_weights(answers: dict[str, LayoutErrors]) -> None:
     """Adam's first step does not depend on how fast the first moment decays, so a single step would not show it."""
     assert [line.partition(" ")[0] for line in problems(answers["optimizer"], FP32)] == ["step"]
     assert answers["optimizer"].gradients[0].error <= FP32.gradient

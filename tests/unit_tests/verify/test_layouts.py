@@ -51,7 +51,7 @@ RESOLVED = {
 
 
 @pytest.mark.parametrize("name", RESOLVED)
-def test_what_a_name_stands_for(name: str) -> None:
+def test_names_resolve_to_layouts(name: str) -> None:
     family, expected, ranks, title = RESOLVED[name]
     layout = resolve(name, model(family))
     assert (sizes(layout), layout.ranks, layout.title) == (expected, ranks, title)
@@ -60,7 +60,7 @@ def test_what_a_name_stands_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_sequence_parallelism_is_switched_on_where_it_must_be(family: str) -> None:
+def test_required_sequence_parallelism_is_switched_on(family: str) -> None:
     layout = resolve("tp2", model(family))
     assert (layout.sp, layout.etp, layout.title) == (True, 2, "tp2 (sp)")
 
@@ -85,7 +85,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
+def test_impossible_layouts_are_refused(name: str) -> None:
     """The layout is named, and why it is not possible."""
     family, reason = REFUSED[name]
     with pytest.raises(UserError, match=reason) as caught:

@@ -23,10 +23,10 @@ from mega_rl.verify.rl.compare import off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
 from mega_rl.verify.rl.model import write_inputs
-from mega_rl.verify.rl.phases import REWARDS, TOLERANCES
 from mega_rl.verify.rl.reading import ALGORITHMS, FORMULAS, coverage, lockstep_settings
 from mega_rl.verify.rl.run import find, follow_config, problem_of
 from mega_rl.verify.rl.trace import read_batch
+from mega_rl.verify.tolerances import REWARDS, TOLERANCES
 from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
@@ -178,13 +178,13 @@ def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if FULL or fault.name in FEW_FAULTS], ids=lambda f: f.name)
-def test_a_fault_in_the_independent_trainer_is_named_by_its_phase(runs: Runs, fault: Fault) -> None:
+def test_independent_trainer_fault_is_named_by_phase(runs: Runs, fault: Fault) -> None:
     result = find(fault, *runs[fault.algorithm, "1"])
     assert result.phase == fault.phase, result
 
 
 @pytest.mark.parametrize("fault", REAL_FAULTS if FULL else FEW_REAL_FAULTS)
-def test_a_fault_in_the_real_trainer_is_named_by_its_phase(runs: Runs, fault: str, tmp_path: Path) -> None:
+def test_real_trainer_fault_is_named_by_phase(runs: Runs, fault: str, tmp_path: Path) -> None:
     name, phase = REAL_FAULTS[fault]
     config, _ = runs[name, "1"]
     config = with_layout(config, REFERENCE, run_dir=tmp_path / "run")
@@ -199,7 +199,7 @@ def test_a_fault_in_the_real_trainer_is_named_by_its_phase(runs: Runs, fault: st
     ("name", "metric"),
     [("dapo_sampling", "rollout/dropped_groups"), ("step filled with equal rewards", "rollout/filled_groups")],
 )
-def test_runs_of_dynamic_sampling_have_groups_to_choose_among(runs: Runs, name: str, metric: str) -> None:
+def test_dynamic_sampling_runs_drop_groups(runs: Runs, name: str, metric: str) -> None:
     config, trace = runs[name, "1"]
     lines = (Path(config.trainer.run_dir) / "metrics.jsonl").read_text("utf-8").splitlines()
     assert sum(json.loads(line).get(metric, 0.0) for line in lines) > 0
@@ -208,7 +208,7 @@ def test_runs_of_dynamic_sampling_have_groups_to_choose_among(runs: Runs, name: 
 
 
 @pytest.mark.parametrize("choice", ALGORITHM_CHOICES, ids=lambda choice: str(choice.key))
-def test_every_formula_of_the_independent_trainer_has_a_run(choice: Choice) -> None:
+def test_every_independent_formula_has_a_run(choice: Choice) -> None:
     followed, _ = coverage(choice)
     assert {chosen(algorithm_run({**SHARED, **run}).config, choice) for run in ALL_RUNS.values()} == set(followed)
     assert set(FORMULAS[choice.key]) == set(followed)  # none of a choice that the package has not
@@ -217,7 +217,7 @@ def test_every_formula_of_the_independent_trainer_has_a_run(choice: Choice) -> N
 
 
 @pytest.mark.parametrize("choice", ALGORITHM_CHOICES, ids=lambda choice: str(choice.key))
-def test_the_page_lists_what_is_followed_and_what_is_refused(choice: Choice) -> None:
+def test_page_lists_followed_and_refused_choices(choice: Choice) -> None:
     followed, refused = (" ".join(f"`{name}`" for name in names) or "none" for names in coverage(choice))
     page = (Path(__file__).parents[3] / "docs" / "verify.md").read_text("utf-8")
     assert f"| `{choice.key}` | {followed} | {refused} |" in page
@@ -239,7 +239,7 @@ class NewSettings(OPOSettings):
         ("mine.py:Mine", {}, "algorithm.advantage=mine.py:Mine: the independent trainer is written from papers"),
     ],
 )
-def test_a_choice_without_a_formula_is_refused_with_the_reason(
+def test_choice_without_formula_is_refused_with_reason(
     name: str, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builtin = {**ADVANTAGE.builtin, "new": NewSettings, "opo": NewSettings}

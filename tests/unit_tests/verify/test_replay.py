@@ -145,7 +145,7 @@ def test_a_step_agrees_with_its_record(replays: Replays, name: str, layout: str)
         assert max(difference.largest for difference in exact) < ATOL
 
 
-def test_rows_without_a_reward_are_recorded_so_and_train_nothing(replays: Replays) -> None:
+def test_rows_without_reward_train_nothing(replays: Replays) -> None:
     """NaN in the record and null in its rows, for the parts, too; no advantage and no weight."""
     record = replays.prepared["masked 2"].record
     rewards, parts = record.tensors["rewards"], record.tensors["reward_parts"]
@@ -159,7 +159,7 @@ def test_rows_without_a_reward_are_recorded_so_and_train_nothing(replays: Replay
         assert record.tensors[name][~masked].any(), name
 
 
-def test_every_tensor_of_an_actor_critic_step_is_compared(replays: Replays) -> None:
+def test_actor_critic_step_compares_every_tensor(replays: Replays) -> None:
     ppo = {difference.tensor for difference in replays.differences["ppo", 2, "tp2pp2"]}
     assert ppo > {"old_logprobs", "ref_logprobs", "values", "kl_penalty", "advantages", "returns", "correction_weights"}
     one_update = {difference.tensor for difference in replays.differences["one update", 2, "tp2pp2"]}
@@ -167,7 +167,7 @@ def test_every_tensor_of_an_actor_critic_step_is_compared(replays: Replays) -> N
     assert "entropy" in ppo
 
 
-def test_what_is_compared_is_not_constant(replays: Replays) -> None:
+def test_compared_tensors_are_not_constant(replays: Replays) -> None:
     tensors = replays.prepared["ppo 2"].record.tensors
     for name in (
         "entropy",
@@ -184,7 +184,7 @@ def test_what_is_compared_is_not_constant(replays: Replays) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_a_layout_is_named_with_its_tensor(replays: Replays, fault: str) -> None:
+def test_layout_fault_is_named_with_its_tensor(replays: Replays, fault: str) -> None:
     wrong = [difference for difference in replays.faulty[fault] if not difference.good]
     tensor = FAULTS[fault][1]
     assert wrong[0].tensor == tensor, [difference.tensor for difference in wrong]
@@ -201,9 +201,7 @@ def test_a_fault_of_a_layout_is_named_with_its_tensor(replays: Replays, fault: s
 
 
 @pytest.mark.parametrize("tensor", ["old_logprobs", "values", "advantages"])
-def test_a_changed_number_of_a_record_is_named_with_tensor_sequence_and_token(
-    replays: Replays, tmp_path: Path, tensor: str
-) -> None:
+def test_changed_record_is_named_with_tensor_and_token(replays: Replays, tmp_path: Path, tensor: str) -> None:
     one = replays.prepared["ppo 2"]
     changed = tmp_path / "step_000002"
     shutil.copytree(one.record.folder, changed)
@@ -256,7 +254,7 @@ def test_a_record_tells_what_computed_it(replays: Replays) -> None:
         assert row["reward"] == pytest.approx(float(record.tensors["rewards"][number]))
 
 
-def test_weights_that_are_nowhere_are_asked_for_in_one_line(replays: Replays, tmp_path: Path) -> None:
+def test_missing_weights_are_requested_in_one_line(replays: Replays, tmp_path: Path) -> None:
     alone = tmp_path / "run" / "records" / "step_000002"
     shutil.copytree(record_of(replays.runs["ppo"], 2), alone)
     with pytest.raises(UserError, match=r"weights after step 1.*give them by --weights") as failure:
@@ -343,7 +341,7 @@ def test_another_reward_is_named_with_part_and_sample(
     )
 
 
-def test_rewards_that_cannot_be_scored_again_are_a_mistake(replays: Replays, tmp_path: Path) -> None:
+def test_unscorable_rewards_are_refused(replays: Replays, tmp_path: Path) -> None:
     record = with_function(replays.prepared["masked 2"].record, tmp_path / "same.py")
     config = record.description.config
     rows = Path(config["data"]["train_files"][0]).read_text().splitlines(keepends=True)

@@ -45,11 +45,11 @@ def sample(prompt: int, *response: int, reward: float = math.nan) -> ScoredSampl
         ((STOP,), 100.0),
     ],
 )
-def test_a_reward_is_of_the_text_without_the_token_that_ended_it(response: tuple[int, ...], expected: float) -> None:
+def test_reward_ignores_the_stop_token(response: tuple[int, ...], expected: float) -> None:
     assert [one.reward for one in LETTERS.scored([sample(0, *response, reward=7.0)])] == [expected]
 
 
-def test_parts_are_summed_by_their_weights_and_kept_as_float32() -> None:
+def test_parts_are_summed_by_weight_in_float32() -> None:
     rule = RewardRule(by_letter, {"a": 0.5}, frozenset({EOS}))
     (one,) = rule.scored([sample(0, A, B, B, EOS)])
     assert one.reward == pytest.approx(2.05, abs=1e-6)
@@ -58,7 +58,7 @@ def test_parts_are_summed_by_their_weights_and_kept_as_float32() -> None:
     assert one.parts["a"] == pytest.approx(0.1, abs=1e-8)
 
 
-def test_samples_get_the_reward_of_their_own_prompts_greedy_response() -> None:
+def test_samples_get_their_prompts_greedy_reward() -> None:
     batch = StepBatch([sample(1, B), sample(0, A), sample(1, A)], [], greedy=[sample(1, A, A), sample(0, B, B)])
     own = rescored(batch, LETTERS)
     assert [one.reward for one in own.samples] == [210.0, 101.0, 201.0]
@@ -76,7 +76,7 @@ def test_a_wrong_reward_is_seen_wherever_it_is(place: str) -> None:
     assert reward_error(replace(right, **{place: wrong[place]}), right) == 109.0  # 210 against 101
 
 
-def test_parts_of_other_names_and_no_reward_are_infinitely_far() -> None:
+def test_other_part_names_are_infinitely_far() -> None:
     own = StepBatch(LETTERS.scored([sample(0, A)]), [])
     parts = replace(own.samples[0], parts={"a": 1.0})
     assert reward_error(replace(own, samples=[parts]), own) == math.inf

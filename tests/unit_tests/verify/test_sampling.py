@@ -55,9 +55,7 @@ GENERATIONS = [generation(10, [[1, 1], [0, 1], [1, 1]]), generation(20, [[0, 0],
         (4, 5, [10, 11, 21, 22], 5),  # more had to be drawn
     ],
 )
-def test_the_first_groups_that_differ_are_kept_and_equal_ones_fill(
-    prompts: int, most: int, kept: list[int], needed: int
-) -> None:
+def test_first_differing_groups_are_kept(prompts: int, most: int, kept: list[int], needed: int) -> None:
     groups, generations = kept_groups(GENERATIONS, settings(prompts=prompts, generations=most), FORMULAS)
     assert [group[0].tokens[0] for group in groups] == kept
     assert generations == needed

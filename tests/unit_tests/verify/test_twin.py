@@ -125,7 +125,7 @@ def test_reference_too_large_for_memory_is_named(mixture: Path, monkeypatch: pyt
     assert "over half of the memory" in parity.details[-1]
 
 
-def test_a_family_that_transformers_lacks_is_computed_by_its_stand_in(tmp_path: Path) -> None:
+def test_missing_family_is_computed_by_stand_in(tmp_path: Path) -> None:
     path = write_tiny_checkpoint(tmp_path / "model", family="kimi_k2", tied=False)
     parity = compare_twin(path, path, num_tokens=24)
     assert parity.max_abs < GATE / 10
@@ -152,7 +152,7 @@ def test_the_first_diverging_layer_is_named(
     assert len(parity.details) == 1 + 3  # a line for each layer of the twin, and the verdict
 
 
-def test_a_known_fault_of_the_reference_is_not_ours(tmp_path: Path) -> None:
+def test_known_reference_fault_is_not_reported(tmp_path: Path) -> None:
     """DeepSeek-V2 with YaRN: transformers before 5.15 is wrong, which is said; any other gap is ours."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     scaling |= {"mscale": 0.707, "mscale_all_dim": 0.707, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -167,7 +167,7 @@ def test_a_known_fault_of_the_reference_is_not_ours(tmp_path: Path) -> None:
     assert "47435" in parity.details[0]
 
 
-def test_a_fault_of_the_reference_ends_with_the_release_that_mends_it(tmp_path: Path) -> None:
+def test_reference_fault_ends_with_fixed_release(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     scaling |= {"mscale": 0.707, "mscale_all_dim": 0.707}
     hf = read_hf_config(write_tiny_checkpoint(tmp_path, family="deepseek_v2", rope_parameters=scaling))

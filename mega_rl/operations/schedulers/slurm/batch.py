@@ -16,8 +16,8 @@ from typing import Annotated
 
 import typer
 
+from mega_rl.checkpoint.folders import CHECKPOINTS
 from mega_rl.checkpoint.lock import LOCK_FILE
-from mega_rl.checkpoint.previous import CHECKPOINTS
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS

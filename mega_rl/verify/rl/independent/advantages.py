@@ -18,12 +18,12 @@ class Responses:
     """The responses of a step with what is known of them before the first update; lists go over responses."""
 
     samples: Sequence[ScoredSample]
-    rewards: Row  # of whole responses, with the punishment of overlong ones
+    rewards: Row  # one per response, with the punishment of overlong ones
     token_rewards: list[Row]  # the same on the last token, less a KL penalty of each token
     old: list[Row]  # log-probs of the policy
-    ref: list[Row]  # of the reference
+    ref: list[Row]  # log-probs of the reference
     values: list[Row]
-    parts: Sequence[Mapping[str, float]]  # of the rewards, by name, with the punishment of overlong ones
+    parts: Sequence[Mapping[str, float]]  # parts of the rewards by name, with the punishment of overlong ones
     part_weights: Mapping[str, float]
     formulas: Formulas
 
@@ -76,7 +76,7 @@ def generalized(responses: Responses, choice: NamedSettings) -> list[Row]:
 
 
 def value_targets(responses: Responses, choice: NamedSettings) -> list[Row]:
-    """Return what the critic learns: the returns of GAE by the critic's own lambda."""
+    """Return the critic's targets: the returns of GAE by the critic's own lambda."""
     gae, gamma, lam = responses.formulas.gae, choice["gamma"], choice["gae_lambda"]
     return [gae(*row, gamma, lam)[1] for row in zip(responses.token_rewards, responses.values, strict=True)]
 

@@ -84,7 +84,7 @@ def bounded_term(objective: Tensor, advantages: Tensor, choice: NamedSettings) -
 
 
 def overlong_punishment(length: int, settings: LockstepSettings) -> float:
-    """Return the punishment, from 0 to -1, of a response of so many tokens (DAPO, arXiv:2503.14476, eq. 13)."""
+    """Return the punishment, from 0 to -1, of a response of this length (DAPO, arXiv:2503.14476, eq. 13)."""
     limit, buffer = settings.max_response_tokens, settings.overlong_buffer
     return 0.0 if buffer == 0 or length <= limit - buffer else ((limit - buffer) - length) / buffer
 
@@ -158,12 +158,12 @@ def learning_rate(step: int, peak: float, total: int, settings: LockstepSettings
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return the factor that brings gradients of this norm to `limit`, as torch's clip_grad_norm_; 0 is no limit."""
+    """Return the factor that brings gradients of this norm to `limit`, as torch's clip_grad_norm_; 0: no limit."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
 
 
 def bias_corrections(step: int, settings: LockstepSettings) -> tuple[float, float]:
-    """Return what Adam's moments are divided by after `step` steps, counted from 1 (arXiv:1412.6980)."""
+    """Return the divisors of Adam's moments after `step` steps, counted from 1 (arXiv:1412.6980)."""
     return 1 - settings.beta1**step, 1 - settings.beta2**step
 
 

@@ -16,12 +16,12 @@ from mega_rl.verify.rl.independent.records import NamedSettings
 class ResponseTokens:
     """The tokens of one response, [n] float64 each."""
 
-    logprobs: Tensor  # of the policy now, with gradient
+    logprobs: Tensor  # log-probs of the current policy, with gradient
     anchor: Tensor  # log-probs that ratios are taken to
     rollout: Tensor  # log-probs of what sampled
     advantages: Tensor
     student: Tensor  # logits of the policy now, [n, V], with gradient
-    teacher: Tensor | None  # of the reference, where the loss reads them
+    teacher: Tensor | None  # logits of the reference, if the loss reads them
     temperature: float
 
     @property

@@ -41,7 +41,7 @@ class Network:
                 self._on_disk |= set(stored.keys())
 
     def on_disk(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return tensors under the names of the checkpoint, where experts that transformers joins stand alone."""
+        """Return tensors under the names of the checkpoint, which splits experts that transformers joins."""
         if set(tensors) <= self._on_disk | {VALUE_HEAD}:
             return tensors
         with TemporaryDirectory(prefix="names_") as folder:

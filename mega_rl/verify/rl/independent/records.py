@@ -32,11 +32,11 @@ class LockstepSettings:
     advantage: NamedSettings
     loss: NamedSettings
     correction: NamedSettings
-    part_weights: Mapping[str, float]  # of named parts of the rewards; one without a weight has 1
+    part_weights: Mapping[str, float]  # weight of each named part of the rewards; default 1
     prompts_per_step: int
     updates_per_epoch: int
     samples_all_tokens: bool  # neither top-k nor top-p cuts the distribution that is sampled
-    max_generations: int  # of dynamic sampling in a step; 0: a step trains on what is sampled
+    max_generations: int  # generations of dynamic sampling in a step; 0: no dynamic sampling
     temperature: float
     value_clip: float  # 0: none
     entropy_coef: float
@@ -76,9 +76,9 @@ class ScoredSample:
     prompt_length: int
     prompt: int  # position of the prompt in the step's batch
     reward: float
-    rollout_logprobs: Sequence[float]  # of the response's tokens, by what sampled them
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name; empty of one that is a number
-    greedy_reward: float = math.nan  # of the prompt's greedy response; not a number where none was asked for
+    rollout_logprobs: Sequence[float]  # log-probs of the response's tokens by the sampler
+    parts: Mapping[str, float] = field(default_factory=dict)  # parts of the reward by name; empty for a plain number
+    greedy_reward: float = math.nan  # reward of the prompt's greedy response; NaN without one
 
     @property
     def length(self) -> int:
@@ -109,5 +109,5 @@ class Figures:
     loss: float
     loss_scale: float  # sum of |weight * term| over the tokens: the size of what cancels in the loss
     grad_norm: float  # before clipping
-    gradients: Mapping[str, Tensor]  # by Hugging Face names, after clipping
+    gradients: Mapping[str, Tensor]  # after clipping, by Hugging Face names
     weights: Mapping[str, Tensor]  # after the step

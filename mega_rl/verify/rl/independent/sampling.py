@@ -60,5 +60,5 @@ def _compared(sample: ScoredSample, settings: LockstepSettings) -> list[float]:
 
 
 def _content(group: Group) -> list[tuple[object, ...]]:
-    """Return what makes the samples of a group, whatever the number of its prompt."""
+    """Return the content of a group's samples, without the number of its prompt."""
     return [(*sample.tokens, sample.reward, *sample.rollout_logprobs, *sample.parts.values()) for sample in group]

@@ -61,7 +61,7 @@ class TrainedNetwork:
             term.sum().backward()
             loss, scale = loss + float(term.sum().detach()), scale + float(term.detach().abs().sum())
         norm = self._adam.clip()
-        if samples:  # a mini-batch without a token to learn from is no optimizer step
+        if samples:  # no optimizer step for a mini-batch without a token to learn from
             self._adam.step(lr)
         return Figures(
             self._name,
@@ -176,7 +176,7 @@ class IndependentTrainer:
         )
 
     def _update_critic(self, rows: list[EvaluatedSample], place: tuple[int, int]) -> Figures:
-        """Make one step of the critic: the mean over tokens, whatever the aggregation of the policy's loss."""
+        """Make one step of the critic, whose loss is always the mean over tokens."""
         assert self._critic is not None
         assert self._critic_role is not None
         critic, settings = self._critic, self._settings

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.memory import writing
+from mega_rl.checkpoint.memory import store as writing
 from mega_rl.checkpoint.memory.hosts import Host
 from mega_rl.checkpoint.memory.store import MemoryCheckpoints
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, settings

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mega_rl.checkpoint.lock import RunLock
+from mega_rl.checkpoint.maintenance import list_memory
 from mega_rl.checkpoint.memory import place
-from mega_rl.checkpoint.memory.leftovers import list_memory
 from mega_rl.errors import UserError
 
 
@@ -52,7 +52,7 @@ def test_removes_what_no_run_uses(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no checkpoints in memory" in capsys.readouterr().out
 
 
-def test_files_that_a_run_in_use_removes_meanwhile_count_nothing(
+def test_files_removed_meanwhile_count_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each save removes the checkpoint before."""
@@ -76,5 +76,5 @@ def test_files_that_a_run_in_use_removes_meanwhile_count_nothing(
 def test_does_not_look_into_anothers_folder(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     place.user_folder(tmp_path).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="is a link; it is not looked into"):
+    with pytest.raises(UserError, match="is a link; it is not read"):
         list_memory(None, shm=tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.checkpoint.memory import writing
+from mega_rl.checkpoint.memory import store as writing
 from mega_rl.checkpoint.memory.hosts import Host
 from mega_rl.checkpoint.memory.place import user_folder
 from mega_rl.checkpoint.memory.store import MemoryCheckpoints
@@ -116,7 +116,7 @@ def test_a_failed_last_save_keeps_the_memory(
     second.close()
 
 
-def test_the_disk_is_taken_where_it_is_as_new(tmp_path: Path, shm: Path) -> None:
+def test_disk_is_preferred_if_as_new(tmp_path: Path, shm: Path) -> None:
     killed_run(tmp_path, on_disk=3)
     second = run(tmp_path, 9)
     assert start(second, tmp_path) == (3, "disk")
@@ -133,7 +133,7 @@ def test_another_history_removes_what_memory_has(tmp_path: Path, shm: Path, resu
     second.close()
 
 
-def test_a_run_without_checkpoints_in_memory_goes_on_from_one(tmp_path: Path, shm: Path) -> None:
+def test_run_without_memory_tier_resumes_from_memory(tmp_path: Path, shm: Path) -> None:
     killed_run(tmp_path)
     with run(tmp_path, 9, memory_interval=0) as second:
         manifest = second.restore()
@@ -166,7 +166,9 @@ def test_another_runs_memory_is_ignored(tmp_path: Path, shm: Path, caplog: pytes
     second = run(tmp_path, 9, identity={"seed": 8, "data": "abc"})
     assert start(second, tmp_path) == (0, "")
     ignored = [record.getMessage() for record in caplog.records if record.getMessage().startswith("ignored")]
-    assert ignored == ["ignored: the checkpoint of step 3 in memory is of another run (seed: 7 -> 8)"]
+    [line] = ignored
+    assert line.startswith("ignored: the checkpoint of step 3 in memory: ")
+    assert line.endswith("/step_000003 is of another run (seed: 7 -> 8)")
     second.close()
 
 
@@ -250,7 +252,7 @@ def test_too_little_memory(
         saving.save_in_memory(2, {})
         [error] = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
         assert error.startswith(text)
-        assert error.endswith("training goes on without them")
+        assert error.endswith("training continues without them")
         assert list(shm.iterdir()) == []
     assert saving.poll() == {}
     saving.close()

@@ -79,9 +79,7 @@ def test_goes_on_from_memory(folder: Path, undisturbed: dict[str, Any], layout: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS if FULL else ["fsdp 2"])
-def test_a_host_that_was_replaced_gets_its_shards_from_the_next(
-    folder: Path, undisturbed: dict[str, Any], layout: str
-) -> None:
+def test_replaced_host_gets_shards_from_neighbour(folder: Path, undisturbed: dict[str, Any], layout: str) -> None:
     killed = Killed(folder, MemoryRun(f"replaced {layout}", layout, hosts=2, phase="update_actor"))
     shutil.rmtree(killed.host(0))
     assert step_of(killed.held(1)) == KILLED

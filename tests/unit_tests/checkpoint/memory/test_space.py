@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.checkpoint.memory.space import free_memory
+from mega_rl.checkpoint.memory.place import free_memory
 
 
 def control_group(folder: Path, limit: str, current: int, file: int, shmem: int) -> None:
@@ -32,7 +32,7 @@ def test_without_limits_the_host_or_the_tmpfs_counts(tmp_path: Path, groups: tup
     assert 0 < free <= psutil.virtual_memory().total
 
 
-def test_a_containers_limit_counts_less_what_the_kernel_would_free(tmp_path: Path, groups: tuple[Path, Path]) -> None:
+def test_container_limit_ignores_file_cache(tmp_path: Path, groups: tuple[Path, Path]) -> None:
     """File cache is freed, and a tmpfs, which counts in it, is not."""
     control_group(groups[0] / "pod" / "container", "5000", 3000, 900, 400)
     assert free_memory(tmp_path, cgroups=groups[0], own=groups[1]) == (2500, "the container's memory limit")

@@ -32,7 +32,7 @@ def test_every_loss_is_tried() -> None:
     assert {*FROM_MEMORY, *FROM_DISK} == set(LOSSES)
 
 
-def test_a_host_holds_its_shards_and_those_of_the_host_before(cases: list[dict[tuple[int, str], Any]]) -> None:
+def test_host_holds_own_and_previous_shards(cases: list[dict[tuple[int, str], Any]]) -> None:
     """Of the newest step, and nothing else."""
     for (hosts, _), actual in cases[0].items():
         expected = [[f"step_000002/shard_{rank:05d}.safetensors" for rank in ranks] for ranks in HELD[hosts]]
@@ -41,7 +41,7 @@ def test_a_host_holds_its_shards_and_those_of_the_host_before(cases: list[dict[t
 
 
 @pytest.mark.parametrize("hosts", HELD)
-def test_the_older_one_goes_when_all_hosts_have_the_newer(cases: list[dict[tuple[int, str], Any]], hosts: int) -> None:
+def test_older_one_stays_until_all_hosts_publish(cases: list[dict[tuple[int, str], Any]], hosts: int) -> None:
     """Also where some of them publish late: else a kill in between leaves neither whole."""
     first, second = cases[0][hosts, "nothing"]["when retiring"]
     assert first == [f"host{host} step_000001" for host in range(hosts)]
@@ -79,6 +79,6 @@ def test_restored_from_disk(cases: list[dict[tuple[int, str], Any]], hosts: int,
     assert "checkpoint.fallback" not in "".join(lines)
 
 
-def test_nothing_is_left_at_the_end_of_a_run(cases: list[dict[tuple[int, str], Any]]) -> None:
+def test_end_of_run_leaves_no_memory(cases: list[dict[tuple[int, str], Any]]) -> None:
     for actual in cases[0].values():
         assert actual["after end"] == []

@@ -13,7 +13,7 @@ import pytest
 
 from mega_rl.health.failure_kinds import LOST_PEER_CODE
 from mega_rl.operations.launcher.launch import Launch
-from mega_rl.storage.lock import lock_file
+from mega_rl.storage.disk import lock_file
 from tests.unit_tests.operations.launcher.programs import Started, is_gone, run, save_in, start, wait_until
 
 ENDLESS = "reached('up'); time.sleep(600)"
@@ -210,7 +210,7 @@ def test_ranks_of_a_killed_launcher_end(tmp_path: Path, reaper_lives: bool) -> N
     program = """
         def stop(number, frame): reached("saved"); sys.exit(143)
         signal.signal(signal.SIGTERM, stop)
-        from mega_rl.storage.lock import lock_file
+        from mega_rl.storage.disk import lock_file
         held = lock_file(Path(f"lock{rank}"))
         reached("up")
         time.sleep(600)

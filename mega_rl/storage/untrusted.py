@@ -1,4 +1,4 @@
-"""Bounded, strict readers for files that may be corrupt or hostile. No torch."""
+"""Bounded, strict readers for files that may be corrupt or hostile, and messages about their values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any, TypeGuard
 from mega_rl.errors import UserError
 from mega_rl.storage.strict_json import parse_object, shorten
 
-RESUME_HINT = "set checkpoint.fallback=true to go on from the checkpoint before, or checkpoint.resume to another one"
 MAX_DIMS = 16
-MAX_FAULTS = 20  # shown of one kind
+MAX_FAULTS = 20  # messages of one file
 _SHOWN = 80  # characters of a text in a message
 
 
@@ -25,11 +24,11 @@ def open_regular(path: Path) -> tuple[int, int]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         reason = "it is a link" if path.is_symlink() else error.strerror
-        raise UserError(f"{path}: cannot be read ({reason}); {RESUME_HINT}") from error
+        raise UserError(f"{path}: cannot be read ({reason})") from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise UserError(f"{path}: is not a regular file, which all files of a checkpoint must be; {RESUME_HINT}")
+        raise UserError(f"{path}: is not a regular file")
     return fd, status.st_size
 
 
@@ -38,7 +37,7 @@ def read_file(path: Path, limit: int) -> bytes:
     fd, size = open_regular(path)
     try:
         if size > limit:
-            raise UserError(f"{path}: {size} bytes, at most {limit} are allowed; {RESUME_HINT}")
+            raise UserError(f"{path}: {size} bytes, at most {limit} are allowed")
         return read_at(fd, 0, size, path)
     finally:
         os.close(fd)
@@ -52,7 +51,7 @@ def read_at(fd: int, offset: int, size: int, path: Path) -> bytes:
             parts.append(part)
             offset, size = offset + len(part), size - len(part)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {RESUME_HINT}") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     return b"".join(parts)
 
 
@@ -61,20 +60,20 @@ def decode_json(data: bytes, where: str | Path) -> dict[str, Any]:
     try:
         return parse_object(data)
     except ValueError as error:
-        raise UserError(f"{where}: {error}; {RESUME_HINT}") from error
+        raise UserError(f"{where}: {error}") from error
 
 
 def key_faults(raw: Mapping[str, Any], known: Iterable[str], where: str | Path) -> list[str]:
     """Return a problem for every missing and every unknown key."""
     expected = dict.fromkeys(known)
-    missing = [f"{where}: {name} is missing; {RESUME_HINT}" for name in expected if name not in raw]
-    unknown = [f"{where}: {shown(name)} is unknown; {RESUME_HINT}" for name in raw if name not in expected]
+    missing = [f"{where}: {name} is missing" for name in expected if name not in raw]
+    unknown = [f"{where}: {shown(name)} is unknown" for name in raw if name not in expected]
     return [*missing, *unknown]
 
 
 def fault(where: str | Path, key: str, value: Any, rule: str) -> str:
-    """The message for a value that breaks a rule."""
-    return f"{where}: {shorten(key)}={shown(value)} {rule}; {RESUME_HINT}"
+    """Return the message for a value that breaks a rule."""
+    return f"{where}: {shorten(key)}={shown(value)} {rule}"
 
 
 def limited(problems: list[str], where: str | Path) -> list[str]:
@@ -110,7 +109,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def is_shape(value: Any) -> TypeGuard[list[int]]:
-    """Return whether a value is a list of at most `MAX_DIMS` sizes: the product of a long list could take for ever."""
+    """Return whether a value is a list of at most `MAX_DIMS` sizes, so that their product is cheap."""
     return isinstance(value, list) and len(value) <= MAX_DIMS and all(is_count(v) for v in value)
 
 
