@@ -104,8 +104,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from mega_rl.assemble import build_actor, session
     from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, ModelConfig
     from mega_rl.rollout.sglang.http.control import Control
-    from mega_rl.rollout.sglang.http.endpoint import Endpoint
-    from mega_rl.rollout.sglang.http.keys import Keys
+    from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 
     address = json.loads((folder / "endpoint.json").read_text())
     control = Control(Endpoint(0, address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=120.0)

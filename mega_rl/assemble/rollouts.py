@@ -29,8 +29,7 @@ from mega_rl.rollout.sglang.generation.engine import (
     SglangRolloutEngine,
     SglangRolloutSettings,
 )
-from mega_rl.rollout.sglang.generation.results import Progress
-from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sampling
+from mega_rl.rollout.sglang.generation.samples import Progress, RoutedLayers, Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.types import Draws, Prompt
@@ -103,11 +102,8 @@ def build_rollouts(
             sync=ahead,
             checkpoints=checkpoints,
             pending=ahead,
-            listen=engine.listeners.append,
         )
     source, pending = _source(plan, world, roles, inputs, worker, connection.sync)
-    # What a source of the user's samples are turns of a response, and not what is scored.
-    listen = engine.listeners.append if inputs.own is None else _unheard
     if colocated:
         devices = SharedDevices(
             models=roles.models,
@@ -117,10 +113,8 @@ def build_rollouts(
         connection.sync.add_listener(devices)
         rollouts = ColocatedRollouts(source, connection.sync, devices)
         store = ColocatedCheckpoints(checkpoints, devices)
-        return Rollouts(rollouts, rollouts, store, pending, on_device=devices.on_device, listen=listen)
-    return _in_turn(
-        roles.models, source=source, sync=connection.sync, checkpoints=checkpoints, pending=pending, listen=listen
-    )
+        return Rollouts(rollouts, rollouts, store, pending, on_device=devices.on_device)
+    return _in_turn(roles.models, source=source, sync=connection.sync, checkpoints=checkpoints, pending=pending)
 
 
 def _embedded_rollouts(

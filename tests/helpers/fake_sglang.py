@@ -17,8 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 
 VOCABULARY = 50
 STOP = 2

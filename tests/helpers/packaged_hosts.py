@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.process import ServerSettings
 from tests.helpers.fake_sglang import right_answer
 from tests.helpers.fakes import FakePrompts

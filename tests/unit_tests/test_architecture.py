@@ -40,7 +40,7 @@ MANY_METHODS: dict[str, int] = {
     "parallel/comm.py: GroupRanks": 13,  # Ranks' collectives over one group
     "rollout/sglang/generation/engine.py: SglangRolloutEngine": 14,  # BackgroundEngine's
     "rollout/sglang/generation/router.py: ServerRouter": 16,  # Rotation's, generation, its event loop
-    "rollout/sglang/generation/scheduler.py: SampleScheduler": 16,  # queue, tries in flight, ends: one state machine
+    "rollout/sglang/generation/scheduler.py: Generation": 16,  # queue, tries in flight, ends: one state machine
     "rollout/sglang/server/process.py: ServerProcess": 16,  # a process from its port to its end
     "storage/safetensors_reader.py: CheckpointReader": 14,  # tensors, rows, rectangles
 }

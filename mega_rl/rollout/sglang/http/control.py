@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mega_rl.rollout.sglang.http.api import ServerApi
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.http.request import ServerError
 
 __all__ = ["Control", "ServerError"]

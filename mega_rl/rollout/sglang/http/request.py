@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 
 from mega_rl.errors import RunError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import GENERATION
+from mega_rl.rollout.sglang.http.keys import GENERATION, Endpoint
 
 NEVER = -1e30  # added to a logit: probability 0; JSON has no infinity
 NUCLEUS_OF_ONE = 1e-6  # a top_p so small that the nucleus is the most likely token alone

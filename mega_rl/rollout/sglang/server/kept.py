@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server import group
 from mega_rl.storage.strict_json import parse_object
 

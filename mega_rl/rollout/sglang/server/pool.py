@@ -17,8 +17,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import broadcast_json, run_on_all, run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.kept import KeptServers
 from mega_rl.rollout.sglang.server.nodes import MeetingPlace
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings

@@ -19,8 +19,7 @@ import psutil
 from mega_rl.cores import processors
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server import launcher
 from mega_rl.rollout.sglang.server.installation import require_sglang
 from mega_rl.rollout.sglang.server.kept import KEYS_FILE, SCRATCH_PREFIX, KeptServers, owner_of

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 
 _POLL_S = 0.1
 _HEALTH_S = 10.0  # for one answer

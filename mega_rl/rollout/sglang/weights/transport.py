@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.http.request import ServerError
 
 GRACE_S = 60.0  # beyond a server's deadline, for what ranks do between two meetings

@@ -159,8 +159,7 @@ def meet(rank: int, meeting: nodes.MeetingPlace) -> tuple[float, list[str]]:
 def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
     """Send a checkpoint to a server of two ranks over a process group; return failures."""
     from mega_rl.rollout.sglang.http.control import Control
-    from mega_rl.rollout.sglang.http.endpoint import Endpoint
-    from mega_rl.rollout.sglang.http.keys import Keys
+    from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
     from mega_rl.rollout.sglang.weights.source import TrainerWeights
     from mega_rl.rollout.sglang.weights.transport import Server
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.http.request import ServerError
 from tests.helpers.update_server import KEYS, UpdateServer
 

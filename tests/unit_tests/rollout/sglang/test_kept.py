@@ -24,8 +24,7 @@ import pytest
 
 from mega_rl.assemble.servers import _close
 from mega_rl.errors import PeerError, RunError, StalledError, UserError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server import group, kept, readiness
 from mega_rl.rollout.sglang.server import process as server
 from mega_rl.rollout.sglang.server.kept import (

@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 
 from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server import group, readiness
 from mega_rl.rollout.sglang.server.kept import ServerLife
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings

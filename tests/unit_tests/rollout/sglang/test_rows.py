@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import RunError
-from mega_rl.rollout.sglang.generation.rows import rollout_of
+from mega_rl.rollout.sglang.generation.engine import rollout_of
 from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sample, SampleRequest
 
 REQUESTS = [

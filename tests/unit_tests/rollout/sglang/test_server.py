@@ -27,8 +27,7 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import GENERATION, Keys
+from mega_rl.rollout.sglang.http.keys import GENERATION, Endpoint, Keys
 from mega_rl.rollout.sglang.server import group, installation
 from mega_rl.rollout.sglang.server import process as server
 from mega_rl.rollout.sglang.server.installation import missing_tools

@@ -21,7 +21,7 @@ from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
 from mega_rl.rollout.sglang.weights.probe import Probe, probe_limits
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync

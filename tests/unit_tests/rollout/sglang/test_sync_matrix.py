@@ -23,8 +23,7 @@ import torch
 
 from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, SglangSyncConfig
 from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, telling_lines
 from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks

@@ -19,8 +19,7 @@ from mega_rl.converters.live.place import ModelPlace
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.weights.transport import Server
 from mega_rl.rollout.sglang.weights.transports import process_group
 from tests.unit_tests.converters.fakes import hf_state

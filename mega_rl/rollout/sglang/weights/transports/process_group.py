@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.http.request import ServerError
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled
 from mega_rl.rollout.sglang.weights.reshard import Bucket, first_ranks
