@@ -14,8 +14,6 @@ from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.roles import Roles
-from mega_rl.assemble.servers import is_colocated
-from mega_rl.assemble.sglang import Connection, connect
 from mega_rl.assemble.sources import OwnRollouts, make_rollout_source
 from mega_rl.config.schema import Config
 from mega_rl.protocols import CheckpointStore, Ranks, RankState, RolloutSource, SampleListener, WeightSync
@@ -23,6 +21,7 @@ from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
 from mega_rl.rollout.hidden_tokens import ids_of
+from mega_rl.rollout.sglang.build import Connection, connect
 from mega_rl.rollout.sglang.generation.engine import (
     FailedSamples,
     Sampled,
@@ -83,8 +82,15 @@ def build_rollouts(
     if servers is None:
         return _embedded_rollouts(plan, accelerator, world, roles, checkpoints, inputs)
     servers.wait_ready()
-    colocated = is_colocated(config, accelerator)
-    connection = resources.enter_context(connect(plan, servers, actor=actor, world=world, colocated=colocated))
+    connection = connect(
+        config.rollout,
+        plan.rollout_dtype,
+        servers,
+        actor=actor,
+        world=world,
+        hidden_tokens=plan.engine.hidden_tokens,
+    )
+    resources.enter_context(connection)
     engine = _sglang_engine(plan, world, connection)
     worker = BackgroundRolloutWorker(
         engine=engine,
@@ -104,7 +110,7 @@ def build_rollouts(
             pending=ahead,
         )
     source, pending = _source(plan, world, roles, inputs, worker, connection.sync)
-    if colocated:
+    if servers.colocated:
         devices = SharedDevices(
             models=roles.models,
             servers=connection.memory,
@@ -216,7 +222,7 @@ def _sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> Sglan
     path, moe = Path(plan.config.model.path), plan.models["actor"].hf.moe
     hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     return SglangRolloutEngine(
-        connection.fleet,
+        connection.router,
         everyone=world,
         weight_version=lambda: connection.sync.weight_version,
         bring_back=connection.bring_back,

@@ -10,9 +10,15 @@ from typing import Any
 import httpx
 
 from mega_rl.rollout.sglang.generation.answers import ExpectedAnswer, parse_answer
-from mega_rl.rollout.sglang.generation.samples import RequestFailure, Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.samples import (
+    NUCLEUS_OF_ONE,
+    RequestFailure,
+    Sample,
+    SampleRequest,
+    Sampling,
+    hidden_bias,
+)
 from mega_rl.rollout.sglang.http.keys import Endpoint
-from mega_rl.rollout.sglang.http.request import NUCLEUS_OF_ONE, hidden_bias
 
 _CONNECT_S = 10.0
 _ERROR_BYTES = 4096  # of a refusal; a message shows its first 200 characters
@@ -27,7 +33,7 @@ STATUS_KINDS = {
 
 
 class SglangClient:
-    """Generation on one endpoint. All methods belong to the event loop that first called one.
+    """SampleScheduler on one endpoint. All methods belong to the event loop that first called one.
 
     n samples of a prompt are n requests, each with its own `sampling_seed`: a sample then depends on its own seed only,
     whatever else is generated, and is retried, continued or given up by itself. The server's prefix cache computes the

@@ -22,7 +22,7 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from mega_rl.rollout.sglang.generation.scheduler import Generation, Job, Policy
+from mega_rl.rollout.sglang.generation.scheduler import Job, Policy, SampleScheduler
 from mega_rl.rollout.sglang.http.keys import Endpoint
 
 # An SGLang server whose scheduler died answers /health for another 65 s while generation hangs (0.5.20).
@@ -87,7 +87,7 @@ class ServerRouter:
             capacity = near.get(index, max_concurrency)
             client = SglangClient(endpoint, vocab_size=vocab_size, max_concurrency=capacity)
             self._replicas.append(Replica(index, client, capacity=capacity, near=index in near))
-        self._generation: Generation | None = None
+        self._generation: SampleScheduler | None = None
         self._future: concurrent.futures.Future[GenerationResult] | None = None
         self._deadline = 0.0  # of the generation, time.monotonic()
         self._loop = asyncio.new_event_loop()
@@ -214,8 +214,8 @@ class ServerRouter:
             usable = self._policy.mixed_versions or all(number == version for number in partial.versions)
             jobs.append(Job(request, partial if usable else Sample()))
 
-        def make() -> Generation:
-            return Generation(
+        def make() -> SampleScheduler:
+            return SampleScheduler(
                 self._replicas,
                 jobs,
                 sampling=sampling,

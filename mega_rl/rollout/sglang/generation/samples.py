@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 Key = tuple[int, int]  # (prompt_index, sample_index)
+
+NUCLEUS_OF_ONE = 1e-6  # a top_p so small that the nucleus is only the most likely token
+_NEVER = -1e30  # added to a logit: probability 0; JSON has no infinity
+
+
+def hidden_bias(token_ids: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return SGLang's sampling parameter that gives tokens a probability of 0; none without tokens."""
+    return {"logit_bias": {str(token): _NEVER for token in token_ids}} if token_ids else {}
 
 
 @dataclass(frozen=True)

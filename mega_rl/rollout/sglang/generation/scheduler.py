@@ -78,7 +78,7 @@ class Job:
         return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** (failed - 1)) * jitter
 
 
-class Generation:
+class SampleScheduler:
     """One generation of a `ServerRouter`. Create and call it on the router's event loop."""
 
     def __init__(
@@ -214,27 +214,28 @@ class Generation:
         job.tries += 1
         job.evicted, job.asked, job.last_failure = None, replica, ""
         replica.sent(now)
-        task = self._loop.create_task(self._try(job, replica))
-        task.add_done_callback(lambda _: self._wake.set())
-        self._running[task] = job, replica
-
-    async def _try(self, job: Job, replica: Replica) -> Sample | RequestFailure:
-        remaining = job.expires - self._loop.time()
+        remaining = job.expires - now
         # A server that lost the request must not use up its time: the first try gets half, the next half of the rest.
         timeout_s = remaining / 2 if job.disruptions < self._policy.retries else remaining
-        try:
-            return await replica.client.generate(
-                job.request,
-                self._sampling,
-                rid=f"{self._nonce}-{job.request.key[0]}-{job.request.key[1]}-{job.tries}",
-                version=self._version,
-                timeout_s=timeout_s,
-                partial=job.partial,
-                mixed_versions=self._policy.mixed_versions,
-                grace_s=min(self._policy.grace_s, timeout_s / 4),
-            )
-        except RequestFailure as failure:
-            return failure
+
+        async def attempt() -> Sample | RequestFailure:
+            try:
+                return await replica.client.generate(
+                    job.request,
+                    self._sampling,
+                    rid=f"{self._nonce}-{job.request.key[0]}-{job.request.key[1]}-{job.tries}",
+                    version=self._version,
+                    timeout_s=timeout_s,
+                    partial=job.partial,
+                    mixed_versions=self._policy.mixed_versions,
+                    grace_s=min(self._policy.grace_s, timeout_s / 4),
+                )
+            except RequestFailure as failure:
+                return failure
+
+        task = self._loop.create_task(attempt())
+        task.add_done_callback(lambda _: self._wake.set())
+        self._running[task] = job, replica
 
     def _collect(self) -> None:
         """Process the finished tries, and raise the error of a helper that failed."""

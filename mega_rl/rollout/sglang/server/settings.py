@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 import mega_rl
+from mega_rl.config.rules.servers import is_loopback
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server import kept, launcher
+from mega_rl.rollout.sglang.server.addresses import interface_of, is_address
 from mega_rl.rollout.sglang.server.installation import with_tools
 from mega_rl.rollout.sglang.server.nodes import MeetingPlace
 
@@ -70,29 +70,7 @@ class ServerSettings:
     @property
     def loopback(self) -> bool:
         """Return whether only this machine can reach the server."""
-        return self.host == "localhost" or (is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
-
-
-def is_address(host: str) -> bool:
-    """Return whether `host` is an IPv4 or IPv6 address, not a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def address_of(host: str) -> str:
-    """Return the address of this host's interface `host`, IPv4 if it has one; an address or a name as it is."""
-    addresses = psutil.net_if_addrs().get(host, ())
-    kept = [one.address for one in sorted(addresses, key=lambda one: one.family) if is_address(one.address)]
-    return kept[0] if kept else host
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of this host's interface with this address, None for no such."""
-    named = psutil.net_if_addrs().items()
-    return next((name for name, addresses in named if any(one.address == address for one in addresses)), None)
+        return is_loopback(self.host)
 
 
 def arguments(settings: ServerSettings, port: int, meeting: MeetingPlace | None = None) -> list[str]:

@@ -83,7 +83,7 @@ def check_server(control: Control, expected: ExpectedServer) -> list[str]:
     Compares /model_info and /server_info and, where the server's checkpoint can be read from here, the names and
     shapes of its tensors. Raises ServerError when the server does not answer.
     """
-    problems = mismatches(control.model_info(), control.server_info(), expected)
+    problems = mismatches(control.object("GET", "/model_info"), control.object("GET", "/server_info"), expected)
     where = f"SGLang server {control.endpoint.index} at {control.endpoint.url}"
     return [f"{where}: {problem}" for problem in problems]
 

@@ -160,8 +160,7 @@ def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
     """Send a checkpoint to a server of two ranks over a process group; return failures."""
     from mega_rl.rollout.sglang.http.control import Control
     from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
-    from mega_rl.rollout.sglang.weights.source import TrainerWeights
-    from mega_rl.rollout.sglang.weights.transport import Server
+    from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from tests.helpers.engines import make_config, running_engine
 
@@ -169,13 +168,13 @@ def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
         Endpoint(address["index"], address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=60.0
     )
     with closing(control), running_engine(make_config(checkpoint), trainable=False) as engine:
-        control.generation.pause("abort")
-        control.generation.flush()
-        servers = [Server(0, 2, "a", control.weights, ("b",))]
+        control.call("POST", "/pause_generation", {"mode": "abort"})
+        control.flush()
+        servers = [Server(0, 2, "a", control, ("b",))]
         weights = TrainerWeights(engine, next(engine.models[0].parameters()).dtype)
         transport = DistributedTransport(weights, servers, bucket_bytes=20_000, timeout_s=60.0)
         report = transport.send(version=5)
         transport.close()
-        assert control.weights.version() == "5"
-        control.generation.resume()
+        assert control.version() == "5"
+        control.call("POST", "/continue_generation", {})
     return report.failed

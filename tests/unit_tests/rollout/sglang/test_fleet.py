@@ -316,14 +316,14 @@ def test_closing_ends_a_generation_under_way() -> None:
 
 def test_a_generation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from mega_rl.rollout.sglang.generation import router as module
-    from mega_rl.rollout.sglang.generation.scheduler import Generation
+    from mega_rl.rollout.sglang.generation.scheduler import SampleScheduler
 
-    async def hang(_: Generation) -> GenerationResult:
+    async def hang(_: SampleScheduler) -> GenerationResult:
         await asyncio.sleep(60)
         return GenerationResult()
 
     monkeypatch.setattr(module, "_SLACK_S", 0.2)
-    monkeypatch.setattr(Generation, "run", hang)
+    monkeypatch.setattr(SampleScheduler, "run", hang)
     with fleet_of(right) as (fleet, _), pytest.raises(GenerationHungError, match="0 of 3 samples"):
         fleet.generate(requests(3), SAMPLING, version=VERSION, deadline=time.monotonic() + 0.1)
 

@@ -54,15 +54,17 @@ def _killed_while_it_generates(rank: int, folder: str) -> dict[str, Any]:
     from mega_rl.assemble.plan import plan_run
     from mega_rl.assemble.roles import build_roles
     from mega_rl.assemble.rollouts import RolloutInputs, build_rollouts
-    from mega_rl.assemble.servers import start_servers
     from mega_rl.parallel.comm import GroupRanks
+    from mega_rl.rollout.sglang.build import start_servers
 
     config = _config(Path(folder))
     actual: dict[str, Any] = {}
     with session(config, accelerator) as groups, ExitStack() as resources:
         world = GroupRanks(groups.world)
         plan = plan_run(config, accelerator)
-        servers = start_servers(plan, accelerator, world, resources)
+        servers = start_servers(
+            config.rollout, config.trainer, plan.engine, plan.models["actor"].hf, accelerator, world, resources
+        )
         roles = build_roles(plan, accelerator, groups, colocated=False)
         rollouts = build_rollouts(
             plan,

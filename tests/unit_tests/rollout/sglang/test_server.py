@@ -259,13 +259,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     ("how", "timeout_s", "said"),
     [
         ("dies", 30.0, r"ended with exit code 3 before /health answered"),
-        ("is silent", 2.0, r"/health did not answer 200 within 2 s \(last: ConnectionRefusedError"),
-        ("is never healthy", 2.0, r"/health did not answer 200 within 2 s \(last: status 503\)"),
-        ("hangs", 2.0, r"the first generation failed: TimeoutError"),
-        ("dies at the first token", 30.0, r"the first generation failed: \w+: .*"),
-        ("generates nothing", 30.0, r"the first generation was answered 200: \{'output_ids': \[\]\}"),
-        ("is cut", 30.0, r"the first generation failed: JSONDecodeError"),
-        ("fails", 30.0, r"the first generation was answered 500: \{'error': 'oom'\}"),
+        ("is silent", 2.0, r"/health did not answer 200 within 2 s \(last: .*ConnectError"),
+        ("is never healthy", 2.0, r"/health did not answer 200 within 2 s \(last: .*HTTP 503.*\)"),
+        ("hangs", 2.0, r"the first generation failed: .*waited \d"),
+        ("dies at the first token", 30.0, r"the first generation failed: "),
+        ("generates nothing", 30.0, r"the first generation was answered \{'output_ids': \[\]\}"),
+        ("is cut", 30.0, r"the first generation failed: .*answered no JSON"),
+        ("fails", 30.0, r"the first generation failed: .*HTTP 500: oom"),
         ("clash", 30.0, r"ended with exit code 1 .*(\n.*)*Address already in use"),
     ],
 )
@@ -302,9 +302,9 @@ def test_every_start_has_a_seed_of_its_own(scripted: Any) -> None:
 def test_keys_are_gone_before_the_server_is_killed(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher may kill the rank while it waits for the server's end."""
     process, seen = scripted("hangs"), []
-    scratch, end = process._scratch, process._process.end
+    scratch, end = process._scratch, group.end
     assert scratch.exists()
-    monkeypatch.setattr(process._process, "end", lambda **deadline: seen.append(scratch.exists()) or end(**deadline))
+    monkeypatch.setattr(group, "end", lambda pid, **given: seen.append(scratch.exists()) or end(pid, **given))
     process.stop()
     assert seen == [False]
     assert not scratch.exists()

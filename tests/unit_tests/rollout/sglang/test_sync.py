@@ -23,7 +23,7 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
-from mega_rl.rollout.sglang.weights.probe import Probe, probe_limits
+from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import SendReport
 from mega_rl.types import Rollout, TokenOutputs
@@ -70,7 +70,7 @@ class Trainer:
             try:
                 for number, (name, value) in enumerate(self.weights.items()):
                     last = number == len(self.weights) - 1
-                    self.controls[server].weights.update_from_tensor(
+                    self.controls[server].update_from_tensor(
                         [payload({name: value})], version=version if last else None
                     )
             except ServerError as error:
@@ -141,7 +141,7 @@ class Run:
                 VOCAB_SIZE,
                 TEMPERATURE,
                 num_tokens=4,
-                limits=probe_limits("float32", mean=0, largest=0),
+                limits=LIMITS["float32"],
             ),
             verify_interval=verify_interval,
             **options,
@@ -212,7 +212,7 @@ FAULTS = [
     ("/continue_generation", "refuse", 1, "stale", "/continue_generation: HTTP 400"),
     ("/continue_generation", "die", 1, "down", "/continue_generation"),
     ("/generate", "html", 1, "stale", "/generate"),
-    ("/generate", "list", 1, "stale", "no answer to a probe"),
+    ("/generate", "list", 1, "stale", "answered no object"),
     ("/generate", "die", 1, "down", "/generate"),
     ("/weights_checker", "error", 1, "stale", "/weights_checker: HTTP 500"),
     ("/weights_checker", "list", 1, "stale", "answered no object"),
@@ -318,7 +318,7 @@ def test_a_restarted_server_is_refit_with_the_version_of_the_others(servers: lis
     assert run.rotation.said == {0: "ready 2", 1: "down"}
     calls = len(servers[0].calls)
     with UpdateServer(1, info=INFO) as successor:
-        run.controls[1].move(successor.endpoint)
+        run.controls[1].endpoint = successor.endpoint
         metrics = run.sync.refit([1])
         assert successor.weights == weights_of_version(2)
         assert successor.version == "2"

@@ -24,6 +24,7 @@ from mega_rl.config.keys import FIELDS
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.rollout.sglang.server.addresses import address_for, address_towards
 from mega_rl.rollout.sglang.weights.buckets import MappedFile, payload, slot_tensor
 from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
 from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, chosen, sites_of
@@ -37,13 +38,12 @@ from mega_rl.rollout.sglang.weights.transports.choose import (
     why_not,
 )
 from mega_rl.rollout.sglang.weights.transports.cuda_ipc import (
-    CudaHandle,
+    CudaDevice,
     as_json,
     from_json,
     ranks_of_servers,
     with_uuid,
 )
-from mega_rl.rollout.sglang.weights.transports.server_group import address_for, address_towards
 from mega_rl.rollout.sglang.weights.transports.shared_memory import _anonymous_file, _places
 from tests.helpers.weight_receiver import FakeReceiver
 
@@ -180,13 +180,6 @@ def test_a_failed_server_gets_no_more_requests() -> None:
 def test_a_bug_is_raised_after_the_ranks_have_agreed() -> None:
     """The other ranks are inside collectives until then; what is no server's fault is not passed off as one."""
 
-    class Alone:
-        def broadcast(self, value: Any, *, source: int, what: str) -> Any:
-            return value
-
-        def max(self, value: float, *, what: str) -> float:
-            return value
-
     def work(server: Server, receiver: Any) -> None:
         raise KeyError("x")
 
@@ -195,7 +188,7 @@ def test_a_bug_is_raised_after_the_ranks_have_agreed() -> None:
         requests.wait()
         report: Any = SimpleNamespace(requests=0, failed={}, seconds=0.0)
         with pytest.raises(KeyError):
-            requests.agree(report, Alone(), leaders=[0], started=time.perf_counter())  # type: ignore[arg-type]
+            requests.agree(report, SingleRank(), started=time.perf_counter())
     assert report.requests == 1
     assert "KeyError" in report.failed[0]
 
@@ -386,6 +379,6 @@ def test_handles_travel_between_ranks_as_json() -> None:
 
 @pytest.mark.gpu
 def test_cuda_handle_carries_the_uuid() -> None:
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
-    _, arguments = CudaHandle(torch.ones(4, device="cuda"), uuid).__reduce__()
-    assert arguments[6] == uuid
+    device = CudaDevice(torch.device("cuda"))
+    _, arguments = device.opened(device.handle(torch.ones(4, device="cuda"))).__reduce__()  # type: ignore[attr-defined]
+    assert arguments[6] == str(torch.cuda.get_device_properties(0).uuid)

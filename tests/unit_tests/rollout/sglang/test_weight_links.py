@@ -18,6 +18,7 @@ from mega_rl.converters.live import export
 from mega_rl.converters.live.place import ModelPlace
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.weights.transport import Server
@@ -48,23 +49,8 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("weight_links", None)
 
 
-class AloneMeeting:
-    """`transport.Meeting` of one rank."""
-
-    size, rank, leads = 1, 0, True
-
-    def broadcast(self, value: Any, *, source: int, what: str) -> Any:
-        return value
-
-    def max(self, value: float, *, what: str) -> float:
-        return value
-
-    def close(self) -> None:
-        pass
-
-
 class CountingReceiver:
-    """`transport.Receiver` of a server that is told of weights and takes none."""
+    """`control.Control` of a server that is told of weights and takes none."""
 
     def __init__(self, index: int) -> None:
         self.endpoint = Endpoint(index, f"http://127.0.0.1:{31000 + index}", Keys("api", "admin"))
@@ -96,7 +82,8 @@ def test_bytes_leave_the_trainer_once_whatever_the_number_of_servers(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(process_group, "open_meeting", lambda *_, **__: AloneMeeting())
+    monkeypatch.setattr(process_group, "open_ranks", lambda *_, **__: SingleRank())
+    monkeypatch.setattr(process_group, "close_ranks", lambda *_: None)
     monkeypatch.setattr(process_group, "ServerGroup", CountingGroup)
     weights, state = trainer()
     receivers: list[Any] = [CountingReceiver(index) for index in range(hosts)]
