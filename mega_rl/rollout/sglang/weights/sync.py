@@ -122,15 +122,7 @@ class SglangWeightSync:
         with _timed(seconds, "pause"):
             attempt.all_do(_pause)
         with _timed(seconds, "send"):
-            report = SendReport()
-            if attempt.left:
-                try:
-                    report = self._transport.send(version=version, servers=list(attempt.left))
-                except RuntimeError as error:
-                    if isinstance(error, RunError):
-                        raise
-                    raise RanksLost(f"weight update: ranks of the trainer did not meet in time: {error}") from error
-                attempt.fail(report.failed)
+            report = self._send(attempt, version) if attempt.left else SendReport()
             for listener in self._listeners:
                 listener.after_send(tuple(attempt.left))
         with _timed(seconds, "continue"):
@@ -171,6 +163,16 @@ class SglangWeightSync:
         if faults:
             raise UserErrors([line for i in sorted(faults) for line in faults[i].split("\n")])
         self._checked |= set(fresh) & set(attempt.left)
+
+    def _send(self, attempt: _Attempt, version: int) -> SendReport:
+        try:
+            report = self._transport.send(version=version, servers=list(attempt.left))
+        except RunError:
+            raise
+        except RuntimeError as error:
+            raise RanksLost(f"weight update: ranks of the trainer did not meet in time: {error}") from error
+        attempt.fail(report.failed)
+        return report
 
     def _compare_checksums(self, attempt: _Attempt) -> int:
         """Compare checksums among servers of one tensor-parallel size; fail those that differ from the majority.

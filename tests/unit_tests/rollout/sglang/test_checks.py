@@ -106,17 +106,6 @@ def test_a_server_that_is_asked_for_experts_reports_them(checkpoints: dict[str, 
     assert mismatches(model_info(path), {**SERVER, "enable_return_routed_experts": True}, expected) == []
 
 
-def test_servers_with_data_parallel_attention_are_one_replica(checkpoints: dict[str, Path]) -> None:
-    path = checkpoints["qwen3"]
-    server = {**SERVER, "dp_size": 2, "enable_dp_attention": True}
-    assert mismatches(model_info(path), server, expected_for(path)) == []
-
-
-def test_the_short_name_of_a_dtype_is_the_dtype(checkpoints: dict[str, Path]) -> None:
-    path = checkpoints["qwen3"]
-    assert mismatches(model_info(path), {**SERVER, "dtype": "float"}, expected_for(path)) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "results"),
     [

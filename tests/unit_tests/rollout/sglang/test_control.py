@@ -150,10 +150,3 @@ def test_flushing_ends_at_its_deadline_and_says_what_it_waited_for(
     if kind == "refuse":
         assert "waited 0.9 s for the server to be idle" in str(caught.value)
         assert server.number("/flush_cache") >= 2
-
-
-def test_flushing_does_not_repeat_what_no_repetition_helps(server: UpdateServer, control: Control) -> None:
-    server.faults = {"/flush_cache": ("error", 1)}
-    with pytest.raises(ServerError, match="HTTP 500"):
-        control.flush()
-    assert server.number("/flush_cache") == 1

@@ -226,13 +226,6 @@ def test_ranks_meet_while_the_last_one_generates(monkeypatch: pytest.MonkeyPatch
     assert len(generate(engine).tokens) == 6
 
 
-def test_greedy_is_asked_for() -> None:
-    fleet = ScriptedFleet(lambda requests, _: served(requests))
-    engine, _ = engine_over(fleet)
-    generate(engine, greedy=True)
-    assert fleet.asked[0][2].greedy
-
-
 @pytest.mark.parametrize("greedy", [False, True])
 def test_samples_that_train_are_asked_for_their_experts(greedy: bool) -> None:
     def answer(requests: Sequence[SampleRequest], _: Any) -> Any:
@@ -392,11 +385,3 @@ def test_an_update_breaks_responses_off_and_they_go_on_under_the_new_weights() -
     assert rows.token_versions.tolist() == [[0, 0, 1, 2]] * 6
     assert rows.weight_version.tolist() == [1] * 6
     assert torch.equal(rows.loss_mask, torch.tensor([[False, False, True, True]] * 6))
-
-
-def test_an_interruption_without_a_generation_under_way_only_holds_the_next_one_back() -> None:
-    fleet = ScriptedFleet(lambda requests, _: served(requests))
-    engine, _ = engine_over(fleet)
-    engine.interrupt()
-    engine.resume()
-    assert len(generate(engine)) == 6

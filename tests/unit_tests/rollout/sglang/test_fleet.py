@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.generation.router import GenerationHungError, ServerRouter
+from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,
     Progress,
@@ -24,7 +24,6 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from mega_rl.rollout.sglang.generation.scheduler import Job
 from tests.helpers.fake_sglang import KEYS, STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
 
 HUNG_S = 120.0  # of a generation that no test expects to be late
@@ -71,33 +70,6 @@ def test_requests_spread_evenly_and_never_exceed_the_concurrency() -> None:
         assert [server.most_in_flight for server in servers] == [4, 4, 4]
         assert max(abs(len(server.seen) - 20) for server in servers) <= 6
         assert result.tokens == sum(len(sample.token_ids) for sample in result.samples.values())
-
-
-def test_a_slow_replica_gets_less() -> None:
-    """One replica answers nothing until the other has been asked for 40 of 60 samples."""
-
-    async def slower(exchange: Exchange) -> None:
-        while len(servers[0].seen) < 40:
-            await asyncio.sleep(0.005)
-        await right(exchange)
-
-    with fleet_of(right, slower) as (fleet, servers):
-        result = generate(fleet, requests(60))
-        assert len(result.samples) == 60
-        assert len(servers[0].seen) >= 40
-
-
-def test_waiting_samples_open_no_more_connections_than_allowed() -> None:
-    most: list[int] = []
-
-    async def count(exchange: Exchange) -> None:
-        most.append(exchange.server.connections)
-        await right(exchange)
-
-    with fleet_of(count) as (fleet, _):
-        result = generate(fleet, requests(300))
-        assert len(result.samples) == 300
-        assert max(most) <= 4 + 4  # a closed connection may not have been noticed yet
 
 
 def test_samples_of_a_prompt_meet_its_prefix() -> None:
@@ -147,17 +119,6 @@ def test_only_ready_replicas_of_the_version_get_traffic() -> None:
         fleet.mark_ready(0, 2)
         assert len(generate(fleet, requests(10), version=2).samples) == 10
         assert [len(server.seen) for server in servers] == [10, 0, 10]
-
-
-def test_replicas_begin_without_traffic() -> None:
-    with (
-        FakeServer() as server,
-        ServerRouter(
-            [server.endpoint], vocab_size=VOCABULARY, max_concurrency=4, retries=0, request_timeout_s=5.0
-        ) as fleet,
-    ):
-        assert len(generate(fleet, requests(3)).unserved) == 3
-        assert fleet.states()[0][0] is State.STALE
 
 
 def test_a_server_declared_dead_gives_its_samples_to_another_at_once() -> None:
@@ -292,17 +253,6 @@ def test_a_prompt_that_would_kill_a_server_is_not_sent(prompt: tuple[int, ...]) 
         assert not server.seen
 
 
-def test_one_generation_at_a_time_and_none_after_the_end() -> None:
-    with fleet_of(right, seconds_per_token=0.05) as (fleet, _):
-        fleet.start(requests(2), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
-        with pytest.raises(RuntimeError, match="pending"):
-            generate(fleet, requests(1))
-        assert len(fleet.result().samples) == 2
-    fleet.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        generate(fleet, requests(1))
-
-
 def test_closing_ends_a_generation_under_way() -> None:
     async def never(exchange: Exchange) -> None:
         await exchange.forever()
@@ -312,29 +262,6 @@ def test_closing_ends_a_generation_under_way() -> None:
         began = time.monotonic()
         fleet.close()
         assert time.monotonic() - began < 5
-
-
-def test_a_generation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mega_rl.rollout.sglang.generation import router as module
-    from mega_rl.rollout.sglang.generation.scheduler import SampleScheduler
-
-    async def hang(_: SampleScheduler) -> GenerationResult:
-        await asyncio.sleep(60)
-        return GenerationResult()
-
-    monkeypatch.setattr(module, "_SLACK_S", 0.2)
-    monkeypatch.setattr(SampleScheduler, "run", hang)
-    with fleet_of(right) as (fleet, _), pytest.raises(GenerationHungError, match="0 of 3 samples"):
-        fleet.generate(requests(3), SAMPLING, version=VERSION, deadline=time.monotonic() + 0.1)
-
-
-def test_the_waits_between_tries_grow_and_depend_on_the_sample_alone() -> None:
-    def waits(seed: int) -> list[float]:
-        return [Job(SampleRequest((0, 0), (3,), seed), bad_answers=failed).backoff_s() for failed in range(1, 9)]
-
-    assert waits(1) == waits(1) != waits(2)
-    for failed, wait in enumerate(waits(1)):
-        assert 0.5 <= wait / min(5.0, 0.1 * 2**failed) <= 1.5
 
 
 def test_progress_is_reported_to_the_end() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.server.addresses import address_of, interface_of
 from mega_rl.rollout.sglang.server.nodes import GONE, MeetingPlace, Node, end_reason, end_together
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.server.settings import arguments, environment
@@ -53,13 +52,6 @@ def test_a_node_talks_over_its_interface(tmp_path: Path, monkeypatch: pytest.Mon
         "10.0.0.8", "ib0", "mine",
     )  # fmt: skip
     assert len(given["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 8, "of its own ranks"
-
-
-def test_an_interface_stands_for_its_address_on_each_host() -> None:
-    assert address_of("lo") == "127.0.0.1"
-    assert address_of("10.0.0.7") == "10.0.0.7"
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("10.0.0.7") is None
 
 
 @pytest.mark.parametrize("host", ["no-such-interface0", "192.0.2.99"])
@@ -160,16 +152,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(2, lives, tmp_path_factory.mktemp("nodes"), device="cpu", timeout_s=120)
 
 
-def test_every_rank_knows_the_first_nodes_address(seen: list[dict[str, Any]]) -> None:
-    one, other = (each["life"] for each in seen)
-    assert one["endpoints"] == other["endpoints"]
-    assert len({url for _, url, _ in one["endpoints"]}) == 2
-    for each in (one, other):
-        assert each["owners"] == [0, 0]
-        assert each["nodes"] == [[0, 1], [0, 1]]
-        assert each["tp"] == [2, 2]
-
-
 def test_each_host_starts_its_own_node_of_every_server(seen: list[dict[str, Any]]) -> None:
     one, other = (each["life"] for each in seen)
     assert one["names"] == ["SGLang server 0, node 0 of 2", "SGLang server 1, node 0 of 2"]
@@ -203,8 +185,3 @@ def test_a_start_fails_with_the_name_of_the_node_that_did_not_come_up(seen: list
         assert "node 1 of 2" in hung["said"]
         assert "/health did not answer 200 within 4 s" in hung["said"]
         assert died["left"] == hung["left"] == []
-
-
-def test_an_address_of_all_interfaces_is_refused_on_several_hosts_too() -> None:
-    with pytest.raises(UserError, match="all interfaces"):
-        replace(SETTINGS, host="0.0.0.0")

@@ -12,10 +12,8 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -310,16 +308,6 @@ def test_keys_are_gone_before_the_server_is_killed(scripted: Any, monkeypatch: p
     assert not scratch.exists()
 
 
-def test_a_server_that_cannot_be_started_leaves_no_keys(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "logs").write_text("no folder")
-    with pytest.raises(FileExistsError):
-        scripted("hangs")
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
-
-
 def test_a_port_that_was_taken_meanwhile_is_replaced(
     scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -344,20 +332,6 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(
     process.stop()
     process.stop()
     assert process.exit_code == -signal.SIGKILL
-
-
-def test_a_reserved_port_is_nobody_elses_but_the_servers() -> None:
-    with server.reserve_port("127.0.0.1") as reserved:
-        address = reserved.getsockname()
-        with socket.create_server(address) as listener:  # as uvicorn does it, with SO_REUSEADDR
-            assert listener.getsockname() == address
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(address)
-        drawn = set()
-        for _ in range(200):
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                drawn.add(listener.getsockname()[1])
-        assert address[1] not in drawn
 
 
 # ---------------------------------------------------------------------------------------------------------------------
