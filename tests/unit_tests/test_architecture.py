@@ -38,7 +38,7 @@ MANY_PARAMETERS: dict[str, int] = {
 MANY_METHODS: dict[str, int] = {
     "checkpoint/store.py: RunCheckpoints": 18,  # CheckpointStore's, and steps of a pending save
     "parallel/comm.py: GroupRanks": 13,  # Ranks' collectives over one group
-    "rollout/sglang/generation/router.py: ServerRouter": 15,  # Rotation's, generation, its event loop
+    "rollout/sglang/generation/router.py: ServerRouter": 14,  # Rotation's, generation, its event loop
     "rollout/sglang/generation/scheduler.py: SampleScheduler": 16,  # queue, tries in flight, ends: one state machine
     "rollout/sglang/server/process.py: ServerProcess": 16,  # a process from its port to its end
     "storage/safetensors_reader.py: CheckpointReader": 14,  # tensors, rows, rectangles

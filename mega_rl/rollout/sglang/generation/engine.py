@@ -6,9 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
-    Failure,
     GenerationResult,
     Key,
     Progress,
@@ -66,26 +64,14 @@ class SglangRolloutSettings:
     token_versions: bool = False  # responses may continue under later weights, and tokens carry their version
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sampled:
-    """One rank's requests and the samples it has so far."""
+    """One rank's requests and their result so far."""
 
     requests: list[SampleRequest]  # in the order of the rows
     sampling: Sampling
     trains: bool  # the samples are for training, not of an evaluation
-    unserved: dict[Key, Sample]
-    samples: dict[Key, Sample] = field(default_factory=dict)
-    failures: dict[Key, Failure] = field(default_factory=dict)
-    numbers: Counter[str] = field(default_factory=Counter)
-
-    def add(self, result: GenerationResult) -> None:
-        """Merge the result of a generation of the unserved requests."""
-        self.samples |= result.samples
-        self.failures |= result.failures
-        self.unserved = result.unserved
-        for name in ("requests", "retries", "tokens", "seconds"):
-            self.numbers[name] += getattr(result, name)
-        self.numbers["failed_tries"] += result.failed_tries.total()
+    result: GenerationResult
 
 
 class SglangRolloutEngine:
@@ -170,11 +156,12 @@ class SglangRolloutEngine:
         sampling = replace(self._settings.sampling, greedy=greedy, return_routing=return_routing)
         if draws is not None and not greedy:
             sampling = replace(sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
-        sampled = Sampled(requests, sampling, trains, unserved={request.key: Sample() for request in requests})
+        nothing = GenerationResult(unserved={request.key: Sample() for request in requests})
+        sampled = Sampled(requests, sampling, trains, nothing)
         deadline = time.monotonic() + self.deadline_s(len(requests))
-        while sampled.unserved:
+        while sampled.result.unserved:
             result = self._ask_servers(sampled, deadline)
-            sampled.add(result)
+            sampled.result.add(result)
             if not result.interrupted:
                 break
         return sampled
@@ -185,15 +172,17 @@ class SglangRolloutEngine:
         Raises on all ranks RolloutFailedError for failed samples, ServersLostError when the restarts are used up.
         """
 
+        result = sampled.result
+
         def ask_again() -> None:
-            if sampled.unserved:
-                sampled.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(sampled.unserved))))
+            if result.unserved:
+                result.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(result.unserved))))
 
         for times in range(self._settings.restarts + 1):
             states = self._router.states()
             out = [int(state is not State.READY) for state, _ in states]
             lost = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
-            unserved = int(self._world.sum(torch.tensor(len(sampled.unserved))))
+            unserved = int(self._world.sum(torch.tensor(len(result.unserved))))
             if not unserved and not (lost and times == 0):
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (_, why) in enumerate(states) if out[i])
@@ -210,7 +199,7 @@ class SglangRolloutEngine:
         self._count(sampled)
         return rollout_of(
             sampled.requests,
-            sampled.samples,
+            result.samples,
             weight_version=self._version(),
             with_failed=any_failed,
             with_token_versions=self._settings.token_versions and sampled.trains,
@@ -251,11 +240,11 @@ class SglangRolloutEngine:
             if not self._turn.wait_for(lambda: not self._held, timeout=max(0.0, deadline - time.monotonic())):
                 raise RunError("waited for a weight update to end until the deadline of the generation it interrupted")
             self._router.start(
-                [request for request in sampled.requests if request.key in sampled.unserved],
+                [request for request in sampled.requests if request.key in sampled.result.unserved],
                 sampled.sampling,
                 version=self._version(),
                 deadline=deadline,
-                partials=sampled.unserved,
+                partials=sampled.result.unserved,
                 progress=self._progress,
             )
             self._sending = True
@@ -280,27 +269,31 @@ class SglangRolloutEngine:
 
     def _settle_failures(self, sampled: Sampled) -> bool:
         """Return whether any rank has failed samples; raise on all ranks when they are fatal or too many."""
-        counts = self._world.sum(torch.tensor([len(sampled.failures), len(sampled.requests)])).tolist()
+        counts = self._world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
         if not counts[0]:
             return False
         failed = self._settings.failed
         if not failed.mask or counts[0] / counts[1] > failed.max_share:
-            own = [f"sample {key}: {failure.message}" for key, failure in sampled.failures.items()][:_NAMED_FAILURES]
+            own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()][
+                :_NAMED_FAILURES
+            ]
             rule = (
                 f"more than rollout.sglang.max_failed_share={failed.max_share:g}"
                 if failed.mask
                 else "rollout.sglang.failed_samples=fatal; mask leaves them out of the loss"
             )
-            text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own)
+            text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
             raise_together(RolloutFailedError(text) if own else None, self._world, error=RolloutFailedError)
         return True
 
     def _count(self, sampled: Sampled) -> None:
         """Add tokens, requests, retries and failures of all ranks and the slowest rank's seconds; collective."""
-        names = ("requests", "retries", "failed_tries", "tokens")
-        own = torch.tensor([sampled.numbers[name] for name in names], dtype=torch.float64)
-        numbers = dict(zip(names, self._world.sum(own).tolist(), strict=True))
-        numbers["seconds"] = float(self._world.max(torch.tensor(sampled.numbers["seconds"], dtype=torch.float64)))
+        result = sampled.result
+        own = {"requests": result.requests, "retries": result.retries, "tokens": result.tokens}
+        own["failed_tries"] = result.failed_tries.total()
+        sums = self._world.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+        seconds = float(self._world.max(torch.tensor(result.seconds, dtype=torch.float64)))
+        numbers = {**dict(zip(own, sums, strict=True)), "seconds": seconds}
         for name, value in numbers.items():
             self._metrics[f"sglang/{name}"] = self._metrics.get(f"sglang/{name}", 0.0) + value
         if self._metrics["sglang/seconds"] > 0:

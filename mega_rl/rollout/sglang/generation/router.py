@@ -161,20 +161,6 @@ class ServerRouter:
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        sampling: Sampling,
-        *,
-        version: int,
-        deadline: float,
-        partials: Mapping[Key, Sample] | None = None,
-        progress: Callable[[Progress], None] | None = None,
-    ) -> GenerationResult:
-        """Start a generation and wait for its result; see `start`."""
-        self.start(requests, sampling, version=version, deadline=deadline, partials=partials, progress=progress)
-        return self.result()
-
     def start(
         self,
         requests: Sequence[SampleRequest],

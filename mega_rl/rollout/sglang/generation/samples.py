@@ -173,6 +173,17 @@ class GenerationResult:
     seconds: float = 0.0
     failed_tries: Counter[str] = field(default_factory=Counter)  # kind -> number
 
+    def add(self, later: GenerationResult) -> None:
+        """Merge the result of a generation of the unserved samples."""
+        self.samples |= later.samples
+        self.failures |= later.failures
+        self.unserved = later.unserved
+        self.requests += later.requests
+        self.retries += later.retries
+        self.tokens += later.tokens
+        self.seconds += later.seconds
+        self.failed_tries += later.failed_tries
+
     def progress(self, total: int, seconds: float, *, ended: bool = False) -> Progress:
         """Return the progress of a generation of `total` samples after `seconds`."""
         done = len(self.samples) + len(self.failures)

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 VARIABLE = "MEGA_RL_KEPT_SERVERS"
 SCRATCH_PREFIX = "mega-rl-sglang-"  # of servers' private folders
 KEYS_FILE = "keys.json"
+UNKNOWN_EXIT = 255  # of an adopted process: the kernel tells an exit code only to the parent
 _RECORD = "kept.json"
 _END_S = 20.0
 
@@ -69,6 +70,16 @@ class KeptServer:
         new.replace(self.scratch / _RECORD)
 
     @property
+    def pid(self) -> int:
+        """Return the main process's id, also that of the server's process group."""
+        return self.main.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Return UNKNOWN_EXIT once the main process has ended; None while it runs."""
+        return None if self.main.runs else UNKNOWN_EXIT
+
+    @property
     def is_anothers(self) -> bool:
         """Return whether it is another living process's: a program with that rank's environment has no right to it."""
         return self.owner.pid != os.getpid() and self.owner.runs
@@ -81,12 +92,13 @@ class KeptServer:
             raise UserError("it runs with other settings")
         return Endpoint(self.index, self.url, Keys.read(self.scratch / KEYS_FILE))
 
-    def end(self) -> None:
-        """End what is left of the server."""
+    def end(self) -> int:
+        """End what is left of the server; return UNKNOWN_EXIT."""
         shutil.rmtree(self.scratch, ignore_errors=True)  # before, since this process may be killed meanwhile
         if left := self.main.end_group(deadline_s=_END_S):
             log.error("SGLang server %d: processes %s are still there after SIGKILL", self.index, left)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        return UNKNOWN_EXIT
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.kept import KeptServers
-from mega_rl.rollout.sglang.server.nodes import MeetingPlace
+from mega_rl.rollout.sglang.server.nodes import Node
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
 log = logging.getLogger(__name__)
@@ -132,12 +132,12 @@ class StartedServers(ServerPool):
     def _start(self, servers: Sequence[int]) -> None:
         """Start this host's processes of these servers; collective where they span hosts."""
         spanning = [index for index in servers if len(self._nodes[index]) > 1]
-        meetings: dict[int, MeetingPlace] = {}
+        meetings: dict[int, Node] = {}
         for leader in sorted({self._nodes[index][0] for index in spanning}):
             own = [index for index in spanning if self._nodes[index][0] == leader]
             # The trainer's own process group carries their secrets, as it does keys.
             for index, meeting in run_on_one(partial(self._reserve, own), self._ranks, source=leader):
-                meetings[index] = MeetingPlace(**meeting)
+                meetings[index] = Node(**meeting)
         for index in sorted(self._own.keys() & set(servers)):
             self._own[index].start(*([meetings[index]] if index in meetings else []))
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -25,7 +26,7 @@ from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server import group, launcher
 from mega_rl.rollout.sglang.server.installation import require_sglang
 from mega_rl.rollout.sglang.server.kept import KEYS_FILE, SCRATCH_PREFIX, KeptServer, KeptServers
-from mega_rl.rollout.sglang.server.nodes import MeetingPlace, Node, end_reason
+from mega_rl.rollout.sglang.server.nodes import Node, end_reason
 from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments, environment
 
 __all__ = ["ServerProcess", "ServerSettings", "ServerStartError", "ServerStopError"]
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 PROGRAM = python_module(launcher.__name__)
 PORT_TRIES = 3
 
-_UNKNOWN_EXIT = 255  # of an adopted process: the kernel tells an exit code only to the parent
 _STOP_S = 20.0  # SIGKILL needs milliseconds; a GPU's driver may hold a process for seconds
 _POLL_S = 0.1
 _HEALTH_S = 10.0  # for one answer
@@ -80,7 +80,7 @@ class ServerProcess:
         self._scratch: Path | None = None
         self._endpoint: Endpoint | None = None
         self._reserved: list[socket.socket] = []
-        self._meeting: MeetingPlace | None = None
+        self._meeting: Node | None = None
         self._is_aborted = False
         self._started = 0.0
         self._log_start = 0
@@ -103,8 +103,7 @@ class ServerProcess:
     @property
     def pid(self) -> int | None:
         """Return the main process's id, also that of the server's process group; None while stopped."""
-        process = self._process
-        return process.main.pid if isinstance(process, KeptServer) else None if process is None else process.pid
+        return None if self._process is None else self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -114,22 +113,19 @@ class ServerProcess:
     @property
     def exit_code(self) -> int | None:
         """Return the main process's exit code, negative for a signal; None while it runs and before the first start."""
-        process = self._process
-        if isinstance(process, KeptServer):
-            return None if process.main.runs else _UNKNOWN_EXIT
-        return self._exit_code if process is None else process.exit_code
+        return self._exit_code if self._process is None else self._process.exit_code
 
-    def reserve_meeting(self) -> MeetingPlace:
+    def reserve_meeting(self) -> Node:
         """Return a meeting of the server's nodes at this one, the first; its ports are held until it is ready."""
         _close_all(self._reserved)
         self._reserved = [reserve_port(self.settings.host) for _ in range(2)]
         store, life = (one.getsockname()[1] for one in self._reserved)
-        return MeetingPlace(self.settings.host, store, life)
+        return Node(0, self.settings.host, store, life)
 
-    def start(self, meeting: MeetingPlace | None = None) -> None:
+    def start(self, meeting: Node | None = None) -> None:
         """Start the process, or adopt one, and return at once. Raises UserError where SGLang is missing.
 
-        meeting: of a server on several nodes, the same on all of them.
+        meeting: of a server on several nodes, as the first one reserved it.
         """
         assert self._process is None, f"{self.name} runs already"
         assert (meeting is not None) == (self.settings.nodes > 1), f"{self.name}: meeting {meeting}"
@@ -171,7 +167,7 @@ class ServerProcess:
         _remove(self._scratch)
         process = self._process
         if isinstance(process, Child) or (process is not None and process.main.runs):
-            group.kill(process.pid if isinstance(process, Child) else process.main.pid)
+            group.kill(process.pid)
 
     def end_reason(self) -> str:
         """Return which other node's end has ended this part, empty where none has."""
@@ -187,13 +183,11 @@ class ServerProcess:
             return
         _close_all(self._reserved)
         _remove(self._scratch)
-        if isinstance(process, KeptServer):
-            left = process.main.end_group(deadline_s=_STOP_S)
-        else:
-            left = group.end(process.pid, deadline_s=_STOP_S)
+        ends = process.main.end_group if isinstance(process, KeptServer) else partial(group.end, process.pid)
+        left = ends(deadline_s=_STOP_S)
         if left:
             raise ServerStopError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
-        self._exit_code = _UNKNOWN_EXIT if isinstance(process, KeptServer) else process.end()
+        self._exit_code = process.end()
         _remove(self._scratch)
         self._process = None
 
@@ -214,7 +208,7 @@ class ServerProcess:
         try:
             self._endpoint.keys.write(scratch / KEYS_FILE)
             if self._meeting is not None:
-                Node(self.settings.node, self._meeting).write(scratch)
+                replace(self._meeting, number=self.settings.node).write(scratch)
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             # A restarted server draws other noise than before, far from the seeds of the run's other servers.
             own = replace(self.settings, seed=(self.settings.seed + (self._spawned << 16)) % (1 << 31))

@@ -16,7 +16,7 @@ from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server import kept, launcher
 from mega_rl.rollout.sglang.server.addresses import interface_of, is_address
 from mega_rl.rollout.sglang.server.installation import with_tools
-from mega_rl.rollout.sglang.server.nodes import MeetingPlace
+from mega_rl.rollout.sglang.server.nodes import Node
 
 _CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's memory, which is the trainer's too
 # What a launcher tells the trainer's ranks. A server that heard it would take itself for one of them.
@@ -73,7 +73,7 @@ class ServerSettings:
         return is_loopback(self.host)
 
 
-def arguments(settings: ServerSettings, port: int, meeting: MeetingPlace | None = None) -> list[str]:
+def arguments(settings: ServerSettings, port: int, meeting: Node | None = None) -> list[str]:
     """Return SGLang's command line; it never holds keys or trust_remote_code.
 
     meeting: of a server on several nodes.

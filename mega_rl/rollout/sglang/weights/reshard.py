@@ -5,15 +5,16 @@ Plain arithmetic over the export plan, the same on all ranks. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
+from mega_rl.converters.plan.export import ExportUnit, export_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
@@ -137,57 +138,37 @@ def writes(
     Ranks that hold the same rectangle have equal shares of its rows. `ranks` cover the model. All parameters of this
     rank's stage are listed, in one order: to read one that is sharded over data parallelism is collective.
     """
-    holders = _Holders(layout, ranks)
+    places = {place: layout.coordinates(place) for place in ranks}
     own_stage = layout.coordinates(rank).pp_rank
+
+    @cache
+    def holders(pp_rank: int, of_experts: bool, member: int | None) -> tuple[int, ...]:
+        """Return the ranks that hold a rectangle, in ascending order; member None: any rank of the stage."""
+
+        def number(at: RankCoordinates) -> int:
+            return at.ep_rank * layout.etp + at.etp_rank if of_experts else at.tp_rank
+
+        there = sorted(place for place, at in places.items() if at.pp_rank == pp_rank)
+        return tuple(place for place in there if member in (None, number(places[place])))
+
     turns: dict[tuple[int, ...], int] = {}
     plans = []
     for bucket in buckets:
         slots = {slot.name: slot for slot in bucket.slots}
         own: list[ParamWrites] = []
         for unit in bucket.units:
-            parts = _unit_parts(unit, slots, holders, rank, turns)
+            parts: list[list[tuple[Slot, Copy]]] = [[] for _ in unit.params]
+            for name, piece in ((name, piece) for name, _, pieces in unit.tensors for piece in pieces):
+                anywhere = not unit.of_experts and unit.params[piece.param].replicated
+                there = holders(unit.pp_rank, unit.of_experts, None if anywhere else piece.member)
+                assert there, f"no rank of {list(ranks)} holds {name}"
+                shares = _shares(piece.copy, slots[name], there, rank, turns) if rank in there else ()
+                parts[piece.param] += [(slots[name], share) for share in shares]
             if unit.pp_rank == own_stage:
                 named = zip(unit.params, parts, strict=True)
                 own += [ParamWrites(unit.vp_stage, param.name, tuple(part)) for param, part in named]
         plans.append(own)
     return plans
-
-
-def _unit_parts(
-    unit: ExportUnit, slots: Mapping[str, Slot], holders: _Holders, rank: int, turns: dict[tuple[int, ...], int]
-) -> list[list[tuple[Slot, Copy]]]:
-    """Return for each parameter of a unit the rectangles that `rank` writes, with their slots; advances `turns`."""
-    parts: list[list[tuple[Slot, Copy]]] = [[] for _ in unit.params]
-    for name, _, pieces in unit.tensors:
-        for piece in pieces:
-            ranks = holders.of(unit, piece)
-            assert ranks, f"no rank of {holders.ranks} holds {name}"
-            if rank in ranks:
-                shares = _shares(piece.copy, slots[name], ranks, rank, turns)
-                parts[piece.param] += [(slots[name], share) for share in shares]
-    return parts
-
-
-class _Holders:
-    """Lookup of the ranks that hold a rectangle."""
-
-    def __init__(self, layout: ParallelLayout, ranks: Sequence[int]) -> None:
-        self.ranks = list(ranks)
-        self._places = {rank: layout.coordinates(rank) for rank in ranks}
-        self._etp = layout.etp
-        self._known: dict[tuple[int, bool, int | None], tuple[int, ...]] = {}
-
-    def of(self, unit: ExportUnit, piece: ExportPiece) -> tuple[int, ...]:
-        """Return the ranks that hold a piece of a unit, in ascending order."""
-        anywhere = not unit.of_experts and unit.params[piece.param].replicated
-        key = unit.pp_rank, unit.of_experts, None if anywhere else piece.member
-        if key not in self._known:
-            self._known[key] = tuple(rank for rank, at in sorted(self._places.items()) if self._holds(at, *key))
-        return self._known[key]
-
-    def _holds(self, at: RankCoordinates, pp_rank: int, of_experts: bool, member: int | None) -> bool:
-        own = at.ep_rank * self._etp + at.etp_rank if of_experts else at.tp_rank
-        return at.pp_rank == pp_rank and member in (None, own)
 
 
 def _shares(

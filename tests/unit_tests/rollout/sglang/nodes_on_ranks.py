@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,11 @@ def end(reason):
 nodes.end_together(node, end)
 together = Path(os.environ["TOGETHER"])
 together.mkdir(exist_ok=True)
-(together / f"{node.meeting.store_port}-{number}").touch()
+(together / f"{node.store_port}-{number}").touch()
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        there = len(list(together.glob(f"{node.meeting.store_port}-*"))) == count
+        there = len(list(together.glob(f"{node.store_port}-*"))) == count
         self.answer(200 if there and how != "hangs" else 503, b"")
     def do_POST(self):
         self.answer(200, b'{"output_ids": [7]}')
@@ -141,12 +142,12 @@ def fails(ranks: GroupRanks, how: str, folder: Path) -> dict[str, Any]:
     return {"said": said, "seconds": time.monotonic() - began, "left": left}
 
 
-def meet(rank: int, meeting: nodes.MeetingPlace) -> tuple[float, list[str]]:
+def meet(rank: int, meeting: nodes.Node) -> tuple[float, list[str]]:
     """Return a sum over the ranks of a server that meet as SGLang's do, and the addresses this one listens on."""
     import torch
     import torch.distributed as dist
 
-    method = nodes.let_ranks_meet(nodes.Node(rank, meeting))
+    method = nodes.let_ranks_meet(replace(meeting, number=rank))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=timedelta(seconds=30))
     total = torch.tensor(float(rank + 1))
@@ -175,6 +176,6 @@ def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
         transport = DistributedTransport(weights, servers, bucket_bytes=20_000, timeout_s=60.0)
         report = transport.send(version=5)
         transport.close()
-        assert control.version() == "5"
+        assert control.object("GET", "/model_info")["weight_version"] == "5"
         control.call("POST", "/continue_generation", {})
     return report.failed

@@ -37,7 +37,7 @@ from mega_rl.rollout.sglang.generation.samples import (
 )
 from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.types import Draws, Prompt
-from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, right
+from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, generated, right
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(index=10 + i, token_ids=(3, 4 + i), text="", answer="") for i in range(3)]
@@ -136,7 +136,7 @@ def test_servers_of_another_host_are_asked_while_none_here_serves(near_serves: b
                 assert server.most_in_flight == 4
             else:
                 requests = [SampleRequest((i, 0), (3, 4), i) for i in range(6)]
-                result = fleet.generate(requests, SAMPLING, version=1, deadline=time.monotonic() + 20)
+                result = generated(fleet, requests, SAMPLING, version=1, deadline=time.monotonic() + 20)
                 assert len(result.samples) == 6
             assert brought_back == []
 

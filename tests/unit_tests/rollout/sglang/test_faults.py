@@ -20,7 +20,17 @@ import pytest
 from mega_rl.rollout.sglang.generation import replicas, scheduler
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import KINDS, GenerationResult, SampleRequest, Sampling, State
-from tests.helpers.fake_sglang import STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
+from tests.helpers.fake_sglang import (
+    STOP,
+    VERSION,
+    VOCABULARY,
+    Exchange,
+    FakeServer,
+    Script,
+    generated,
+    is_right,
+    right,
+)
 from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS
 
 pytestmark = pytest.mark.slow
@@ -90,7 +100,7 @@ def generate(
             for index in range(len(servers)):
                 fleet.mark_ready(index, VERSION)
             began = time.monotonic()
-            result = fleet.generate(asked, SAMPLING, version=VERSION, deadline=began + deadline_s)
+            result = generated(fleet, asked, SAMPLING, version=VERSION, deadline=began + deadline_s)
             seconds, states = time.monotonic() - began, fleet.states()
             assert not asyncio.run_coroutine_threadsafe(_other_tasks(), fleet._loop).result(5)
     check_exactly_once(result, asked)

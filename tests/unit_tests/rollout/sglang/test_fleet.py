@@ -24,7 +24,18 @@ from mega_rl.rollout.sglang.generation.samples import (
     Sampling,
     State,
 )
-from tests.helpers.fake_sglang import KEYS, STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
+from tests.helpers.fake_sglang import (
+    KEYS,
+    STOP,
+    VERSION,
+    VOCABULARY,
+    Exchange,
+    FakeServer,
+    Script,
+    generated,
+    is_right,
+    right,
+)
 
 HUNG_S = 120.0  # of a generation that no test expects to be late
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=0, max_new_tokens=12, stop_token_ids=(STOP,))
@@ -54,7 +65,7 @@ def generate(
     fleet: ServerRouter, asked: list[SampleRequest], *, version: int = VERSION, **more: Any
 ) -> GenerationResult:
     sampling = more.pop("sampling", SAMPLING)
-    return fleet.generate(asked, sampling, version=version, deadline=time.monotonic() + HUNG_S, **more)
+    return generated(fleet, asked, sampling, version=version, deadline=time.monotonic() + HUNG_S, **more)
 
 
 async def slow(exchange: Exchange) -> None:

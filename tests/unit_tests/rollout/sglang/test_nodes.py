@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.server.nodes import GONE, MeetingPlace, Node, end_reason, end_together
+from mega_rl.rollout.sglang.server.nodes import GONE, Node, end_reason, end_together
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.server.settings import arguments, environment
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.rollout.sglang.nodes_on_ranks import lives, meet
 
 SETTINGS = ServerSettings(Path("/some/checkpoint"), host="10.0.0.7", tp=16, nodes=2)
-MEETING = MeetingPlace("10.0.0.7", 41001, 41002)
+MEETING = Node(0, "10.0.0.7", 41001, 41002)
 
 
 def options(settings: ServerSettings) -> dict[str, str]:
@@ -40,7 +40,7 @@ def test_each_node_is_told_its_number_and_where_all_meet() -> None:
     assert first["--host"] == "10.0.0.7"
     assert second["--host"] == "127.0.0.1", "only its own host asks after its health"
     assert "--nnodes" not in arguments(replace(SETTINGS, nodes=1), 31001)
-    assert MeetingPlace("fd00::7", 1, 2).init_address == "[fd00::7]:1"
+    assert Node(0, "fd00::7", 1, 2).init_address == "[fd00::7]:1"
 
 
 def test_a_node_talks_over_its_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +62,9 @@ def test_an_address_that_this_host_does_not_have_is_refused(tmp_path: Path, host
 
 
 def test_the_secret_of_a_start_is_not_shown_and_stays_in_a_private_folder(tmp_path: Path) -> None:
-    node = Node(1, MEETING)
+    node = replace(MEETING, number=1)
     assert MEETING.secret not in repr(node)
-    assert MeetingPlace("h", 1, 2).secret != MEETING.secret
+    assert Node(0, "h", 1, 2).secret != MEETING.secret
     assert Node.read(tmp_path) is None
     node.write(tmp_path)
     assert Node.read(tmp_path) == node
@@ -75,17 +75,17 @@ def test_the_secret_of_a_start_is_not_shown_and_stays_in_a_private_folder(tmp_pa
 
 
 @pytest.fixture
-def first(tmp_path: Path) -> Iterator[tuple[MeetingPlace, queue.Queue[str]]]:
+def first(tmp_path: Path) -> Iterator[tuple[Node, queue.Queue[str]]]:
     """A meeting at this machine's loopback, and what its first node hears of others' ends."""
     process = ServerProcess(ServerSettings(Path("/m"), tp=2, nodes=2), index=0, folder=tmp_path)
     meeting = process.reserve_meeting()
     heard: queue.Queue[str] = queue.Queue()
-    end_together(Node(0, meeting), heard.put)
+    end_together(meeting, heard.put)
     yield meeting, heard
     process.stop()
 
 
-def connected(meeting: MeetingPlace) -> socket.socket:
+def connected(meeting: Node) -> socket.socket:
     for _ in range(500):
         try:
             return socket.create_connection((meeting.address, meeting.life_port), timeout=10)
@@ -97,7 +97,7 @@ def connected(meeting: MeetingPlace) -> socket.socket:
 def test_the_first_node_hears_of_another_nodes_end(first: Any) -> None:
     meeting, heard = first
     with connected(meeting) as connection:
-        connection.sendall(Node(3, meeting).hello())
+        connection.sendall(replace(meeting, number=3).hello())
         with pytest.raises(queue.Empty):
             heard.get(timeout=0.3)
     assert heard.get(timeout=10) == "node 3 at 127.0.0.1 has ended"
@@ -118,8 +118,8 @@ def test_a_stranger_ends_nothing(first: Any, hello: bytes) -> None:
 
 def test_a_further_node_hears_of_the_first_ones_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        meeting, heard = MeetingPlace("127.0.0.1", 1, listener.getsockname()[1]), queue.Queue[str]()
-        end_together(Node(2, meeting), heard.put)
+        meeting, heard = Node(2, "127.0.0.1", 1, listener.getsockname()[1]), queue.Queue[str]()
+        end_together(meeting, heard.put)
         connection, _ = listener.accept()
         content = b""
         while len(content) < 64:

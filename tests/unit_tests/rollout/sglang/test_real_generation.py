@@ -29,6 +29,7 @@ from mega_rl.rollout.sglang.generation.samples import (
 from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.types import Prompt, Rollout
 from tests.helpers.distributed import run_ranks
+from tests.helpers.fake_sglang import generated
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import needs_sglang, request, running_server
 from tests.unit_tests.rollout.sglang.routing_on_ranks import forwards
@@ -62,7 +63,7 @@ def requests(num: int) -> list[SampleRequest]:
 
 
 def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling, **more: dict) -> GenerationResult:
-    return fleet.generate(asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
+    return generated(fleet, asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
 
 
 def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = SAMPLED) -> None:
