@@ -1,4 +1,4 @@
-"""The decoding loop of the embedded rollout engine, on a Hugging Face model's forward alone."""
+"""Decoding loop of the embedded rollout engine; it needs only a Hugging Face model's forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mega_rl.types import IdRanges
 # Finished rows leave the batch when at least this share of it is finished: each removal copies the cache once.
 _SHRINK_SHARE = 0.25
 # Tokens from one look at who is finished to the next. On a GPU the host waits for the device to look, and a finished
-# row costs little; on a CPU it costs what it computes.
+# row costs little; on a CPU a finished row costs as much as any other.
 CHECK_TOKENS = {"cpu": 1}
 _CHECK_TOKENS_ON_DEVICE = 16
 

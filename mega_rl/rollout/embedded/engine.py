@@ -40,7 +40,7 @@ class _Row:
 class HFRolloutEngine:
     """Rollout engine over a Hugging Face model that holds its own copy of the policy's weights.
 
-    The model is built from config.json alone; every weight comes through `load_weights`.
+    It builds the model from config.json only; every weight comes through `load_weights`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HFRolloutEngine:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The Hugging Face model."""
+        """Return the Hugging Face model."""
         return self._model
 
     # -- generation ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
 
 
 def _dtype_of(receiver_sum: str) -> torch.dtype:
-    """The dtype that a checksum starts with."""
+    """Return the dtype that a checksum starts with."""
     dtype = getattr(torch, receiver_sum.partition("[")[0])
     assert isinstance(dtype, torch.dtype), f"not a checksum: {receiver_sum}"
     return dtype
@@ -51,8 +51,8 @@ class EmbeddedWeightSync:
     """`protocols.WeightSync` for an engine object in this process.
 
     `export` is called once per publish and yields (Hugging Face name, full tensor); a tensor must stay unchanged until
-    its bucket is full. On a publish that verifies, the sender's tensor as the receiver's dtype and what the receiver
-    really holds after the last bucket must have one checksum.
+    its bucket is full. On a publish that verifies, the sender's tensor in the receiver's dtype and the
+    receiver's tensor after the last bucket must have one checksum.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EmbeddedWeightSync:
         self._bucket_bytes = bucket_bytes
         self._verify_interval = verify_interval
         self._num_publishes = 0
-        self._num_bytes = 0  # of the last publish
+        self._num_bytes = 0  # in the last publish
         self._weight_version = 0
         self._receiver_dtypes: dict[str, torch.dtype] = {}
 
@@ -80,11 +80,11 @@ class EmbeddedWeightSync:
         return self._weight_version
 
     def resume_at(self, version: int) -> None:
-        """The next publish sends the weights of `version` again: the count goes on as if the run had never stopped."""
+        """Let the next publish stamp `version`, so that a resumed run counts on."""
         self._weight_version = version - 1
 
     def publish(self) -> Metrics:
-        """Send every weight, verify when due, raise the version; returns what was sent.
+        """Send every weight, verify when due, raise the version; returns metrics.
 
         Raises RuntimeError naming the weights that arrived damaged or never arrived; the version then stays.
         """

@@ -21,14 +21,14 @@ LOGPROB_ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class ExpectedAnswer:
-    """The request's side of an answer: what `parse_answer` checks the server's JSON against."""
+    """Properties of a request that `parse_answer` checks the server's JSON against."""
 
     rid: str
     prompt_tokens: int  # with the tokens of a partial response that it continues
     max_new_tokens: int  # still to come
     stop_token_ids: frozenset[int]
     vocab_size: int
-    version: int  # of the weights
+    version: int  # version of the weights
     mixed_versions: bool  # whether tokens may be of this version and later ones
     routing: bool
 

@@ -21,7 +21,7 @@ from mega_rl.rollout.sglang.generation.samples import (
 from mega_rl.rollout.sglang.http.keys import Endpoint
 
 _CONNECT_S = 10.0
-_ERROR_BYTES = 4096  # of a refusal; a message shows its first 200 characters
+_ERROR_BYTES = 4096  # per refusal; a message shows the first 200 characters
 STATUS_KINDS = {
     **dict.fromkeys((400, 413, 422), "rejected"),
     **dict.fromkeys((401, 403), "unauthorized"),
@@ -173,13 +173,11 @@ class SglangClient:
 
     async def _within(self, timeout_s: float, method: str, path: str, body: Mapping[str, Any] | None, key: str) -> None:
         where = f"server {self.endpoint.index} at {self.endpoint.url}{path}"
-        task = asyncio.ensure_future(self._send(method, path, body, key, _ERROR_BYTES, where))
         try:
-            if not (await asyncio.wait({task}, timeout=timeout_s))[0]:
-                raise RequestFailure("timeout", f"{where}: no answer in {timeout_s:.3g} s")
-            task.result()
-        finally:
-            await _cancel(task)
+            async with asyncio.timeout(timeout_s):
+                await self._send(method, path, body, key, _ERROR_BYTES, where)
+        except TimeoutError:
+            raise RequestFailure("timeout", f"{where}: no answer in {timeout_s:.3g} s") from None
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, key: str, max_bytes: int, where: str
@@ -193,23 +191,24 @@ class SglangClient:
                 method, path, content=content, headers={"Authorization": f"Bearer {key}"}
             ) as response:
                 received = await _read(response, max_bytes if response.status_code == 200 else _ERROR_BYTES)
-        except httpx.ConnectTimeout:
-            raise RequestFailure("connect_timeout", f"{where}: no connection in {_CONNECT_S:g} s") from None
-        except httpx.ConnectError:
-            raise RequestFailure("refused", f"{where}: cannot connect") from None
-        except (httpx.RemoteProtocolError, httpx.DecodingError) as error:
-            ended = "disconnected" in str(error) or "closed connection" in str(error)
-            kind = "disconnected" if ended else "protocol"
-            raise RequestFailure(kind, f"{where}: {type(error).__name__}") from None
-        except httpx.NetworkError as error:
-            raise RequestFailure("disconnected", f"{where}: {type(error).__name__}") from None
         except httpx.HTTPError as error:
-            raise RequestFailure("protocol", f"{where}: {type(error).__name__}") from None
+            raise RequestFailure(_kind_of(error), f"{where}: {type(error).__name__}") from None
         if response.status_code != 200:
             text = "(not shown: it holds a key)" if self.endpoint.keys.appear_in(received) else repr(received[:200])
             kind = STATUS_KINDS.get(response.status_code, "unexpected_status")
             raise RequestFailure(kind, f"{where}: HTTP {response.status_code}: {text}")
         return received
+
+
+def _kind_of(error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.ConnectTimeout):
+        return "connect_timeout"
+    if isinstance(error, httpx.ConnectError):
+        return "refused"
+    ended = "disconnected" in str(error) or "closed connection" in str(error)
+    if isinstance(error, httpx.NetworkError) or (isinstance(error, httpx.RemoteProtocolError) and ended):
+        return "disconnected"
+    return "protocol"
 
 
 def _sampling_params(sampling: Sampling, *, seed: int, max_new_tokens: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class FailedSamples:
     """Policy for samples without a response after all their tries."""
 
     mask: bool  # leave them out of the loss; False ends the run
-    max_share: float  # of a generation's samples over all ranks; more end the run
+    max_share: float  # largest share of a generation's samples over all ranks
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class SglangRolloutSettings:
     """Settings of one rank's generations over SGLang servers."""
 
     sampling: Sampling
-    max_positions: int  # of the model: prompt and response together
-    timeout_s: float  # of one sample, from its first try to its last
+    max_positions: int  # the model's: prompt and response together
+    timeout_s: float  # from a sample's first try to its last
     concurrency: int  # requests of this rank in flight at all servers together; the others wait their turn
     restarts: int  # times that servers are brought back for one generation
     failed: FailedSamples
@@ -167,7 +167,7 @@ class SglangRolloutEngine:
         return sampled
 
     def collect(self, sampled: Sampled) -> Rollout:
-        """Return the rows of `sampled`, restarting lost servers for what is unserved; collective over all ranks.
+        """Return the rows of `sampled`, restarting lost servers for unserved samples; collective over all ranks.
 
         Raises on all ranks RolloutFailedError for failed samples, ServersLostError when the restarts are used up.
         """
@@ -301,7 +301,7 @@ class SglangRolloutEngine:
 
 
 def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int) -> int:
-    """Return a 31-bit seed, a function of its arguments alone: the same on any rank and server."""
+    """Return a 31-bit seed, a function of only its arguments: the same on any rank and server."""
     key = stream_keys(seed, torch.tensor(prompt_index), torch.tensor(sample_index))
     return int(key) & (2**31 - 1)
 

@@ -34,7 +34,7 @@ class Replica:
         self.capacity = capacity
         self.near = near  # on this rank's host: gets requests before all others
         self.state = State.STALE
-        self.version = -1  # of its weights, as the caller said
+        self.version = -1  # version of its weights, as the caller said
         self.reason = "no weights have been sent to it"  # why it is not READY
         self._planned = True  # the caller wanted this state, it is not a failure
         self.in_flight = 0

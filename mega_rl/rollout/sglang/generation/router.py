@@ -89,7 +89,7 @@ class ServerRouter:
             self._replicas.append(Replica(index, client, capacity=capacity, near=index in near))
         self._generation: SampleScheduler | None = None
         self._future: concurrent.futures.Future[GenerationResult] | None = None
-        self._deadline = 0.0  # of the generation, time.monotonic()
+        self._deadline = 0.0  # end of the generation, time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sglang-router", daemon=True)
         self._thread.start()

@@ -26,7 +26,7 @@ class Sampling:
     temperature: float
     top_p: float
     top_k: int  # 0 keeps all tokens
-    max_new_tokens: int  # of a response, unless its request has its own limit
+    max_new_tokens: int  # per response, unless its request has its own limit
     stop_token_ids: tuple[int, ...]  # sorted, with the model's end-of-sequence ids
     hidden_token_ids: tuple[int, ...] = ()  # no response may hold them
     greedy: bool = False
@@ -124,7 +124,7 @@ class RequestFailure(Exception):
 
     @property
     def charge(self) -> Charge:
-        """Return what it counts against."""
+        """Return the charge of its kind."""
         return KINDS[self.kind]
 
 

@@ -42,7 +42,7 @@ class Policy:
     """Retry policy and timeouts of a generation."""
 
     retries: int  # further tries of a sample after a bad answer
-    request_timeout_s: float  # of a sample from its first try to its last
+    request_timeout_s: float  # from a sample's first try to its last
     stall_timeout_s: float  # without a token from a server that has requests, until it is checked; and of that check
     grace_s: float  # for an aborted request to answer with what it has
     mixed_versions: bool
@@ -61,8 +61,8 @@ class Job:
     not_before: float = 0.0  # loop time
     avoid: Replica | None = None
     evicted: RequestFailure | None = None  # why we cut its try short
-    asked: Replica | None = None  # by its last try
-    last_failure: str = ""  # of its last try; empty while that runs
+    asked: Replica | None = None  # server of its last try
+    last_failure: str = ""  # result of its last try; empty while that runs
 
     def unanswered(self) -> str:
         """Return in words where its tries went without a whole answer."""
@@ -146,7 +146,7 @@ class SampleScheduler:
         self._wake.set()
 
     async def _advance(self) -> bool:
-        """Send requests and start helpers, or end what must end; return whether the generation continues."""
+        """Send requests and start helpers, or end the generation; return whether it continues."""
         now = self._loop.time()
         if now >= self._deadline:
             await self._stop()
@@ -180,7 +180,7 @@ class SampleScheduler:
         ]
 
     def _dispatch(self) -> None:
-        """Send what the servers have capacity for: retries whose backoff is over first, then fresh jobs."""
+        """Send requests while servers have capacity: first retries whose backoff is over, then fresh jobs."""
         now = self._loop.time()
         usable = self._serving(State.READY)
         if not usable:

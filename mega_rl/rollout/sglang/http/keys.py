@@ -23,7 +23,7 @@ GENERATION = frozenset({"/generate", "/health", "/health_generate", "/model_info
 
 @dataclass(frozen=True)
 class Keys:
-    """The two keys of a server, which repr does not show."""
+    """Two keys of a server, which repr does not show."""
 
     api_key: str = field(repr=False)  # for GENERATION
     admin_key: str = field(repr=False)  # for all else

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-# These remove what the others leave in /dev/shm (semaphores, tensors) and end by themselves once the others are gone.
+# These remove files of the others from /dev/shm (semaphores, tensors) and end by themselves once the others are gone.
 _CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
 
@@ -19,7 +19,7 @@ class ProcessIdentity:
     """A process, and not another one that gets its number later."""
 
     pid: int
-    ticks: int  # of the kernel's clock, from boot to its start
+    ticks: int  # the kernel's clock ticks from boot to its start
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:

@@ -1,7 +1,7 @@
 """Location and version of SGLang on this machine, and the tools that it compiles kernels with. Imports no torch.
 
-Two ways exist. The `sglang` extra puts it beside everything else (machines with CUDA). On a CPU it has a folder of its
-own, `<environment>/sglang`, which only the server's process has on its path: PyPI's torchvision, which SGLang needs,
+Two ways exist. The `sglang` extra installs it with everything else (machines with CUDA). On a CPU it has its own
+folder, `<environment>/sglang`, which only the server's process has on its path: PyPI's torchvision, which SGLang needs,
 is a CUDA build, and transformers in the trainer's process must not find it.
 """
 
@@ -33,7 +33,7 @@ class Installation:
     """An installation of SGLang: its folder and version."""
 
     version: str
-    folder: Path | None  # to go on the server's path; None where the interpreter finds it by itself
+    folder: Path | None  # for the server's path; None if the interpreter finds it by itself
 
 
 def find_sglang(prefix: Path | None = None) -> Installation | None:
@@ -74,7 +74,7 @@ def _package_folder() -> Path | None:
 def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installation:
     """Return the SGLang that serves on `device` ("cpu", "cuda", or "" where that is not known yet).
 
-    Raises UserError, which says what to install, for no SGLang, another version, or on CUDA the one for CPUs.
+    Raises UserError with the command to install it, for no SGLang, another version, or on CUDA the one for CPUs.
     """
     installation = find_sglang(prefix)
     if installation is None:

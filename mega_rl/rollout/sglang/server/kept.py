@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VARIABLE = "MEGA_RL_KEPT_SERVERS"
-SCRATCH_PREFIX = "mega-rl-sglang-"  # of servers' private folders
+SCRATCH_PREFIX = "mega-rl-sglang-"  # servers' private folders
 KEYS_FILE = "keys.json"
-UNKNOWN_EXIT = 255  # of an adopted process: the kernel tells an exit code only to the parent
+UNKNOWN_EXIT = 255  # an adopted process: the kernel tells an exit code only to the parent
 _RECORD = "kept.json"
 _END_S = 20.0
 
@@ -93,7 +93,7 @@ class KeptServer:
         return Endpoint(self.index, self.url, Keys.read(self.scratch / KEYS_FILE))
 
     def end(self) -> int:
-        """End what is left of the server; return UNKNOWN_EXIT."""
+        """End the rest of the server; return UNKNOWN_EXIT."""
         shutil.rmtree(self.scratch, ignore_errors=True)  # before, since this process may be killed meanwhile
         if left := self.main.end_group(deadline_s=_END_S):
             log.error("SGLang server %d: processes %s are still there after SIGKILL", self.index, left)

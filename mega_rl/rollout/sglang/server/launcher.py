@@ -120,7 +120,7 @@ def serve_health(keys: Keys, host: str, port: int) -> None:
 
 
 def collect_again() -> None:
-    """Have Python's garbage collector work again, on what is made from now on.
+    """Turn Python's garbage collector on again, for objects that are made from now on.
 
     What there is stays for the server's life. On CPUs SGLang collects whenever its cache is emptied, before each update
     of the weights: 0.6 s of a core with all these objects, and copies of their pages in forked children.

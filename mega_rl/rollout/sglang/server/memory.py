@@ -21,7 +21,7 @@ from mega_rl.rollout.sglang.server.pool import ServerPool
 
 log = logging.getLogger(__name__)
 
-TAGS = ("weights", "kv_cache")  # of a server's memory, in the order in which it is taken
+TAGS = ("weights", "kv_cache")  # kinds of a server's memory, in the order in which it takes them
 GIB = 1 << 30
 TRAINER_RESIDUE = 3 * GIB  # context, NCCL's buffers, workspaces of libraries, memory that the allocator cannot return
 LEAST_CACHE = GIB  # below it a server takes requests one after the other
@@ -35,9 +35,9 @@ _MOST_PREFILL_TOKENS = 16384
 class DeviceShare:
     """Bytes of one device on which a server and the trainer take turns."""
 
-    total: int  # of the smallest device
+    total: int  # the smallest device's
     policy: int  # the largest part of the policy on a rank, with `reshard.sending_bytes`
-    weights: int  # of one tensor-parallel rank of the server
+    weights: int  # one tensor-parallel rank's
     tp: int  # tensor-parallel ranks of the server
 
     @property
@@ -119,7 +119,7 @@ class ServersMemory:
 
     def _all(self, verb: str, tags: Sequence[str]) -> None:
         def ask(index: int) -> None:
-            # SGLang fails when it is to release what it has released, or to resume what it holds.
+            # SGLang fails if it releases memory twice, or resumes memory that it holds.
             released = self._released[index]
             due = [tag for tag in tags if (tag in released) == (verb == "resume")]
             if due and verb == "release":

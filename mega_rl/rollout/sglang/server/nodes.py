@@ -8,8 +8,8 @@ Each host runs a part of such a server, a process like any other server's. Two s
   that does not answer, and starts all of its parts again.
 
 A connection begins with a secret of the start, and keys of the store do. Both travel in the clear, as the keys of
-requests do. Not protected is what SGLang's ranks send each other, by gloo, NCCL and a queue of requests (zmq): whoever
-is on that network can read it, so the network must be the cluster's own.
+requests do. The messages between SGLang's ranks (gloo, NCCL and
+a queue of requests, zmq) are not protected: whoever is on that network can read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 FILE = "node.json"  # in a part's private folder
 GONE = "The server ends:"  # the line of a log that says which node has ended
 
-_SCHEME = "nodes"  # of torch.distributed's init_method
+_SCHEME = "nodes"  # in torch.distributed's init_method
 _HELLO_BYTES = 64
 _HELLO_S = 10.0  # for a connection to introduce itself
 _RETRY_S = 0.2
@@ -41,7 +41,7 @@ class Node:
     """One node of a server, and the address at which the nodes of one start meet."""
 
     number: int  # 0: it has the server's URL
-    address: str  # of the first node
+    address: str  # the first node's
     store_port: int
     life_port: int
     secret: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
@@ -165,6 +165,6 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 def end_reason(log: str) -> str:
-    """Return what the last line of a server's log says that is about the end of a node; empty for no such line."""
+    """Return the reason in the log's last line about the end of a node; empty for no such line."""
     lines = [line.partition(GONE)[2].strip() for line in log.splitlines() if GONE in line]
     return lines[-1] if lines else ""

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _ANSWER_S = 10.0
-_HEALTH_S = 5.0  # in which a healthy server answers /health
+_HEALTH_S = 5.0  # a healthy server answers /health faster
 
 
 class ServerPool:

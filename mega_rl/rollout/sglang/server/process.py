@@ -76,7 +76,7 @@ class ServerProcess:
         self._kept = None if taken else kept
         self._may_adopt = self._kept is not None
         self._process: Child | KeptServer | None = None
-        self._exit_code: int | None = None  # of the last process, once it was stopped
+        self._exit_code: int | None = None  # the last process's, once it was stopped
         self._scratch: Path | None = None
         self._endpoint: Endpoint | None = None
         self._reserved: list[socket.socket] = []

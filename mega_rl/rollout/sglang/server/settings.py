@@ -37,7 +37,7 @@ class ServerSettings:
     tp: int = 1  # tensor-parallel ranks, on all nodes
     nodes: int = 1  # hosts that it spans
     node: int = 0  # number of this one, the part's; 0 has the server's URL
-    dtype: str = "float32"  # of weights and activations: float32, bfloat16 or float16
+    dtype: str = "float32"  # weights and activations: float32, bfloat16 or float16
     device: str = "cpu"  # or cuda
     max_total_tokens: int = 0  # in the KV cache; 0: SGLang's choice on CUDA, 32768 on a CPU
     mem_fraction: float = 0.0  # CUDA: share of the memory for weights and KV cache; 0: SGLang's choice
@@ -146,7 +146,7 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
     elif settings.nodes > 1 and (interface := interface_of(settings.host)):
         clean = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **clean}
     if settings.nodes > 1:
-        clean["SGLANG_HOST_IP"] = settings.host  # of the queue of requests, which else takes the first interface
+        clean["SGLANG_HOST_IP"] = settings.host  # for the queue of requests, which else takes the first interface
     return clean
 
 

@@ -31,9 +31,9 @@ class Probe:
     evaluate: Callable[[Rollout], TokenOutputs]  # the actor's log-probs; collective, the same rows on every rank
     ranks: Ranks
     vocab_size: int
-    temperature: float  # that divides the trainer's logits
+    temperature: float  # divides the trainer's logits
     num_tokens: int
-    limits: tuple[float, float]  # of the mean and of each token, as `LIMITS`
+    limits: tuple[float, float]  # for the mean and for each token, as `LIMITS`
     hidden_token_ids: tuple[int, ...] = ()  # probability 0 in the trainer
 
     def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> tuple[dict[int, str], float]:

@@ -19,7 +19,7 @@ from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 FLOAT32_BYTES = 4
-# Pieces below are not cut: a copy of its own costs more than the other ranks would save.
+# Smaller pieces are not cut: one more copy costs more than the other ranks would save.
 _LEAST_BYTES = 64 << 10
 
 
@@ -56,7 +56,7 @@ class Bucket:
 
 
 class ParamWrites(NamedTuple):
-    """The parts of one of a rank's parameters that the rank writes; empty where other holders write all of it."""
+    """Parts of one of a rank's parameters that the rank writes; empty if other holders write all of it."""
 
     vp_stage: int
     param: str  # name in the live chunk
@@ -64,7 +64,7 @@ class ParamWrites(NamedTuple):
 
 
 def plan_buckets(sharding: Sharding, *, bucket_bytes: int, itemsize: int, by_stage: bool = False) -> tuple[Bucket, ...]:
-    """Return the whole model in buckets of at most `bucket_bytes`, in the model's order; a larger unit is alone.
+    """Return the whole model in buckets of at most `bucket_bytes`, in the model's order; a larger unit has its own.
 
     `itemsize`: bytes per element of the dtype in which weights travel. `by_stage`: no bucket has units of two pipeline
     ranks, and those of all pipeline ranks come in turn, so that each gathers its next one while others send. Tensors
@@ -80,7 +80,7 @@ def plan_buckets(sharding: Sharding, *, bucket_bytes: int, itemsize: int, by_sta
 
 
 def _buckets(plan: Sequence[ExportUnit], bucket_bytes: int, itemsize: int) -> Iterator[Bucket]:
-    """Yield consecutive units in buckets of at most `bucket_bytes`; a larger unit is alone."""
+    """Yield consecutive units in buckets of at most `bucket_bytes`; a larger unit has its own."""
     units: list[ExportUnit] = []
     size = 0
     for unit in plan:
@@ -117,7 +117,7 @@ def sending_bytes(hf: HFConfig, *, bucket_bytes: int, itemsize: int) -> int:
 
 
 def first_ranks(layout: ParallelLayout) -> list[int]:
-    """Return the first rank of every pipeline rank: of those that share it, the one that stands for them."""
+    """Return the first rank of every pipeline rank."""
     return [pp_rank * layout.stage_size for pp_rank in range(layout.pp)]
 
 

@@ -23,7 +23,7 @@ from mega_rl.types import Metrics
 
 log = logging.getLogger(__name__)
 
-_SCHEDULER_S = 30.0  # in which a scheduler ends its step and answers
+_SCHEDULER_S = 30.0  # a scheduler ends its step and answers faster
 PHASES = ("check", "pause", "send", "continue", "probe", "checksum")
 
 

@@ -1,4 +1,4 @@
-"""Transport of weights from the trainer to servers: the protocol, and what all transports share."""
+"""Transport of weights from the trainer to servers: the protocol, and the parts that all transports share."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ class Server:
 
     index: int  # number of the server in the run
     tp: int  # its tensor-parallel ranks, equally many on each of its hosts
-    host: str | None  # where its URL is, as `choose.host_identity` says there; None: not known, as behind a URL
+    host: str | None  # `choose.host_identity` of the host with its URL; None: not known
     receiver: Control | None = None  # needed on the rank that leads it: the first of its host, or rank 0
-    further_hosts: tuple[str, ...] = ()  # of its other nodes, in their order
+    further_hosts: tuple[str, ...] = ()  # hosts of its other nodes, in their order
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -98,11 +98,11 @@ def sites_of(hosts: Sequence[str], servers: Sequence[Server]) -> tuple[str, ...]
 class SendReport:
     """Statistics of one `send`; equal on all ranks."""
 
-    bytes: int = 0  # of weights, counted once however many servers got them
+    bytes: int = 0  # weights, counted once however many servers got them
     buckets: int = 0
     tensors: int = 0
     requests: int = 0  # HTTP requests to all servers together
-    seconds: float = 0.0  # of the slowest rank
+    seconds: float = 0.0  # the slowest rank's
     failed: dict[int, str] = field(default_factory=dict)  # server -> why; all others have all weights
 
     @classmethod

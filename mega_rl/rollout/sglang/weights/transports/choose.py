@@ -49,7 +49,7 @@ def hosts_of(ranks: Ranks) -> tuple[str, ...]:
 class Placement:
     """Hosts of the trainer's ranks, and whether servers share their devices; the same on all ranks."""
 
-    hosts: tuple[str, ...]  # of each rank of the trainer: `hosts_of`
+    hosts: tuple[str, ...]  # one for each rank of the trainer: `hosts_of`
     colocated: bool  # servers share the trainer's devices and take turns with it
 
 

@@ -46,9 +46,9 @@ from mega_rl.rollout.sglang.weights.transport import (
     sites_of,
 )
 
-Reduced = tuple[Callable[..., object], tuple[object, ...]]  # what a pickle calls, and with which arguments
+Reduced = tuple[Callable[..., object], tuple[object, ...]]  # function and arguments of a pickle
 
-_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the number of the device
+_DEVICE_ARGUMENT = 6  # place among rebuild_cuda_tensor's arguments: the number of the device
 # Types among its arguments, of a tensor of bytes.
 _KINDS = {"Tensor": Tensor, "TypedStorage": torch.TypedStorage, "uint8": torch.uint8}
 
@@ -163,7 +163,7 @@ class CudaIpcTransport:
         self._ranks = ranks_of_servers(servers, hosts)
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s + GRACE_S
         self._device = device
-        self._open: tuple[GroupRanks, GroupRanks] | None = None  # of the run and of this site
+        self._open: tuple[GroupRanks, GroupRanks] | None = None  # the run's and this site's
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
         started = time.perf_counter()
@@ -202,7 +202,7 @@ class CudaIpcTransport:
     def _post(
         self, bucket: Bucket, handles: Sequence[object], device: CudaDevice, version: int | None
     ) -> Callable[[Server, Control], None]:
-        """Return the request for one bucket; handles: of this site's ranks, None of those that no server opens."""
+        """Return the request for one bucket; handles: of this site's ranks, None if no server opens it."""
         own = [rank for rank, site in enumerate(self._sites) if site == self._sites[dist.get_rank()]]
         texts = {
             rank: payload(device.opened(handle), bucket, self._weights.dtype)

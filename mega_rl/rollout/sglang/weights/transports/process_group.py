@@ -52,7 +52,7 @@ from mega_rl.rollout.sglang.weights.transport import (
 )
 
 _ATTEMPTS = 3  # how often groups may break in one update
-_SETTLE_S = 10.0  # for the trainer's side of what all servers say they have done
+_SETTLE_S = 10.0  # for the trainer's side of a broadcast that all servers have answered
 _numbers = itertools.count()
 
 
@@ -412,7 +412,7 @@ class ServerGroup:
         return _on_a_thread(broadcast)
 
     def close(self) -> None:
-        """End the group, and with it what is under way: peers that wait for this rank get an error."""
+        """End the group and its pending broadcasts: peers that wait for this rank get an error."""
         if self._group is not None:
             with suppress(RuntimeError):  # it may be broken already
                 self._group.abort()
@@ -427,7 +427,7 @@ def _on_a_thread(work: Callable[[], None]) -> Future[None]:
         try:
             work()
             future.set_result(None)
-        except (OSError, RuntimeError) as error:  # of sockets, and of torch.distributed
+        except (OSError, RuntimeError) as error:  # sockets' and torch.distributed's
             future.set_exception(error)
 
     threading.Thread(target=run, name="weight-group", daemon=True).start()

@@ -88,7 +88,7 @@ class SharedMemoryTransport:
     def _written(self, opened: _Opened, *, to_host: bool) -> Iterator[int]:
         """Yield the number of each bucket when this rank's part in writing it is done.
 
-        On ranks that write nothing of what is gathered, only take part. `to_host`: servers of this host need them.
+        Ranks that write no gathered bucket only take part. `to_host`: servers of this host need them.
         """
         weights = self._weights
         if opened.parts is not None:
