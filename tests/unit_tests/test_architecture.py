@@ -19,7 +19,7 @@ MAX_PARAMETERS = 8
 MAX_METHODS = 12
 MAX_FILES_OF_A_FOLDER = 15
 
-LONG_FILES: dict[str, int] = {"assemble/trainer.py": 402, "rollout/sglang/weights/transports/process_group.py": 434}
+LONG_FILES: dict[str, int] = {"assemble/trainer.py": 402, "rollout/sglang/weights/transports/process_group.py": 430}
 LONG_FUNCTIONS: dict[str, int] = {}
 DEEP_FUNCTIONS: dict[str, int] = {}
 # In cli/ a parameter is an option of the command line. Signatures with "upstream" are called by another library.

@@ -26,13 +26,6 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
     return f"{header}:{digest.hexdigest()}"
 
 
-def _dtype_of(receiver_sum: str) -> torch.dtype:
-    """Return the dtype that a checksum starts with."""
-    dtype = getattr(torch, receiver_sum.partition("[")[0])
-    assert isinstance(dtype, torch.dtype), f"not a checksum: {receiver_sum}"
-    return dtype
-
-
 def buckets(weights: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield runs of weights of at most `max_bytes` together; a larger single weight has a bucket to itself."""
     bucket: list[tuple[str, Tensor]] = []
@@ -98,7 +91,10 @@ class EmbeddedWeightSync:
             num_buckets += 1
             num_tensors += len(bucket)
             if verify:
-                sent.update(self._sender_sums(bucket))
+                unknown = [name for name, _ in bucket if name not in self._receiver_dtypes]
+                for name, total in self._engine.checksums(unknown).items():
+                    self._receiver_dtypes[name] = getattr(torch, total.partition("[")[0])  # a checksum begins with it
+                sent.update({name: checksum(tensor, self._receiver_dtypes[name]) for name, tensor in bucket})
         if verify:
             self._compare(sent)
         self._engine.finish_update(self._weight_version + 1)
@@ -112,14 +108,6 @@ class EmbeddedWeightSync:
             "sync/tensors": float(num_tensors),
             "sync/verified": float(verify),
         }
-
-    def _sender_sums(self, bucket: list[tuple[str, Tensor]]) -> dict[str, str]:
-        """Checksum of each weight of a bucket, in the dtype that the receiver keeps it in."""
-        unknown = [name for name, _ in bucket if name not in self._receiver_dtypes]
-        if unknown:
-            received = self._engine.checksums(unknown)
-            self._receiver_dtypes.update({name: _dtype_of(total) for name, total in received.items()})
-        return {name: checksum(tensor, self._receiver_dtypes[name]) for name, tensor in bucket}
 
     def _compare(self, sent: dict[str, str]) -> None:
         """Raise for the weights whose sum at the receiver differs from the sender's."""

@@ -117,7 +117,11 @@ class SglangClient:
                 raise RequestFailure("timeout", f"{where}: no answer in {timeout_s:.3g} s", partial=so_far)
             return _joined(before, answer.result())
         finally:
-            await _cancel(answer)
+            if not answer.done():  # let it close its connection
+                answer.cancel()
+                await asyncio.wait({answer}, timeout=5.0)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # seen, so that asyncio does not log it
 
     async def abort(self, rid: str = "", *, timeout_s: float) -> bool:
         """Ask the server to end one request, or all when `rid` is empty; each answers with what it has.
@@ -255,12 +259,3 @@ async def _read(response: httpx.Response, max_bytes: int) -> bytes:
         if len(received) > max_bytes:
             break
     return bytes(received)
-
-
-async def _cancel(task: asyncio.Future[Any]) -> None:
-    """End a request and let it close its connection."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=5.0)
-    if task.done() and not task.cancelled():
-        task.exception()  # seen, so that asyncio does not log it

@@ -53,7 +53,9 @@ def find_sglang(prefix: Path | None = None) -> Installation | None:
 
 def argument_names(installation: Installation) -> frozenset[str] | None:
     """Return the names of all arguments of this SGLang, read from its source; None where that is not as in 0.5.20."""
-    package = installation.folder / "sglang" if installation.folder else _package_folder()
+    spec = importlib.util.find_spec("sglang")
+    own = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    package = installation.folder / "sglang" if installation.folder else own
     files = sorted(package.glob("srt/arg_groups/fields/*.py")) if package else []
     names = {
         entry.target.id
@@ -64,11 +66,6 @@ def argument_names(installation: Installation) -> frozenset[str] | None:
         if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
     }
     return frozenset(names) or None
-
-
-def _package_folder() -> Path | None:
-    spec = importlib.util.find_spec("sglang")
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
 def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installation:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +135,14 @@ class StartedServers(ServerPool):
         for leader in sorted({self._nodes[index][0] for index in spanning}):
             own = [index for index in spanning if self._nodes[index][0] == leader]
             # The trainer's own process group carries their secrets, as it does keys.
-            for index, meeting in run_on_one(partial(self._reserve, own), self._ranks, source=leader):
+
+            def reserve(own: Sequence[int] = own) -> list[tuple[int, dict[str, Any]]]:
+                return [(index, asdict(self._own[index].reserve_meeting())) for index in own]
+
+            for index, meeting in run_on_one(reserve, self._ranks, source=leader):
                 meetings[index] = Node(**meeting)
         for index in sorted(self._own.keys() & set(servers)):
             self._own[index].start(*([meetings[index]] if index in meetings else []))
-
-    def _reserve(self, servers: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        return [(index, asdict(self._own[index].reserve_meeting())) for index in servers]
 
     def _wait(self, servers: Sequence[int]) -> dict[int, Endpoint]:
         """Wait for these servers on all hosts at the same time; return their endpoints; collective."""

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
@@ -168,7 +167,7 @@ def close_ranks(*opened: GroupRanks | None) -> None:
 
 
 # Frees servers that wait for others; see `ServerRequests.wait_together`.
-GroupRelease = Callable[[Server, ServerError | None], None]
+GroupRelease = Callable[[Server, BaseException | None], None]
 
 
 class ServerRequests:
@@ -233,7 +232,7 @@ class ServerRequests:
             broken = broken or any(error is not None for _, error in ended)
             over += ended
             if broken:
-                releases += [self._pool.submit(_release, release, server, error) for server, error in over]
+                releases += [self._pool.submit(release, server, error) for server, error in over]
                 over = []
         wait(releases, timeout=GRACE_S / 2)  # a server that takes longer to leave is in no later group
         return not broken
@@ -265,11 +264,6 @@ class ServerRequests:
         if self._bug is not None:
             raise self._bug
         return report
-
-
-def _release(release: GroupRelease, server: Server, error: BaseException | None) -> None:
-    with suppress(ServerError):  # its failure, if it has one, is known already
-        release(server, error if isinstance(error, ServerError) else None)
 
 
 def chosen(servers: Sequence[Server], indices: Sequence[int] | None) -> list[Server]:

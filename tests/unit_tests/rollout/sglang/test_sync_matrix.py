@@ -207,7 +207,8 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                     if (case, model) == ("tp2", "a"):
                         actual["parity"] = _both_engines(root / "dense-a", connection, engine, world)
                     world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
-                    names = getattr(connection.sync._transport, "group_names", [])
+                    groups = getattr(connection.sync._transport, "_groups", None)
+                    names = [] if groups is None else list(groups.names)
                 actual[f"{case} {model}"]["groups"] = [
                     _has_left(endpoint, name) for endpoint in pool.endpoints for name in names if rank == 0
                 ]

@@ -73,11 +73,6 @@ class DistributedTransport:
         self._part: GroupRanks | None = None  # ranks that send, or all others
         self._groups: _Groups | None = None
 
-    @property
-    def group_names(self) -> list[str]:
-        """Return the names of the groups that servers are in, as rank 0 knows them."""
-        return [] if self._groups is None else list(self._groups.names)
-
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
         started = time.perf_counter()
         if self._world is None:
@@ -239,10 +234,11 @@ class _Groups:
                 failed = True  # the servers are in the group of a peer that is gone
         return good and not self._senders.max(torch.tensor(int(failed)))
 
-    def _release(self, server: Server, error: ServerError | None) -> None:
+    def _release(self, server: Server, error: BaseException | None) -> None:
         """Let a server leave the groups, so that its peers no longer wait for it; skip one that does not answer."""
-        if error is None or error.status is not None:
-            self._leave(server)
+        if not isinstance(error, ServerError) or error.status is not None:
+            with suppress(ServerError):  # its failure, if it has one, is known already
+                self._leave(server)
 
     def _leave(self, server: Server) -> None:
         for name in self.names:
@@ -290,7 +286,7 @@ class _Groups:
                 assert self._rendezvous is not None
                 self._rendezvous.expect(plan.size)
                 self._invite(requests, plan, name)
-            if not self.settled(requests, joined, release=lambda *_: self._end_rendezvous(requests)):
+            if not self.settled(requests, joined, release=lambda *_: self._end_rendezvous(requests.failed)):
                 return False
         return True
 
@@ -311,10 +307,10 @@ class _Groups:
 
         requests.start(invite)
 
-    def _end_rendezvous(self, requests: ServerRequests) -> None:
+    def _end_rendezvous(self, failed: Container[int]) -> None:
         """Let servers no longer wait for those that have failed."""
         assert self._rendezvous is not None
-        self._rendezvous.close(absent=sum(server.tp for server, _ in self._members if server.index in requests.failed))
+        self._rendezvous.close(absent=sum(server.tp for server, _ in self._members if server.index in failed))
 
 
 def _receiver(server: Server) -> Control:
