@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "MEGA_RL_KEPT_SERVERS"
 SCRATCH_PREFIX = "mega-rl-sglang-"  # servers' private folders
+KEPT_PREFIX = "s-"  # the same below a launcher's folder: short, since the path of a socket has at most 107 bytes
 KEYS_FILE = "keys.json"
 UNKNOWN_EXIT = 255  # an adopted process: the kernel tells an exit code only to the parent
 _RECORD = "kept.json"
@@ -140,7 +141,7 @@ class KeptServers:
 
     def records(self) -> dict[int, KeptServer]:
         """Return the record of each kept server; of one number, one that runs goes before the others."""
-        servers = [server for path in self.folder.glob(f"{SCRATCH_PREFIX}*") if (server := KeptServer.read(path))]
+        servers = [server for path in self.folder.glob(f"{KEPT_PREFIX}*") if (server := KeptServer.read(path))]
         return {server.index: server for server in sorted(servers, key=lambda server: server.main.runs)}
 
     def keep(self, pid: int, endpoint: Endpoint, scratch: Path, settings: ServerSettings) -> None:

@@ -170,14 +170,15 @@ def _end_all(scratch: Path, reason: str = "") -> None:
     """End all processes of the server; the log gets the reason."""
     if reason:
         os.write(sys.stderr.fileno(), f"{nodes.GONE} {reason}\n".encode())
+    record = kept.KeptServer.read(scratch)
     # Before and after: once its processes die, SGLang's main thread may end this one at any moment.
     shutil.rmtree(scratch, ignore_errors=True)
     deadline = time.monotonic() + _KILL_S
     while group.kill(os.getpgrp(), spare=os.getpid()) and time.monotonic() < deadline:
         time.sleep(0.02)  # a process that is still there could write into the folder
     shutil.rmtree(scratch, ignore_errors=True)
-    with contextlib.suppress(OSError):  # the folder of a launcher that was killed, once it is empty
-        if scratch.parent.name.startswith(kept.SCRATCH_PREFIX):
+    if record is not None and not record.launcher.runs:
+        with contextlib.suppress(OSError):  # not empty
             scratch.parent.rmdir()
     os.kill(os.getpid(), signal.SIGKILL)
 

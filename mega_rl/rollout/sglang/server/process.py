@@ -25,7 +25,7 @@ from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server import group, launcher
 from mega_rl.rollout.sglang.server.installation import require_sglang
-from mega_rl.rollout.sglang.server.kept import KEYS_FILE, SCRATCH_PREFIX, KeptServer, KeptServers
+from mega_rl.rollout.sglang.server.kept import KEPT_PREFIX, KEYS_FILE, SCRATCH_PREFIX, KeptServer, KeptServers
 from mega_rl.rollout.sglang.server.nodes import Node, end_reason
 from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments, environment
 
@@ -203,8 +203,10 @@ class ServerProcess:
         self._reserved.append(reserve_port(host))
         port = self._reserved[-1].getsockname()[1]
         self._endpoint = Endpoint(self.index, f"http://{f'[{host}]' if ':' in host else host}:{port}", Keys.random())
-        folder = None if self._kept is None else self._kept.folder
-        self._scratch = scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=folder))  # 0700
+        prefix, folder = SCRATCH_PREFIX, None
+        if self._kept is not None and self._kept.folder.is_dir():  # else the launcher was killed
+            prefix, folder = KEPT_PREFIX, self._kept.folder
+        self._scratch = scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))  # 0700
         try:
             self._endpoint.keys.write(scratch / KEYS_FILE)
             if self._meeting is not None:

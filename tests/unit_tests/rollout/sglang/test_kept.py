@@ -176,7 +176,7 @@ def test_a_server_that_is_not_as_it_should_be_is_ended_and_another_one_started(
         assert not group.members(own["pid"])
         assert "SGLang server 0 is not kept: " in caplog.text
         assert reason in caplog.text
-        assert len(list((tmp_path / "tmp").glob("*/mega-rl-sglang-*"))) == 1
+        assert len(list((tmp_path / "tmp").glob("*/s-*"))) == 1
 
 
 def test_a_start_that_is_given_up_starts_no_server_in_place_of_the_one_that_is_ended(
@@ -198,6 +198,7 @@ def test_a_server_that_was_not_ready_ends_with_its_rank(rank: Rank) -> None:
     folder = private_folder(own["pid"])
     end(first)
     assert_gone(own["pid"], {folder}, timeout_s=10.0)
+    assert KeptServers.of_launcher() is not None, "the launcher's folder stays for the next server"
 
 
 def test_a_server_ends_with_the_launcher_once_its_rank_has_ended(rank: Rank, life: ExitStack) -> None:
