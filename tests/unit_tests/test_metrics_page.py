@@ -107,11 +107,6 @@ def written() -> frozenset[str]:
     names |= {f"time/{phase}_s" for phase in re.findall(r'phase\("(\w+)"\)', loop)}
     names |= {f"sync/{phase}_seconds" for phase in PHASES}
     names |= {f"memory/{stage.name}_bytes" for stage in vars(colocation).values() if isinstance(stage, Stage)}
-    (counted,) = re.findall(
-        r"names = \(([^)]*)\)",
-        (package / "rollout" / "sglang" / "generation" / "engine.py").read_text(encoding="utf-8"),
-    )
-    names |= {f"sglang/{name}" for name in ast.literal_eval(f"({counted})")}
     bare = {
         name
         for file, tree in trees.items()

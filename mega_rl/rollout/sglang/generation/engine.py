@@ -289,13 +289,17 @@ class SglangRolloutEngine:
     def _count(self, sampled: Sampled) -> None:
         """Add tokens, requests, retries and failures of all ranks and the slowest rank's seconds; collective."""
         result = sampled.result
-        own = {"requests": result.requests, "retries": result.retries, "tokens": result.tokens}
-        own["failed_tries"] = result.failed_tries.total()
+        own = {
+            "sglang/requests": result.requests,
+            "sglang/retries": result.retries,
+            "sglang/failed_tries": result.failed_tries.total(),
+            "sglang/tokens": result.tokens,
+        }
         sums = self._world.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
         seconds = float(self._world.max(torch.tensor(result.seconds, dtype=torch.float64)))
-        numbers = {**dict(zip(own, sums, strict=True)), "seconds": seconds}
+        numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
         for name, value in numbers.items():
-            self._metrics[f"sglang/{name}"] = self._metrics.get(f"sglang/{name}", 0.0) + value
+            self._metrics[name] = self._metrics.get(name, 0.0) + value
         if self._metrics["sglang/seconds"] > 0:
             self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
 
