@@ -210,10 +210,10 @@ def ipc(*, tiny: bool) -> Iterator[Record]:
     if not GPU:
         yield {"case": "left out: CUDA IPC needs a GPU"}
         return
-    from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaHandle
+    from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaDevice
 
     nbytes = (1 if tiny else 256) << 20
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    device = CudaDevice(torch.device(DEVICE))
     before, seconds, held = torch.cuda.memory_allocated(), [], []
     with subprocess.Popen([sys.executable, "-c", RECEIVER], stdin=-1, stdout=-1, text=True) as receiver:
         assert receiver.stdin is not None
@@ -223,7 +223,9 @@ def ipc(*, tiny: bool) -> Iterator[Record]:
             synchronize()
             begin = time.perf_counter()
             held = [*held[-1:], bucket]
-            receiver.stdin.write(base64.b64encode(pickle.dumps(CudaHandle(bucket, uuid), protocol=4)).decode() + "\n")
+            receiver.stdin.write(
+                base64.b64encode(pickle.dumps(device.opened(device.handle(bucket)), protocol=4)).decode() + "\n"
+            )
             receiver.stdin.flush()
             answer = int(receiver.stdout.readline())
             seconds.append(time.perf_counter() - begin)

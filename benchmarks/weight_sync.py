@@ -35,8 +35,7 @@ def contenders(engine: Any, receiver: Any, bucket_mib: int) -> dict[str, Callabl
     import torch
     import torch.distributed as dist
 
-    from mega_rl.rollout.sglang.weights.source import TrainerWeights
-    from mega_rl.rollout.sglang.weights.transport import Server
+    from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
 
@@ -104,8 +103,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from mega_rl.assemble import build_actor, session
     from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, ModelConfig
     from mega_rl.rollout.sglang.http.control import Control
-    from mega_rl.rollout.sglang.http.endpoint import Endpoint
-    from mega_rl.rollout.sglang.http.keys import Keys
+    from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 
     address = json.loads((folder / "endpoint.json").read_text())
     control = Control(Endpoint(0, address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=120.0)
@@ -115,7 +113,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     )
     with session(config, accelerator) as groups:
         engine = build_actor(config, groups, accelerator, trainable=False)
-        runs = contenders(engine, control.weights, arguments.bucket_mib)
+        runs = contenders(engine, control, arguments.bucket_mib)
         wanted = expected_digest(engine) if not arguments.real else ""
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         requests: dict[str, list[int]] = {name: [] for name in runs}
@@ -153,7 +151,7 @@ def ask(control: Any, path: str) -> Any:
 def check(control: Any, name: str, wanted: str, *, version: int, real: bool) -> None:
     """Assert that the receiver holds the trainer's weights; of a real server, that it has their version."""
     if real:
-        held = control.weights.version()
+        held = control.version()
         assert held == str(version), f"{name}: the server says version {held}, not {version}"
     else:
         held = ask(control, "/digest")["digest"]
@@ -188,8 +186,8 @@ def real_server(folder: Path) -> Iterator[dict[str, str]]:
     with ServerProcess(settings, index=0, folder=folder) as server:
         endpoint = server.wait_ready()
         control = Control(endpoint, timeout_s=60.0)
-        control.generation.pause()
-        control.generation.flush()
+        control.call("POST", "/pause_generation", {"mode": "abort"})
+        control.flush()
         yield {"url": endpoint.url, "api_key": endpoint.keys.api_key, "admin_key": endpoint.keys.admin_key}
 
 

@@ -77,10 +77,10 @@ def rank_main(folder: Path) -> None:
     torch.set_num_threads(1)
     from mega_rl.accelerator import prepare
     from mega_rl.assemble.plan import plan_run
-    from mega_rl.assemble.servers import listening_address
-    from mega_rl.assemble.sglang import connect
     from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, SglangServerConfig, SglangSyncConfig
     from mega_rl.parallel.comm import GroupRanks
+    from mega_rl.rollout.sglang.build import connect
+    from mega_rl.rollout.sglang.server.addresses import listening_address
     from mega_rl.rollout.sglang.server.pool import StartedServers
     from mega_rl.rollout.sglang.server.process import ServerSettings
     from tests.helpers.engines import make_config, replaced, running_engine
@@ -112,7 +112,11 @@ def rank_main(folder: Path) -> None:
             stack.callback(servers.close)
             servers.wait_ready()
             plan = plan_run(config, prepare("auto"))
-            connection = stack.enter_context(connect(plan, servers, actor=engine, world=world, colocated=False))
+            connection = connect(
+                config.rollout, plan.rollout_dtype, servers, actor=engine, world=world,
+                hidden_tokens=plan.engine.hidden_tokens,
+            )  # fmt: skip
+            stack.enter_context(connection)
             assert connection.sync._transport.name == taken
             results[case] = [update(connection, world, servers=2 // nodes) for _ in range(2)]
             if nodes == 2:

@@ -21,7 +21,6 @@ from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward
 from mega_rl.assemble.roles import build_roles
 from mega_rl.assemble.rollouts import RolloutInputs, build_rollouts
 from mega_rl.assemble.run import device_bytes, rank_facts, session
-from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
 from mega_rl.health.flight_recorder import FlightRecorder
@@ -32,6 +31,7 @@ from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.storage.disk import (
     make_folder,
     open_again,
@@ -84,8 +84,10 @@ def _run(
     run_on_one(partial(check_sources, config, prepared, [], sets), world)
     agreed_fingerprint([], sets, world)
     evaluation = build_evaluation(config, sets, world)
-    servers = start_servers(plan, accelerator, world, resources)
-    colocated = servers is not None and is_colocated(config, accelerator)
+    servers = start_servers(
+        config.rollout, config.trainer, plan.engine, plan.models["actor"].hf, accelerator, world, resources
+    )
+    colocated = servers is not None and servers.colocated
     roles = build_roles(plan, accelerator, groups, colocated=colocated)
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(

@@ -14,8 +14,6 @@ from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.roles import Roles
-from mega_rl.assemble.servers import is_colocated
-from mega_rl.assemble.sglang import Connection, connect
 from mega_rl.assemble.sources import OwnRollouts, make_rollout_source
 from mega_rl.config.schema import Config
 from mega_rl.protocols import Ranks, RankState, RolloutSource, SampleListener, WeightSync
@@ -23,14 +21,14 @@ from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
 from mega_rl.rollout.hidden_tokens import ids_of
+from mega_rl.rollout.sglang.build import Connection, connect
 from mega_rl.rollout.sglang.generation.engine import (
     FailedSamples,
     Sampled,
     SglangRolloutEngine,
     SglangRolloutSettings,
 )
-from mega_rl.rollout.sglang.generation.results import Progress
-from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sampling
+from mega_rl.rollout.sglang.generation.samples import Progress, RoutedLayers, Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.types import Draws, Prompt
@@ -80,8 +78,15 @@ def build_rollouts(
     if servers is None:
         return _embedded_rollouts(plan, accelerator, world, roles, inputs)
     servers.wait_ready()
-    colocated = is_colocated(config, accelerator)
-    connection = resources.enter_context(connect(plan, servers, actor=actor, world=world, colocated=colocated))
+    connection = connect(
+        config.rollout,
+        plan.rollout_dtype,
+        servers,
+        actor=actor,
+        world=world,
+        hidden_tokens=plan.engine.hidden_tokens,
+    )
+    resources.enter_context(connection)
     engine = _sglang_engine(plan, world, connection)
     worker = BackgroundRolloutWorker(
         engine=engine,
@@ -93,16 +98,13 @@ def build_rollouts(
     if config.trainer.async_steps:
         ahead = _ahead(config, world, worker, engine, connection, inputs.prompts)
         resources.callback(ahead.close)
-        devices = Residency(roles.models, world, while_generating=PARAMETERS)
-        return Rollouts(ahead, ahead, devices, ahead, listen=engine.listeners.append)
+        return Rollouts(ahead, ahead, Residency(roles.models, world, while_generating=PARAMETERS), ahead)
     source, pending = _source(plan, world, roles, inputs, worker, connection.sync)
-    # What a source of the user's samples are turns of a response, and not what is scored.
-    listen = engine.listeners.append if inputs.own is None else _unheard
-    shared = connection.memory if colocated else None
-    devices = Residency(roles.models, world, shared, NOTHING if colocated else PARAMETERS)
-    if colocated:
+    shared = connection.memory if servers.colocated else None
+    devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
+    if shared is not None:
         connection.sync.add_listener(devices)
-    return Rollouts(source, connection.sync, devices, pending, listen=listen)
+    return Rollouts(source, connection.sync, devices, pending)
 
 
 def _embedded_rollouts(
@@ -175,7 +177,7 @@ def _sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> Sglan
     path, moe = Path(plan.config.model.path), plan.models["actor"].hf.moe
     hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     return SglangRolloutEngine(
-        connection.fleet,
+        connection.router,
         everyone=world,
         weight_version=lambda: connection.sync.weight_version,
         bring_back=connection.bring_back,

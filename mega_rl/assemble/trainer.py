@@ -34,7 +34,6 @@ from mega_rl.assemble.records import build_recorder
 from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
 from mega_rl.assemble.roles import Roles, build_roles, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
-from mega_rl.assemble.servers import is_colocated, start_servers
 from mega_rl.assemble.sources import OwnRollouts, load_data_source, load_rollout_source
 from mega_rl.checkpoint.run_state import ORDER
 from mega_rl.checkpoint.store import HfExports, RunCheckpoints
@@ -55,6 +54,7 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink, Ranks, Scorer, WeightSync
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
+from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer.collect import Collector, OrderState, SamplingPlan, SuccessMeter
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, SaveIntervals, Validate, Warn
@@ -125,8 +125,10 @@ def build_trainer(
     resources.enter_context(checkpoints)  # from here on no other run writes into this one's folder
     # Servers with devices of their own come up while the models are built; those that share the trainer's have
     # released their memory before.
-    servers = start_servers(plan, accelerator, world, resources)
-    colocated = servers is not None and is_colocated(config, accelerator)
+    servers = start_servers(
+        config.rollout, config.trainer, plan.engine, plan.models["actor"].hf, accelerator, world, resources
+    )
+    colocated = servers is not None and servers.colocated
     roles = build_roles(plan, accelerator, groups, colocated=colocated)
     prompts = prompt_order(config, inputs.train, inputs.streams)
     resources.callback(prompts.steps.close)

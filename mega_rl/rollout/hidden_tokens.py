@@ -20,8 +20,8 @@ NEARLY_ZERO = 1e-3  # share of the median norm of an embedding's rows
 def hidden_tokens(path: Path, stop_token_ids: Sequence[int] = ()) -> IdRanges:
     """Return the ids that sampler and trainer give a probability of 0, as ranges in ascending order.
 
-    They are what the tokenizer of the checkpoint `path` does not know, and its padding token where that is a special
-    token and ends no response; `stop_token_ids` end one besides the model's own. Empty without a tokenizer.
+    The tokenizer of the checkpoint `path` does not know these ids; its padding token is one of them if it is a special
+    token and ends no response. `stop_token_ids` end a response next to the model's own. Empty without a tokenizer.
     """
     if not any(path.glob("*token*")):
         return ()

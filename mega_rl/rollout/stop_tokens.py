@@ -1,4 +1,4 @@
-"""Stop tokens of a response, compared with those that the tokenizer and its chat template end with."""
+"""Stop tokens of a response, compared with the end tokens of the tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _as_list(ids: int | list[int] | None) -> Iterator[int]:
 
 
 def _endings(tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> Iterator[tuple[int, str]]:
-    """Yield (id, what it ends) of the tokens by which a sequence or a turn ends."""
+    """Yield (id, "a sequence" or "a turn" in words) of the tokens that end one."""
     closing = _closing_token(tokenizer) if chat_template else None
     if closing is not None:
         yield closing, "a turn of the chat template"

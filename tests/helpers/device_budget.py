@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.server.process import ServerStartError
 from mega_rl.rollout.sglang.server.settings import ServerSettings
 from mega_rl.types import EngineState

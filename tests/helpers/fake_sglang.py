@@ -16,9 +16,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.generation.router import ServerRouter
+from mega_rl.rollout.sglang.generation.samples import GenerationResult, Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 
 VOCABULARY = 50
 STOP = 2
@@ -276,6 +276,12 @@ class FakeServer:
         finally:
             self.in_flight -= 1
             del self._exchanges[body["rid"]]
+
+
+def generated(router: ServerRouter, *arguments: Any, **given: Any) -> GenerationResult:
+    """Return the result of a generation; the arguments are those of `start`."""
+    router.start(*arguments, **given)
+    return router.result()
 
 
 async def _hung_up(reader: asyncio.StreamReader) -> None:

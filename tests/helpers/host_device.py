@@ -40,7 +40,7 @@ def _count_down(counter: mmap.mmap) -> None:
 
 
 class HostDevice:
-    """`cuda_ipc.SharedDevice`; `most` is the largest number of buffers that were alive at once, `peak` their bytes."""
+    """`cuda_ipc.CudaDevice`; `most` is the largest number of buffers that were alive at once, `peak` their bytes."""
 
     def __init__(self) -> None:
         self.alive = self.most = self.bytes = self.peak = 0

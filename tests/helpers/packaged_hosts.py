@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.process import ServerSettings
 from tests.helpers.fake_sglang import right_answer
 from tests.helpers.fakes import FakePrompts
@@ -92,11 +91,10 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
     from mega_rl.assemble import build_actor, session
     from mega_rl.assemble.plan import plan_run
     from mega_rl.assemble.rollouts import _sglang_engine
-    from mega_rl.assemble.servers import start_servers
-    from mega_rl.assemble.sglang import connect
     from mega_rl.config import packaged
     from mega_rl.config.loader import load
     from mega_rl.parallel.comm import ranks_of
+    from mega_rl.rollout.sglang.build import connect, start_servers
 
     settings = [*SMALL, f"model.path={model}", f"trainer.run_dir={folder}/run"]
     config = load(packaged.file_of(recipe), settings)
@@ -104,11 +102,16 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
     with session(config, accelerator) as groups, ExitStack() as resources:
         world: Any = ranks_of(groups.host_world)
         make: Any = HostProcess
-        servers = start_servers(plan, accelerator, world, resources, process=make)
+        sections, hf = (config.rollout, config.trainer, plan.engine), plan.models["actor"].hf
+        servers = start_servers(*sections, hf, accelerator, world, resources, process=make)
         assert servers is not None
         engine = build_actor(config, groups, accelerator, trainable=False)
         servers.wait_ready()
-        connection = resources.enter_context(connect(plan, servers, actor=engine, world=world, colocated=False))
+        connection = connect(
+            config.rollout, plan.rollout_dtype, servers, actor=engine, world=world,
+            hidden_tokens=plan.engine.hidden_tokens,
+        )  # fmt: skip
+        resources.enter_context(connection)
         rollouts = _sglang_engine(plan, world, connection)
         rows = []
         for step in range(2):
@@ -126,5 +129,5 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
             "samples": [process.server.samples for process in MADE if process.server],
             "asked_by": [sorted(process.server.asked_by) for process in MADE if process.server],
             "rows": rows,
-            "ready": [state.value for state, _ in connection.fleet.states()],
+            "ready": [state.value for state, _ in connection.router.states()],
         }

@@ -19,13 +19,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mega_rl.rollout.sglang.server import launcher, private_files
+from mega_rl.rollout.sglang.server import launcher
 
 
 def main(how: str, arguments: list[str]) -> None:
     """Serve until standard input ends."""
     os.environ.pop(launcher.DEVICE_VARIABLE)  # no stand-ins: nothing is imported that needs them
-    private_files.install = lambda _: None
+    launcher.use_private_files = lambda _: None
     launcher.prepare(leads=True)
     options = dict(pairwise(arguments))
     later = Path(os.environ["SCRIPTED_HOW"])

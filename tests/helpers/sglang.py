@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.server import group
 from mega_rl.rollout.sglang.server.installation import find_sglang
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, launcher

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import GENERATION, Keys
+from mega_rl.rollout.sglang.http.keys import GENERATION, Endpoint, Keys
 
 VOCAB_SIZE = 50
 KEYS = Keys("api-secret", "admin-secret")

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.http.request import ServerError
+from mega_rl.rollout.sglang.http.control import ServerError
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 
 
 class FakeReceiver:
-    """`transports.Receiver` that keeps what it gets: `weights` by Hugging Face name, as copies.
+    """`control.Control` that keeps what it gets: `weights` by Hugging Face name, as copies.
 
     `fail(number of the call, from 1)` may raise, sleep, or do what else a broken server does.
     """

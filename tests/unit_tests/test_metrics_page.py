@@ -110,11 +110,6 @@ def written() -> frozenset[str]:
         value for value in vars(residency).values() if isinstance(value, MemoryLayout) and value is not residency.START
     ]
     names |= {f"memory/{layout.name}_bytes" for layout in layouts}
-    (counted,) = re.findall(
-        r"names = \(([^)]*)\)",
-        (package / "rollout" / "sglang" / "generation" / "engine.py").read_text(encoding="utf-8"),
-    )
-    names |= {f"sglang/{name}" for name in ast.literal_eval(f"({counted})")}
     bare = {
         name
         for file, tree in trees.items()

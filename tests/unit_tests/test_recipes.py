@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from mega_rl.assemble.plan import RunPlan, engine_settings
-from mega_rl.assemble.servers import _settings, device_share
+from mega_rl.assemble.plan import engine_settings
 from mega_rl.config.loader import load
 from mega_rl.config.plugins.choices import CORRECTION, chosen
 from mega_rl.config.rules import check
@@ -22,6 +21,7 @@ from mega_rl.errors import UserErrors
 from mega_rl.plan.setup import Machine, RunSetup
 from mega_rl.plan.verdict import judge
 from mega_rl.preflight import host, preflight
+from mega_rl.rollout.sglang.build import device_share, server_settings
 from mega_rl.rollout.sglang.server.settings import arguments
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
@@ -98,11 +98,14 @@ def test_recipe_is_set_as_an_expert_would(name: str) -> None:
 def test_servers_hold_eight_whole_sequences(name: str, world_size: int) -> None:
     config = load(RECIPES / f"{name}.yaml", [])
     hf = models_of(config)["model.path"]
-    plan = RunPlan(config, engine_settings(config), {"actor": cast(Any, SimpleNamespace(hf=hf))}, torch.bfloat16)
-    share = device_share(plan, total=DEVICE, world_size=world_size)
+    settings = engine_settings(config)
+    share = device_share(config.rollout, settings, hf, total=DEVICE, world_size=world_size)
     cache = share.fraction(0.0) * DEVICE - share.weights
     assert cache * config.rollout.sglang.server.tp > 8 * sequence_bytes(config, hf)
-    server = _settings(plan, cast(Any, SimpleNamespace(device=torch.device("cuda"))), host="127.0.0.1", share=0.0)(0)
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    server = server_settings(
+        config.rollout, config.trainer, settings, gpu, host="127.0.0.1", colocated=True, mem_fraction=0.0
+    )
     assert ("--enable-fp32-lm-head" in arguments(server, 1)) == config.model.fp32_head, "one key for both sides"
 
 

@@ -1,4 +1,4 @@
-"""The decoding loop of the embedded rollout engine, on a Hugging Face model's forward alone."""
+"""Decoding loop of the embedded rollout engine; it needs only a Hugging Face model's forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mega_rl.types import IdRanges
 # Finished rows leave the batch when at least this share of it is finished: each removal copies the cache once.
 _SHRINK_SHARE = 0.25
 # Tokens from one look at who is finished to the next. On a GPU the host waits for the device to look, and a finished
-# row costs little; on a CPU it costs what it computes.
+# row costs little; on a CPU a finished row costs as much as any other.
 CHECK_TOKENS = {"cpu": 1}
 _CHECK_TOKENS_ON_DEVICE = 16
 
@@ -80,9 +80,12 @@ class DecodingLoop:
         logits, mask, positions = self._prefill(model, input_ids, attention_mask)
         for step in range(self._max_new_tokens):
             progress.note(f"token {step + 1}/{self._max_new_tokens}")
-            drawn, logprob = self._choose(logits, rows, step)
+            if self._greedy:
+                drawn, logprob = self._sampler.most_likely(logits)
+            else:
+                drawn, logprob = self._sampler.draw(logits, uniform_at(self._keys[rows], step))
             tokens[rows, step], logprobs[rows, step] = drawn, logprob
-            newly = self._is_stop(drawn) & ~finished[rows]
+            newly = (drawn[:, None] == self._stop_token_ids).any(-1) & ~finished[rows]
             lengths[rows] = torch.where(newly, step + 1, lengths[rows])
             finished[rows] |= newly
             if step + 1 == self._max_new_tokens:
@@ -117,13 +120,3 @@ class DecodingLoop:
             **self._named_cache,
         )
         return hide(output.logits[:, -1], self._hidden)
-
-    def _choose(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """(token, log-prob) of each row, [rows] int64 and [rows] float32."""
-        if self._greedy:
-            return self._sampler.most_likely(logits)
-        return self._sampler.draw(logits, uniform_at(self._keys[rows], step))
-
-    def _is_stop(self, tokens: Tensor) -> Tensor:
-        """Return whether each token ends its response, [rows] bool."""
-        return (tokens[:, None] == self._stop_token_ids).any(-1)

@@ -40,7 +40,7 @@ class _Row:
 class HFRolloutEngine:
     """Rollout engine over a Hugging Face model that holds its own copy of the policy's weights.
 
-    The model is built from config.json alone; every weight comes through `load_weights`.
+    It builds the model from config.json only; every weight comes through `load_weights`.
     """
 
     def __init__(
@@ -62,7 +62,13 @@ class HFRolloutEngine:
         self._batch_size = batch_size
         self._hidden_tokens = hidden_tokens
         config = read_model_config(Path(model_path))
-        self._model = _build_model(config, dtype=dtype, device=self._device)
+        # Weights stay unset; buffers are true, since rotary frequencies are computed from the config.
+        with no_init_weights(), self._device:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
+            )
+        model.tie_weights()
+        self._model: PreTrainedModel = model.eval().requires_grad_(False)
         self._cache_argument = cache_argument(self._model)
         self._max_positions: int = config.max_position_embeddings
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
@@ -73,7 +79,7 @@ class HFRolloutEngine:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The Hugging Face model."""
+        """Return the Hugging Face model."""
         return self._model
 
     # -- generation ------------------------------------------------------------------------------------------------
@@ -121,7 +127,14 @@ class HFRolloutEngine:
                 self._generate_batch(batch, prompts, prompt_index, seed=seed, sampler=None if greedy else sampler)
             )
         rollout = self._assemble(rows, decoded, prompts, prompt_index)
-        self._check_finite(rollout)
+        bad = (~torch.isfinite(rollout.rollout_logprobs)).nonzero()
+        if len(bad):
+            row, position = bad[0].tolist()
+            raise RunError(
+                f"the rollout model's logits are not finite: prompt_index={int(rollout.prompt_index[row])}, "
+                f"sample_index={int(rollout.sample_index[row])}, position {position} ({len(bad)} tokens in all); "
+                "the weights have diverged"
+            )
         return rollout
 
     def metrics(self) -> Metrics:
@@ -173,7 +186,9 @@ class HFRolloutEngine:
             hidden=self._hidden_tokens,
         )
         input_ids, attention_mask = _left_padded(token_ids, self._device)
-        return _cut(loop.run(self._model, input_ids, attention_mask), limits)
+        decoded = loop.run(self._model, input_ids, attention_mask)
+        finished = decoded.finished & (decoded.lengths <= limits)
+        return replace(decoded, lengths=decoded.lengths.minimum(limits), finished=finished)
 
     def _assemble(
         self,
@@ -212,16 +227,6 @@ class HFRolloutEngine:
             weight_version=integers([self._weight_version or 0] * num_rows),
         )
 
-    def _check_finite(self, rollout: Rollout) -> None:
-        bad = (~torch.isfinite(rollout.rollout_logprobs)).nonzero()
-        if len(bad):
-            row, position = bad[0].tolist()
-            raise RunError(
-                f"the rollout model's logits are not finite: prompt_index={int(rollout.prompt_index[row])}, "
-                f"sample_index={int(rollout.sample_index[row])}, position {position} ({len(bad)} tokens in all); "
-                "the weights have diverged"
-            )
-
     # -- weights ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -231,20 +236,17 @@ class HFRolloutEngine:
         Raises ValueError that lists every unknown name and every wrong shape of the bucket; then nothing is written.
         """
         named = list(bucket)
-        problems = [problem for name, tensor in named if (problem := self._mismatch(name, tensor.shape))]
+        problems = []
+        for name, tensor in named:
+            if name not in self._weights:
+                problems.append(f"{name}: the model has no such weight")
+            elif self._weights[name].shape != tensor.shape:
+                problems.append(f"{name}: shape {list(tensor.shape)}, the model's is {list(self._weights[name].shape)}")
         if problems:
             raise ValueError("the rollout model cannot take these weights:\n" + "\n".join(problems))
         for name, tensor in named:
             self._weights[name].copy_(tensor)
             self._written.add(self._weights[name].data_ptr())
-
-    def _mismatch(self, name: str, shape: torch.Size) -> str | None:
-        """Return why the model cannot take a weight, or None."""
-        if name not in self._weights:
-            return f"{name}: the model has no such weight"
-        if self._weights[name].shape != shape:
-            return f"{name}: shape {list(shape)}, the model's is {list(self._weights[name].shape)}"
-        return None
 
     def checksums(self, names: Iterable[str]) -> dict[str, str]:
         """Return the checksum of each named weight as the model holds it; KeyError for a name it has not."""
@@ -269,28 +271,12 @@ def read_model_config(model_path: Path) -> PreTrainedConfig:
         raise UserError(f"model.path={model_path}: transformers cannot read its config.json: {error}") from error
 
 
-def _build_model(config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return the model with unset weights and true buffers (the rotary frequencies are computed from the config)."""
-    with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False
-        )
-    model.tie_weights()
-    return model.eval().requires_grad_(False)
-
-
 def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (tokens [P, L] int64, mask [P, L] int64), both 0 on padding, padded on the left to the longest."""
     longest = max(len(sequence) for sequence in sequences)
     padded = [[0] * (longest - len(sequence)) + list(sequence) for sequence in sequences]
     mask = [[0] * (longest - len(sequence)) + [1] * len(sequence) for sequence in sequences]
     return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
-
-
-def _cut(decoded: Decoded, limits: Tensor) -> Decoded:
-    """Return the responses up to each row's limit, [R] int64."""
-    finished = decoded.finished & (decoded.lengths <= limits)
-    return replace(decoded, lengths=decoded.lengths.minimum(limits), finished=finished)
 
 
 def _joined(parts: Sequence[Decoded]) -> Decoded:

@@ -26,13 +26,6 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
     return f"{header}:{digest.hexdigest()}"
 
 
-def _dtype_of(receiver_sum: str) -> torch.dtype:
-    """The dtype that a checksum starts with."""
-    dtype = getattr(torch, receiver_sum.partition("[")[0])
-    assert isinstance(dtype, torch.dtype), f"not a checksum: {receiver_sum}"
-    return dtype
-
-
 def buckets(weights: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield runs of weights of at most `max_bytes` together; a larger single weight has a bucket to itself."""
     bucket: list[tuple[str, Tensor]] = []
@@ -51,8 +44,8 @@ class EmbeddedWeightSync:
     """`protocols.WeightSync` for an engine object in this process.
 
     `export` is called once per publish and yields (Hugging Face name, full tensor); a tensor must stay unchanged until
-    its bucket is full. On a publish that verifies, the sender's tensor as the receiver's dtype and what the receiver
-    really holds after the last bucket must have one checksum.
+    its bucket is full. On a publish that verifies, the sender's tensor in the receiver's dtype and the
+    receiver's tensor after the last bucket must have one checksum.
     """
 
     def __init__(
@@ -70,7 +63,7 @@ class EmbeddedWeightSync:
         self._bucket_bytes = bucket_bytes
         self._verify_interval = verify_interval
         self._num_publishes = 0
-        self._num_bytes = 0  # of the last publish
+        self._num_bytes = 0  # in the last publish
         self._weight_version = 0
         self._receiver_dtypes: dict[str, torch.dtype] = {}
 
@@ -80,11 +73,11 @@ class EmbeddedWeightSync:
         return self._weight_version
 
     def resume_at(self, version: int) -> None:
-        """The next publish sends the weights of `version` again: the count goes on as if the run had never stopped."""
+        """Let the next publish stamp `version`, so that a resumed run counts on."""
         self._weight_version = version - 1
 
     def publish(self) -> Metrics:
-        """Send every weight, verify when due, raise the version; returns what was sent.
+        """Send every weight, verify when due, raise the version; returns metrics.
 
         Raises RuntimeError naming the weights that arrived damaged or never arrived; the version then stays.
         """
@@ -98,7 +91,10 @@ class EmbeddedWeightSync:
             num_buckets += 1
             num_tensors += len(bucket)
             if verify:
-                sent.update(self._sender_sums(bucket))
+                unknown = [name for name, _ in bucket if name not in self._receiver_dtypes]
+                for name, total in self._engine.checksums(unknown).items():
+                    self._receiver_dtypes[name] = getattr(torch, total.partition("[")[0])  # a checksum begins with it
+                sent.update({name: checksum(tensor, self._receiver_dtypes[name]) for name, tensor in bucket})
         if verify:
             self._compare(sent)
         self._engine.finish_update(self._weight_version + 1)
@@ -112,14 +108,6 @@ class EmbeddedWeightSync:
             "sync/tensors": float(num_tensors),
             "sync/verified": float(verify),
         }
-
-    def _sender_sums(self, bucket: list[tuple[str, Tensor]]) -> dict[str, str]:
-        """Checksum of each weight of a bucket, in the dtype that the receiver keeps it in."""
-        unknown = [name for name, _ in bucket if name not in self._receiver_dtypes]
-        if unknown:
-            received = self._engine.checksums(unknown)
-            self._receiver_dtypes.update({name: _dtype_of(total) for name, total in received.items()})
-        return {name: checksum(tensor, self._receiver_dtypes[name]) for name, tensor in bucket}
 
     def _compare(self, sent: dict[str, str]) -> None:
         """Raise for the weights whose sum at the receiver differs from the sender's."""

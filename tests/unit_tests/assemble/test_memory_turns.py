@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from mega_rl.assemble.plan import RunPlan, engine_settings
-from mega_rl.assemble.servers import check_hosts, device_share, servers_per_host, start_servers
-from mega_rl.assemble.sglang import Connection
+from mega_rl.assemble.plan import engine_settings
 from mega_rl.config.loader import load
+from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.engines.base import EngineSettings
 from mega_rl.errors import RunError, UserError
-from mega_rl.models.build import DTYPES
-from mega_rl.rollout.sglang.server.device_share import TRAINER_RESIDUE, DeviceShare
-from mega_rl.rollout.sglang.server.memory import ServersMemory
+from mega_rl.rollout.sglang.build import Connection, check_hosts, device_share, servers_per_host, start_servers
+from mega_rl.rollout.sglang.server.memory import TRAINER_RESIDUE, DeviceShare, ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.trainer.loop import Stages
@@ -50,16 +48,18 @@ class Ranks(FakeRanks):
     size = RANKS
 
 
+HF = parse_hf_config(qwen3_config("8b"))
+
+
 class Fleet:
     """Addresses of servers: what a router does when one has moved is not at issue here."""
 
     def move(self, index: int, endpoint: Any) -> None: ...
 
 
-def plan_of(*settings: str) -> RunPlan:
+def sections_of(*settings: str) -> tuple[RolloutConfig, TrainerConfig, EngineSettings]:
     config = load(None, ["rollout.backend=sglang", f"engine.megatron.tp={RANKS}", "model.dtype=bf16", *settings])
-    hf = parse_hf_config(qwen3_config("8b"))
-    return RunPlan(config, engine_settings(config), {"actor": cast(Any, SimpleNamespace(hf=hf))}, DTYPES["bf16"])
+    return config.rollout, config.trainer, engine_settings(config)
 
 
 class Colocation:
@@ -70,7 +70,8 @@ class Colocation:
         self.accelerator = BudgetAccelerator(self.devices)
         self.processes: list[BudgetProcess] = []
         self.lost: list[int] = []
-        pool = start_servers(plan_of(*settings), self.accelerator, Ranks(), resources, process=cast(Any, self.process))
+        sections, make = sections_of(*settings), cast(Any, self.process)
+        pool = start_servers(*sections, HF, self.accelerator, Ranks(), resources, process=make)
         assert isinstance(pool, StartedServers)
         self.pool = pool
 
@@ -89,7 +90,7 @@ class Colocation:
         self.run = Run(self.pool.endpoints)
         memory = ServersMemory(Ranks(), self.run.controls, self.pool, released=TAGS)
         self.connection = Connection(
-            fleet=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1, max_positions=1,
+            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1, max_positions=1,
             _servers=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
             _transport=self.run.trainer, _resources=resources,
         )  # fmt: skip
@@ -368,14 +369,18 @@ def test_a_share_of_the_users_is_taken_as_it_is() -> None:
 
 def test_the_policy_is_counted_by_its_layout() -> None:
     """8.19e9 parameters of Qwen3-8B in bf16, in halves; norms are whole on both ranks."""
-    whole = device_share(plan_of("engine.megatron.tp=1"), total=80 * GIB, world_size=2)
-    half = device_share(plan_of(), total=80 * GIB, world_size=2)
-    buckets = sending_bytes(parse_hf_config(qwen3_config("8b")), bucket_bytes=256 << 20, itemsize=2)
+
+    def share(*settings: str, world_size: int = 2) -> DeviceShare:
+        rollout, _, engine = sections_of(*settings)
+        return device_share(rollout, engine, HF, total=80 * GIB, world_size=world_size)
+
+    whole, half = share("engine.megatron.tp=1"), share()
+    buckets = sending_bytes(HF, bucket_bytes=256 << 20, itemsize=2)
     assert whole.weights == half.weights == 2 * 8190735360
     assert whole.policy - buckets == 2 * 8190735360
     assert (whole.policy - buckets) / 2 <= half.policy - buckets < (whole.policy - buckets) / 2 * 1.001
-    fsdp = plan_of("engine.backend=fsdp", "engine.megatron.tp=null")
-    assert device_share(fsdp, total=80 * GIB, world_size=8).policy - buckets == 4 * 8190735360 // 8
+    fsdp = share("engine.backend=fsdp", "engine.megatron.tp=null", world_size=8)
+    assert fsdp.policy - buckets == 4 * 8190735360 // 8
 
 
 # -- how many servers a host has ---------------------------------------------------------------------------------------
@@ -384,7 +389,7 @@ def test_the_policy_is_counted_by_its_layout() -> None:
 def count(*settings: str, visible: int, ranks: int, colocated: bool = True) -> int:
     accelerator = BudgetAccelerator([DeviceMemory(80 * GIB)] * visible)
     config = load(None, ["rollout.backend=sglang", *settings])
-    return servers_per_host(config, accelerator, ranks_per_host=ranks, colocated=colocated)
+    return servers_per_host(config.rollout.sglang.server, accelerator, ranks_per_host=ranks, colocated=colocated)
 
 
 def test_servers_fill_their_host_by_default(caplog: pytest.LogCaptureFixture) -> None:
@@ -409,12 +414,11 @@ def test_servers_on_several_hosts_take_a_share_of_their_ranks_on_each() -> None:
         UserError, match=r"count=3 and rollout\.sglang\.server\.tp=8 over rollout\.sglang\.server\.nodes=2:"
     ):
         count(*spanning, "rollout.sglang.server.count=3", visible=8, ranks=8)
-    config = load(None, ["rollout.backend=sglang", *spanning])
-    check_hosts(config, hosts=4)
+    check_hosts(2, hosts=4)
     with pytest.raises(
         UserError, match=r"nodes=2: the trainer runs on 3 host\(s\), and each server takes 2 .*legal: 1, 3"
     ):
-        check_hosts(config, hosts=3)
+        check_hosts(2, hosts=3)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +426,7 @@ def test_servers_on_several_hosts_take_a_share_of_their_ranks_on_each() -> None:
     [
         (["rollout.sglang.server.count=9"], 8, 8, True, "servers of a host share the devices of its 8 rank"),
         (["rollout.sglang.server.tp=16"], 8, 8, True, "tp=16: the servers of a host share the devices of its 8 rank"),
-        ([], 8, 8, False, "have devices of their own .* beside its 8 rank.* start fewer ranks per host"),
+        ([], 8, 8, False, "have their own devices .* next to its 8 rank.* start fewer ranks per host"),
         ([], 1, 8, True, "this process sees 1 device.*a launcher must show all devices of a host"),
     ],
 )

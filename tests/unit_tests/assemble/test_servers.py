@@ -9,10 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from mega_rl.assemble.servers import check_urls, listening_address
 from mega_rl.config.rules.servers import is_loopback
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.server.settings import address_of
+from mega_rl.rollout.sglang.server.addresses import address_of, check_urls, listening_address
 
 AWAY = next(
     (name for name in psutil.net_if_addrs() if not is_loopback(address_of(name)) and address_of(name) != name), ""

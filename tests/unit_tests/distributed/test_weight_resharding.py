@@ -53,7 +53,7 @@ def config_of(case: str, root: Path) -> Config:
 def weights_of(case: str, root: Path, *, dtype: torch.dtype | None = None) -> Iterator[Any]:
     """An engine on this rank, as transports see it."""
     with running_engine(config_of(case, root), trainable=case == "fsdp2") as engine:
-        from mega_rl.rollout.sglang.weights.source import TrainerWeights
+        from mega_rl.rollout.sglang.weights.transport import TrainerWeights
 
         yield TrainerWeights(engine, dtype or DTYPES[CASES[case][3]])
 

@@ -291,8 +291,7 @@ def steps_on_host(engine: Any) -> bool:
 
 def transports(rank: int, engine: Any) -> dict[str, bool]:
     """Whether a server has every bit of the engine's weights, by the way that they took."""
-    from mega_rl.rollout.sglang.weights.source import TrainerWeights
-    from mega_rl.rollout.sglang.weights.transport import Server
+    from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
     from tests.helpers.weight_receiver import FakeReceiver

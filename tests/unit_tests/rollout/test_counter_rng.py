@@ -63,24 +63,6 @@ def test_neighbours_are_uncorrelated(dim: int, lag: int) -> None:
     assert abs(correlation) < 5 / math.sqrt(first.numel())
 
 
-def test_low_order_pairs_are_uncorrelated_in_two_dimensions() -> None:
-    """Pairs of neighbouring positions fill a 16x16 board evenly."""
-    values = grid()
-    cells = (values[..., :-1] * 16).long() * 16 + (values[..., 1:] * 16).long()
-    counts = torch.bincount(cells.flatten(), minlength=256).double()
-    expected = cells.numel() / 256
-    assert abs(float(((counts - expected) ** 2 / expected).sum()) - 255) < 5 * math.sqrt(510)
-
-
-@pytest.mark.parametrize("bit", [11, 20, 33, 52, 63])
-def test_seeds_that_differ_in_one_step_are_uncorrelated(bit: int) -> None:
-    first, second = grid((0, 1)), grid((0, 2))
-    # Bit `bit` of the 64-bit word behind each uniform.
-    bits = [((values * 2**53).long() >> (bit - 11)) & 1 for values in (first, second)]
-    agree = float((bits[0] == bits[1]).double().mean())
-    assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(NUM)
-
-
 def test_every_part_of_the_counter_matters_and_so_does_its_place() -> None:
     zero = torch.tensor(0)
     one = torch.tensor(1)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 from mega_rl.errors import UserError
 from mega_rl.rollout.embedded import decoding
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
-from mega_rl.rollout.embedded.kv_cache import GrowingLayer
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.types import Draws, Prompt, Rollout
@@ -175,25 +174,6 @@ def test_greedy_equals_transformers_greedy(checkpoint: Checkpoint) -> None:
         assert ours[i, 0][0] == theirs[0, len(prompt.token_ids) :].tolist()
 
 
-def test_first_token_has_the_models_distribution(checkpoint: Checkpoint) -> None:
-    """20,000 samples of one prompt: chi-square against the exact truncated probabilities."""
-    prompt = make_prompts([6])
-    engine = make_engine(checkpoint, sampler=Sampler(1.2, top_k=12, top_p=0.9), max_new_tokens=1, batch_size=4096)
-    rollout = engine.generate(prompt, [0], n=20_000, seed=SEED)
-    with torch.no_grad():
-        logits = checkpoint.model(torch.tensor([prompt[0].token_ids])).logits[0, -1].double() / 1.2
-    probs, order = logits.softmax(-1).sort(descending=True)
-    probs, order = probs[:12] / probs[:12].sum(), order[:12]
-    kept = probs.cumsum(-1) - probs < 0.9
-    probs, order = probs[kept] / probs[kept].sum(), order[kept]
-    counts = torch.bincount(rollout.tokens[:, 6], minlength=VOCAB_SIZE)
-    assert len(order) > 2
-    assert counts[order].sum() == 20_000
-    chi_square = float(((counts[order] - 20_000 * probs) ** 2 / (20_000 * probs)).sum())
-    freedom = len(order) - 1
-    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
@@ -214,14 +194,6 @@ def test_model_from_config_equals_from_pretrained(tmp_path: Path, family: str, t
     with torch.no_grad():
         assert torch.equal(engine.model(ids).logits, reference(ids).logits)
     assert {p.dtype for p in engine.model.parameters()} == {dtype}
-
-
-def test_bf16_weights_generate(checkpoint: Checkpoint) -> None:
-    rollout = make_engine(checkpoint, dtype=torch.bfloat16).generate(
-        make_prompts(LENGTHS), list(range(6)), n=2, seed=SEED
-    )
-    assert rollout.rollout_logprobs.dtype == torch.float32
-    assert (rollout.rollout_logprobs <= 0).all()
 
 
 def test_sliding_window_models_generate_as_transformers_does(tmp_path: Path) -> None:
@@ -248,18 +220,6 @@ def test_long_responses_outgrow_the_first_room_of_the_cache(tmp_path: Path) -> N
     with torch.no_grad():
         expected = made.model(tokens[None]).logits[0].double().log_softmax(-1)[torch.arange(8, 208), tokens[9:]]
     torch.testing.assert_close(rollout.rollout_logprobs[0, 9:].double(), expected, rtol=0, atol=2e-5)
-
-
-def test_the_cache_grows_to_the_longest_sequence_and_no_further() -> None:
-    """64 tokens of room first, twice as much when they are full, 200 at most; what it holds stays."""
-    layer, rooms = GrowingLayer(max_tokens=200), set()
-    tokens = torch.randn(2, 1, 200, 4)
-    for first, last in [(0, 30), *((token, token + 1) for token in range(30, 200))]:
-        keys, values = layer.update(tokens[:, :, first:last], -tokens[:, :, first:last])
-        rooms.add(keys.untyped_storage().nbytes() // (2 * 4 * 4))
-        assert torch.equal(keys, tokens[:, :, :last])
-        assert torch.equal(values, -tokens[:, :, :last])
-    assert sorted(rooms) == [94, 189, 200]
 
 
 class Waits(TorchDispatchMode):
@@ -336,21 +296,6 @@ def test_padding_takes_no_positions(checkpoint: Checkpoint) -> None:
     )
     engine.generate(make_prompts([2, 4]), [0, 1], n=1, seed=SEED)
     assert seen == [[[0, 0, 0, 1], [0, 1, 2, 3]], [[2], [4]]]
-
-
-def test_finished_rows_leave_the_batch(checkpoint: Checkpoint) -> None:
-    """The model computes only rows that still run, once enough of them have ended."""
-    engine = make_engine(checkpoint, stop_token_ids=list(range(0, VOCAB_SIZE, 3)))
-    widths: list[int] = []
-    engine.model.register_forward_pre_hook(
-        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[0]), with_kwargs=True
-    )
-    rollout = engine.generate(make_prompts([5] * 16), list(range(16)), n=4, seed=SEED)
-    assert widths[0] == 16, "each prompt is read once"
-    assert widths[1] > widths[-1]
-    response_lengths = rollout.lengths - 5
-    running = [int((response_lengths > step).sum()) for step in range(1, len(widths))]
-    assert all(ran <= width <= max(ran / 0.75, 1) for ran, width in zip(running, widths[1:], strict=True))
 
 
 def test_an_evaluation_has_a_length_of_its_own(checkpoint: Checkpoint) -> None:
@@ -454,14 +399,6 @@ def test_one_name_of_a_tied_head_is_enough(checkpoint: Checkpoint, given: str) -
     engine = make_engine(checkpoint)
     engine.load_weights((k, v) for k, v in checkpoint.model.state_dict().items() if k != left_out)
     engine.finish_update(2)
-
-
-def test_untied_head_is_needed(tmp_path: Path) -> None:
-    made = make_checkpoint(tmp_path, tied=False)
-    engine = make_engine(made)
-    engine.load_weights((k, v) for k, v in made.model.state_dict().items() if k != "lm_head.weight")
-    with pytest.raises(RuntimeError, match=r"version 2: lm_head\.weight$"):
-        engine.finish_update(2)
 
 
 def test_checksums_are_of_what_the_model_computes_with(checkpoint: Checkpoint) -> None:

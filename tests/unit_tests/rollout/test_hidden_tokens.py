@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -42,21 +41,6 @@ def test_what_the_tokenizer_does_not_know(
     write_tokenizer(tmp_path, **special)
     assert hidden_tokens(tmp_path, extra) == expected
     assert ids_of(expected, 11)[-2:] == [9, 10]
-
-
-def test_padding_that_is_an_ordinary_word_is_not_hidden(tmp_path: Path) -> None:
-    """A model may say it: only a token that the tokenizer calls special is padding and nothing else."""
-    make_checkpoint(tmp_path)
-    write_tokenizer(tmp_path, pad_token="!")
-    path = tmp_path / "tokenizer.json"
-    fields = json.loads(path.read_text())
-    for token in fields["added_tokens"]:
-        token["special"] = False
-    path.write_text(json.dumps(fields))
-    config = tmp_path / "tokenizer_config.json"
-    plain = {name: value for name, value in json.loads(config.read_text()).items() if name != "added_tokens_decoder"}
-    config.write_text(json.dumps(plain))
-    assert (8, 9) not in hidden_tokens(tmp_path)
 
 
 @pytest.mark.parametrize("sampler", [Sampler(temperature=1.5), Sampler(temperature=1.5, top_p=0.9)])

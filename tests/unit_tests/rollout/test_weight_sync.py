@@ -113,13 +113,6 @@ def test_first_and_every_third_publish_is_verified(checkpoint: Checkpoint) -> No
     assert sync.weight_version == 7
 
 
-def test_resumed_run_publishes_its_version_again(checkpoint: Checkpoint) -> None:
-    sync = sync_to(make_engine(checkpoint, load=False), checkpoint)
-    sync.resume_at(12)
-    assert sync.publish()["rollout/weight_version"] == 12
-    assert sync.publish()["rollout/weight_version"] == 13
-
-
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -156,18 +149,6 @@ def test_damage_is_found_on_the_first_publish(checkpoint: Checkpoint, damage: Ca
     assert engine.finished == []
 
 
-def test_damage_is_found_when_verification_is_due_again(checkpoint: Checkpoint) -> None:
-    engine = DamagingEngine(make_engine(checkpoint, load=False), lambda name, tensor: tensor)
-    sync = sync_to(engine, checkpoint, verify_interval=2)
-    sync.publish()
-    engine.damage = flip_one_bit
-    sync.publish()  # not due
-    with pytest.raises(RuntimeError, match="arrived damaged"):
-        sync.publish()
-    assert sync.weight_version == 2
-    assert engine.finished == [1, 2]
-
-
 def test_a_weight_that_never_arrives_is_found_without_verification(checkpoint: Checkpoint) -> None:
     engine = DamagingEngine(make_engine(checkpoint, load=False), lambda name, tensor: tensor)
     sync = sync_to(engine, checkpoint, verify_interval=100)
@@ -190,8 +171,3 @@ def test_a_later_bucket_that_overwrites_an_earlier_one_is_found(tmp_path: Path) 
     )
     with pytest.raises(RuntimeError, match=r"(?s)1 of .*model\.embed_tokens\.weight: sent"):
         sync.publish()
-
-
-def test_sizes_must_be_positive(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ValueError, match="bucket_bytes=0"):
-        sync_to(make_engine(checkpoint), checkpoint, bucket_bytes=0)

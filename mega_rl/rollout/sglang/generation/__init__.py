@@ -1,1 +1,1 @@
-"""Rollouts over several servers: the engine, the router, the scheduler of samples, health of replicas."""
+"""Rollouts over several servers: the engine, the router with its generations, the servers' states, the client."""

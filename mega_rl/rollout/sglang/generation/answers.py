@@ -1,6 +1,6 @@
 """Parsing of /generate's answers, each checked against its request before use. Imports no torch.
 
-What a server sends is input from outside: a wrong answer must cost one sample and be named, never poison a batch.
+A server's bytes are input from outside: a wrong answer must cost one sample and be named, never poison a batch.
 The answer's shape is SGLang 0.5.20's, read with --skip-tokenizer-init: output_ids ends with the stop token.
 """
 
@@ -13,8 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mega_rl.rollout.sglang.generation.failures import BadAnswer
-from mega_rl.rollout.sglang.generation.samples import Sample
+from mega_rl.rollout.sglang.generation.samples import RequestFailure, Sample
 
 # log(softmax(x)) in fp32 rounds a probability of one to a few ulp (6e-8 each) above it.
 LOGPROB_ROUNDING = 1e-5
@@ -22,14 +21,14 @@ LOGPROB_ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class ExpectedAnswer:
-    """The request's side of an answer: what `parse_answer` checks the server's JSON against."""
+    """Properties of a request that `parse_answer` checks the server's JSON against."""
 
     rid: str
-    prompt_tokens: int  # with the tokens of a partial response that is continued
-    max_new_tokens: int  # that may still come
+    prompt_tokens: int  # with the tokens of a partial response that it continues
+    max_new_tokens: int  # still to come
     stop_token_ids: frozenset[int]
     vocab_size: int
-    version: int  # of the weights
+    version: int  # version of the weights
     mixed_versions: bool  # whether tokens may be of this version and later ones
     routing: bool
 
@@ -43,8 +42,7 @@ class ExpectedAnswer:
 def parse_answer(body: bytes, expected: ExpectedAnswer) -> Sample:
     """Return the response in an answer; its finish is "stop", "length", or "partial" for an aborted request.
 
-    A log-prob above 0 by LOGPROB_ROUNDING or less is kept as it came. Raises BadAnswer, whose `partial` holds the
-    tokens of an answer that is good but for its abrupt end.
+    A log-prob above 0 by LOGPROB_ROUNDING or less is kept as it came. Raises RequestFailure.
     """
     answer = _object(_decode(body, expected), "the answer")
     meta = _object(answer.get("meta_info"), "meta_info")
@@ -63,7 +61,7 @@ def parse_answer(body: bytes, expected: ExpectedAnswer) -> Sample:
 
 
 def _bad(kind: str, message: str) -> NoReturn:
-    raise BadAnswer(kind, message)
+    raise RequestFailure(kind, message)
 
 
 def _shown(value: object) -> str:
@@ -206,7 +204,7 @@ def _versions(meta: dict[str, Any], num_tokens: int, expected: ExpectedAnswer) -
 
 
 def _version(value: Any, expected: ExpectedAnswer) -> int:
-    """Return a weight version as an integer; raise BadAnswer unless it is one that the request admits."""
+    """Return a weight version as an integer; raise RequestFailure unless the request admits it."""
     if value is None:
         _bad("missing_version", "meta_info has no weight_version")
     if not isinstance(value, str) or not value.isascii() or not value.isdecimal() or len(value) > 18:

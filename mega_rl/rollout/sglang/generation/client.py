@@ -10,29 +10,42 @@ from typing import Any
 import httpx
 
 from mega_rl.rollout.sglang.generation.answers import ExpectedAnswer, parse_answer
-from mega_rl.rollout.sglang.generation.failures import STATUS_KINDS, BadAnswer, NoAnswer, RequestFailure
-from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.request import NUCLEUS_OF_ONE, hidden_bias
+from mega_rl.rollout.sglang.generation.samples import (
+    NUCLEUS_OF_ONE,
+    RequestFailure,
+    Sample,
+    SampleRequest,
+    Sampling,
+    hidden_bias,
+)
+from mega_rl.rollout.sglang.http.keys import Endpoint
 
 _CONNECT_S = 10.0
-_ERROR_BYTES = 4096  # of a refusal; its first 200 characters are shown
+_ERROR_BYTES = 4096  # per refusal; a message shows the first 200 characters
+STATUS_KINDS = {
+    **dict.fromkeys((400, 413, 422), "rejected"),
+    **dict.fromkeys((401, 403), "unauthorized"),
+    **dict.fromkeys((404, 405), "not_found"),
+    429: "overloaded",
+    500: "server_error",
+    **dict.fromkeys((502, 503, 504), "unavailable"),
+}
 
 
 class SglangClient:
-    """Generation on one endpoint. All methods belong to the event loop that first called one.
+    """SampleScheduler on one endpoint. All methods belong to the event loop that first called one.
 
-    n samples of a prompt are n requests, each with its own `sampling_seed`, rather than one with n: a sample then
-    depends on its own seed alone, whatever is generated beside it, and is retried, continued or given up alone. The
-    prompt is still computed once: the server's prefix cache shares it.
+    n samples of a prompt are n requests, each with its own `sampling_seed`: a sample then depends on its own seed only,
+    whatever else is generated, and is retried, continued or given up by itself. The server's prefix cache computes the
+    prompt once.
     """
 
     def __init__(self, endpoint: Endpoint, *, vocab_size: int, max_concurrency: int) -> None:
         self.endpoint = endpoint
         self._vocab_size = vocab_size
         # Four connections more than requests in flight: an abort, a health check, a probe, a spare.
-        # One connection, one answer: what a server sends beyond it can never be read as the answer to another request,
-        # and no request goes into a connection that the server is about to close. To connect costs less than a token.
+        # One connection, one answer: surplus bytes of a server are never read as the answer to another request, and no
+        # request goes into a connection that the server is about to close. To connect costs less than a token.
         limits = httpx.Limits(max_connections=max_concurrency + 4, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
             base_url=endpoint.url,
@@ -73,13 +86,10 @@ class SglangClient:
         had: SGLang seeds each position by itself. After `timeout_s` the client aborts the request and waits up to
         `grace_s` for the tokens it has.
 
-        Raises:
-            NoAnswer: with the tokens that came before the time was up as `partial`.
-            BadAnswer: for an answer that is not one to this request.
+        Raises RequestFailure, with the tokens that came before the time was up as its `partial`.
         """
         before = partial or Sample()
         to_come = request.most(sampling) - len(before.token_ids)
-        assert to_come > 0, f"sample {request.key} has all of its {request.most(sampling)} tokens"
         context = [*request.prompt, *before.token_ids]
         body = {
             "rid": rid,
@@ -103,16 +113,20 @@ class SglangClient:
         answer = asyncio.ensure_future(self._answer(body, expected, where))
         try:
             if not (await asyncio.wait({answer}, timeout=timeout_s))[0]:
-                late = await self._abandon(answer, rid, grace_s)
-                raise NoAnswer("timeout", f"{where}: no answer in {timeout_s:.3g} s", partial=_joined(before, late))
+                so_far = _joined(before, await self._abandon(answer, rid, grace_s))
+                raise RequestFailure("timeout", f"{where}: no answer in {timeout_s:.3g} s", partial=so_far)
             return _joined(before, answer.result())
         finally:
-            await _cancel(answer)
+            if not answer.done():  # let it close its connection
+                answer.cancel()
+                await asyncio.wait({answer}, timeout=5.0)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # seen, so that asyncio does not log it
 
     async def abort(self, rid: str = "", *, timeout_s: float) -> bool:
         """Ask the server to end one request, or all when `rid` is empty; each answers with what it has.
 
-        Returns whether the server took note. A request that has not reached its scheduler yet goes on.
+        Returns whether the server took note. A request that has not reached its scheduler yet continues.
         """
         body = {"rid": rid} if rid else {"abort_all": True}
         try:
@@ -125,14 +139,14 @@ class SglangClient:
         """Return if the server generates; /health does not show that, since it answers with a dead scheduler too.
 
         A busy server answers once any of its requests has a token, an idle one after generating one token. Raises
-        NoAnswer.
+        RequestFailure.
         """
         await self._within(timeout_s, "GET", "/health_generate", None, self.endpoint.keys.api_key)
 
     async def probe(self, *, rid: str, version: int, mixed_versions: bool, timeout_s: float) -> None:
         """Generate one token through everything a sample goes through. Raises RequestFailure.
 
-        It is drawn as samples are: beside a request that cuts off the distribution, as a greedy one does, SGLang draws
+        It is drawn as samples are: next to a request that cuts off the distribution, as a greedy one does, SGLang draws
         other tokens of the same seeds.
         """
         sampling = Sampling(
@@ -143,15 +157,15 @@ class SglangClient:
             request, sampling, rid=rid, version=version, mixed_versions=mixed_versions, timeout_s=timeout_s
         )
         if sample.finish == "partial":
-            raise BadAnswer("aborted", f"server {self.endpoint.index} at {self.endpoint.url}: aborted a probe")
+            raise RequestFailure("aborted", f"server {self.endpoint.index} at {self.endpoint.url}: aborted a probe")
 
     async def _answer(self, body: Mapping[str, Any], expected: ExpectedAnswer, where: str) -> Sample:
         content = await self._send("POST", "/generate", body, self.endpoint.keys.api_key, expected.max_bytes, where)
         try:
             return parse_answer(content, expected)
-        except BadAnswer as bad:
+        except RequestFailure as bad:
             shown = bad.what if not self.endpoint.keys.appear_in(content) else "(not shown: the answer holds a key)"
-            raise BadAnswer(bad.kind, f"{where}: {shown}") from None
+            raise RequestFailure(bad.kind, f"{where}: {shown}") from None
 
     async def _abandon(self, answer: asyncio.Future[Sample], rid: str, grace_s: float) -> Sample | None:
         """Abort a request that timed out; return its tokens if they come within `grace_s`, else None."""
@@ -163,43 +177,42 @@ class SglangClient:
 
     async def _within(self, timeout_s: float, method: str, path: str, body: Mapping[str, Any] | None, key: str) -> None:
         where = f"server {self.endpoint.index} at {self.endpoint.url}{path}"
-        task = asyncio.ensure_future(self._send(method, path, body, key, _ERROR_BYTES, where))
         try:
-            if not (await asyncio.wait({task}, timeout=timeout_s))[0]:
-                raise NoAnswer("timeout", f"{where}: no answer in {timeout_s:.3g} s")
-            task.result()
-        finally:
-            await _cancel(task)
+            async with asyncio.timeout(timeout_s):
+                await self._send(method, path, body, key, _ERROR_BYTES, where)
+        except TimeoutError:
+            raise RequestFailure("timeout", f"{where}: no answer in {timeout_s:.3g} s") from None
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, key: str, max_bytes: int, where: str
     ) -> bytes:
         """Return the body of a 200 answer, up to `max_bytes` + one read. Only connecting has a deadline here."""
         content = b"" if body is None else json.dumps(body).encode()
-        # Messages name the type of the cause alone, and tracebacks leave it out: httpx's errors hold the request
+        # Messages name only the type of the cause, and tracebacks leave it out: httpx's errors hold the request
         # with its key.
         try:
             async with self._http.stream(
                 method, path, content=content, headers={"Authorization": f"Bearer {key}"}
             ) as response:
                 received = await _read(response, max_bytes if response.status_code == 200 else _ERROR_BYTES)
-        except httpx.ConnectTimeout:
-            raise NoAnswer("connect_timeout", f"{where}: no connection in {_CONNECT_S:g} s") from None
-        except httpx.ConnectError:
-            raise NoAnswer("refused", f"{where}: cannot connect") from None
-        except (httpx.RemoteProtocolError, httpx.DecodingError) as error:
-            ended = "disconnected" in str(error) or "closed connection" in str(error)
-            kind = "disconnected" if ended else "protocol"
-            raise NoAnswer(kind, f"{where}: {type(error).__name__}") from None
-        except httpx.NetworkError as error:
-            raise NoAnswer("disconnected", f"{where}: {type(error).__name__}") from None
         except httpx.HTTPError as error:
-            raise NoAnswer("protocol", f"{where}: {type(error).__name__}") from None
+            raise RequestFailure(_kind_of(error), f"{where}: {type(error).__name__}") from None
         if response.status_code != 200:
             text = "(not shown: it holds a key)" if self.endpoint.keys.appear_in(received) else repr(received[:200])
             kind = STATUS_KINDS.get(response.status_code, "unexpected_status")
-            raise NoAnswer(kind, f"{where}: HTTP {response.status_code}: {text}")
+            raise RequestFailure(kind, f"{where}: HTTP {response.status_code}: {text}")
         return received
+
+
+def _kind_of(error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.ConnectTimeout):
+        return "connect_timeout"
+    if isinstance(error, httpx.ConnectError):
+        return "refused"
+    ended = "disconnected" in str(error) or "closed connection" in str(error)
+    if isinstance(error, httpx.NetworkError) or (isinstance(error, httpx.RemoteProtocolError) and ended):
+        return "disconnected"
+    return "protocol"
 
 
 def _sampling_params(sampling: Sampling, *, seed: int, max_new_tokens: int) -> dict[str, Any]:
@@ -246,12 +259,3 @@ async def _read(response: httpx.Response, max_bytes: int) -> bytes:
         if len(received) > max_bytes:
             break
     return bytes(received)
-
-
-async def _cancel(task: asyncio.Future[Any]) -> None:
-    """End a request and let it close its connection."""
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=5.0)
-    if task.done() and not task.cancelled():
-        task.exception()  # seen, so that asyncio does not log it

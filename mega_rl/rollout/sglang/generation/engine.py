@@ -6,20 +6,27 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import raise_together, run_on_all
-from mega_rl.protocols import Ranks, SampleListener
+from mega_rl.protocols import Ranks
 from mega_rl.rollout.counter_rng import stream_keys
-from mega_rl.rollout.sglang.generation.outcomes import OnSample
-from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
-from mega_rl.rollout.sglang.generation.router import Handle, ServerRouter
-from mega_rl.rollout.sglang.generation.rows import rollout_of
-from mega_rl.rollout.sglang.generation.samples import Failure, Key, RoutedLayers, Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.router import ServerRouter
+from mega_rl.rollout.sglang.generation.samples import (
+    GenerationResult,
+    Key,
+    Progress,
+    RoutedLayers,
+    Sample,
+    SampleRequest,
+    Sampling,
+    State,
+)
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
@@ -28,7 +35,7 @@ _NAMED_FAILURES = 3  # in an error message
 
 
 class RolloutFailedError(RunError):
-    """Samples failed all their tries, and `rollout.sglang.failed_samples` does not let the run go on without them."""
+    """Samples failed all their tries, and `rollout.sglang.failed_samples` or `max_failed_share` ends the run."""
 
 
 class ServersLostError(RunError):
@@ -40,7 +47,7 @@ class FailedSamples:
     """Policy for samples without a response after all their tries."""
 
     mask: bool  # leave them out of the loss; False ends the run
-    max_share: float  # of a generation's samples over all ranks; more end the run
+    max_share: float  # largest share of a generation's samples over all ranks
 
 
 @dataclass(frozen=True)
@@ -48,54 +55,35 @@ class SglangRolloutSettings:
     """Settings of one rank's generations over SGLang servers."""
 
     sampling: Sampling
-    max_positions: int  # of the model: prompt and response together
-    timeout_s: float  # of one sample, from its first try to its last
+    max_positions: int  # the model's: prompt and response together
+    timeout_s: float  # from a sample's first try to its last
     concurrency: int  # requests of this rank in flight at all servers together; the others wait their turn
     restarts: int  # times that servers are brought back for one generation
     failed: FailedSamples
     routed: RoutedLayers | None = None  # samples for training report the experts of their tokens
-    token_versions: bool = False  # responses may go on under later weights, and tokens carry their version
+    token_versions: bool = False  # responses may continue under later weights, and tokens carry their version
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sampled:
-    """One rank's requests and the samples it has so far."""
+    """One rank's requests and their result so far."""
 
-    prompts: Sequence[Prompt]
     requests: list[SampleRequest]  # in the order of the rows
     sampling: Sampling
-    trains: bool = True  # the samples are for training, not of an evaluation
-    samples: dict[Key, Sample] = field(default_factory=dict)
-    failures: dict[Key, Failure] = field(default_factory=dict)
-    unserved: dict[Key, Sample] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
-
-    def add(self, result: FleetResult) -> None:
-        """Merge the result of a generation of the unserved requests."""
-        self.samples |= result.samples
-        self.failures |= result.failures
-        self.unserved = result.unserved
-        stats = result.stats
-        for name, value in (
-            ("requests", stats.requests),
-            ("retries", stats.retries),
-            ("failed_tries", stats.failed_tries.total()),
-            ("tokens", stats.tokens),
-            ("seconds", stats.seconds),
-        ):
-            self.numbers[name] = self.numbers.get(name, 0.0) + value
+    trains: bool  # the samples are for training, not of an evaluation
+    result: GenerationResult
 
 
 class SglangRolloutEngine:
     """`protocols.BackgroundEngine` over a `ServerRouter`. Every rank is a client and asks for its own prompts' samples.
 
-    `sample` talks to servers and does no collective, so it may run beside training; `collect` is collective over all
+    `sample` talks to servers and does no collective, so it may run next to training; `collect` is collective over all
     ranks: where a rank lost servers, all ranks bring them back and send them the weights before they get requests.
     """
 
     def __init__(
         self,
-        fleet: ServerRouter,
+        router: ServerRouter,
         *,
         everyone: Ranks,
         weight_version: Callable[[], int],
@@ -107,16 +95,13 @@ class SglangRolloutEngine:
         weight_version: of the weights last published.
         bring_back: restarts these servers if they are dead, and sends them the weights; collective.
         """
-        self._fleet = fleet
-        self._everyone = everyone
+        self._router = router
+        self._world = everyone
         self._version = weight_version
         self._bring_back = bring_back
         self._settings = settings
         self._progress = progress
-        # Called on the router's thread with each prompt and response as it comes, without the stop token that ended it.
-        self.listeners: list[SampleListener] = []
         self._metrics: Metrics = {}
-        self._handle: Handle | None = None
         self._turn = threading.Condition()
         self._held = False  # between interrupt and resume: nothing may be sent
         self._sending = False
@@ -137,7 +122,7 @@ class SglangRolloutEngine:
         def sample() -> Sampled:
             return self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy, limits=limits, draws=draws)
 
-        return self.collect(run_on_all(sample, self._everyone))
+        return self.collect(run_on_all(sample, self._world))
 
     def sample(
         self,
@@ -154,8 +139,9 @@ class SglangRolloutEngine:
 
         Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response.
         """
-        most = self._settings.sampling.max_new_tokens if draws is None else draws.max_new_tokens
-        limits = [most or self._settings.sampling.max_new_tokens] * len(prompts) if limits is None else limits
+        usual = self._settings.sampling.max_new_tokens
+        most = usual if draws is None else draws.max_new_tokens or usual
+        limits = [most] * len(prompts) if limits is None else limits
         self._check_lengths(prompts, limits)
         requests = [
             SampleRequest(
@@ -170,45 +156,50 @@ class SglangRolloutEngine:
         sampling = replace(self._settings.sampling, greedy=greedy, return_routing=return_routing)
         if draws is not None and not greedy:
             sampling = replace(sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
-        sampled = Sampled(prompts, requests, sampling, trains)
-        sampled.unserved = {request.key: Sample() for request in requests}
+        nothing = GenerationResult(unserved={request.key: Sample() for request in requests})
+        sampled = Sampled(requests, sampling, trains, nothing)
         deadline = time.monotonic() + self.deadline_s(len(requests))
-        while sampled.unserved:
+        while sampled.result.unserved:
             result = self._ask_servers(sampled, deadline)
-            sampled.add(result)
+            sampled.result.add(result)
             if not result.interrupted:
                 break
         return sampled
 
     def collect(self, sampled: Sampled) -> Rollout:
-        """Return the rows of `sampled`, restarting lost servers for what is unserved; collective over all ranks.
+        """Return the rows of `sampled`, restarting lost servers for unserved samples; collective over all ranks.
 
         Raises on all ranks RolloutFailedError for failed samples, ServersLostError when the restarts are used up.
         """
 
+        result = sampled.result
+
         def ask_again() -> None:
-            if sampled.unserved:
-                sampled.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(sampled.unserved))))
+            if result.unserved:
+                result.add(self._ask_servers(sampled, time.monotonic() + self.deadline_s(len(result.unserved))))
 
         for times in range(self._settings.restarts + 1):
-            lost = self._lost_servers()
-            unserved = int(self._everyone.sum(torch.tensor(len(sampled.unserved))))
+            states = self._router.states()
+            out = [int(state is not State.READY) for state, _ in states]
+            lost = self._world.max(torch.tensor(out)).nonzero().flatten().tolist()  # on some rank
+            unserved = int(self._world.sum(torch.tensor(len(result.unserved))))
             if not unserved and not (lost and times == 0):
                 break
+            reasons = "; ".join(f"server {i}: {why}" for i, (_, why) in enumerate(states) if out[i])
             if times == self._settings.restarts:
                 raise ServersLostError(
                     f"{unserved} samples are without an answer and servers {lost} have been brought back "
-                    f"{times} times (rollout.sglang.restarts={self._settings.restarts}): " + "; ".join(self._reasons())
+                    f"{times} times (rollout.sglang.restarts={self._settings.restarts}): {reasons}"
                 )
             if lost:
-                log.warning("servers %s are out of rotation: %s", lost, "; ".join(self._reasons()))
+                log.warning("servers %s are out of rotation: %s", lost, reasons)
                 self._bring_back(lost)
-            run_on_all(ask_again, self._everyone)
+            run_on_all(ask_again, self._world)
         any_failed = self._settle_failures(sampled)
         self._count(sampled)
         return rollout_of(
             sampled.requests,
-            sampled.samples,
+            result.samples,
             weight_version=self._version(),
             with_failed=any_failed,
             with_token_versions=self._settings.token_versions and sampled.trains,
@@ -224,14 +215,14 @@ class SglangRolloutEngine:
         taken, self._metrics = self._metrics, {}
         return taken
 
-    # -- interruption: a weight update in the middle of a generation that runs beside training ------------------------
+    # -- interruption: a weight update in the middle of a generation that runs next to training ------------------------
 
     def interrupt(self) -> None:
         """Abort requests in flight, keep their tokens and send no more; return when none is in flight."""
         with self._turn:
             self._held = True
-            if self._handle is not None:
-                self._handle.interrupt()
+            if self._sending:
+                self._router.interrupt()
             if not self._turn.wait_for(lambda: not self._sending, timeout=self._settings.timeout_s):
                 raise RunError(
                     f"requests in flight did not end within {self._settings.timeout_s:g} s of their interruption"
@@ -243,29 +234,28 @@ class SglangRolloutEngine:
             self._held = False
             self._turn.notify_all()
 
-    def _ask_servers(self, sampled: Sampled, deadline: float) -> FleetResult:
+    def _ask_servers(self, sampled: Sampled, deadline: float) -> GenerationResult:
         """Run one generation of the unserved samples, after any weight update that holds it back."""
         with self._turn:
             if not self._turn.wait_for(lambda: not self._held, timeout=max(0.0, deadline - time.monotonic())):
                 raise RunError("waited for a weight update to end until the deadline of the generation it interrupted")
-            handle = self._handle = self._fleet.start(
-                [request for request in sampled.requests if request.key in sampled.unserved],
+            self._router.start(
+                [request for request in sampled.requests if request.key in sampled.result.unserved],
                 sampled.sampling,
                 version=self._version(),
                 deadline=deadline,
-                partials=sampled.unserved,
+                partials=sampled.result.unserved,
                 progress=self._progress,
-                on_sample=_announcer(sampled, self.listeners),
             )
             self._sending = True
         try:
-            return handle.result()
+            return self._router.result()
         finally:
             with self._turn:
-                self._handle, self._sending = None, False
+                self._sending = False
                 self._turn.notify_all()
 
-    # -- what went wrong ---------------------------------------------------------------------------------------------
+    # -- checks and counts ---------------------------------------------------------------------------------------------
 
     def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
         most, lengths = self._settings.max_positions, [len(prompt.token_ids) for prompt in prompts]
@@ -277,65 +267,119 @@ class SglangRolloutEngine:
                 "data.max_prompt_tokens or the length of responses, rollout.max_new_tokens or validation.max_new_tokens"
             )
 
-    def _lost_servers(self) -> list[int]:
-        """Return the servers that are out of rotation on some rank; collective."""
-        lost = torch.tensor([int(state is not State.READY) for state, _ in self._fleet.states()])
-        return self._everyone.max(lost).nonzero().flatten().tolist()
-
-    def _reasons(self) -> list[str]:
-        return [f"server {i}: {why}" for i, (state, why) in enumerate(self._fleet.states()) if state is not State.READY]
-
     def _settle_failures(self, sampled: Sampled) -> bool:
         """Return whether any rank has failed samples; raise on all ranks when they are fatal or too many."""
-        counts = self._everyone.sum(torch.tensor([len(sampled.failures), len(sampled.requests)])).tolist()
+        counts = self._world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
         if not counts[0]:
             return False
-        share = counts[0] / counts[1]
-        too_many = not self._settings.failed.mask or share > self._settings.failed.max_share
-        if too_many:
-            own = [f"sample {key}: {failure.message}" for key, failure in sampled.failures.items()][:_NAMED_FAILURES]
+        failed = self._settings.failed
+        if not failed.mask or counts[0] / counts[1] > failed.max_share:
+            own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()][
+                :_NAMED_FAILURES
+            ]
             rule = (
-                f"more than rollout.sglang.max_failed_share={self._settings.failed.max_share:g}"
-                if self._settings.failed.mask
+                f"more than rollout.sglang.max_failed_share={failed.max_share:g}"
+                if failed.mask
                 else "rollout.sglang.failed_samples=fatal; mask leaves them out of the loss"
             )
-            text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own)
-            raise_together(RolloutFailedError(text) if own else None, self._everyone, error=RolloutFailedError)
+            text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
+            raise_together(RolloutFailedError(text) if own else None, self._world, error=RolloutFailedError)
         return True
 
     def _count(self, sampled: Sampled) -> None:
         """Add tokens, requests, retries and failures of all ranks and the slowest rank's seconds; collective."""
-        numbers = sampled.numbers
-        names = ("requests", "retries", "failed_tries", "tokens")
-        sums = self._everyone.sum(
-            torch.tensor([numbers.get(name, 0.0) for name in names], dtype=torch.float64)
-        ).tolist()
-        seconds = float(self._everyone.max(torch.tensor(numbers.get("seconds", 0.0), dtype=torch.float64)))
-        for name, value in zip(names, sums, strict=True):
-            key = f"sglang/{name}"
-            self._metrics[key] = self._metrics.get(key, 0.0) + value
-        self._metrics["sglang/seconds"] = self._metrics.get("sglang/seconds", 0.0) + seconds
+        result = sampled.result
+        own = {
+            "sglang/requests": result.requests,
+            "sglang/retries": result.retries,
+            "sglang/failed_tries": result.failed_tries.total(),
+            "sglang/tokens": result.tokens,
+        }
+        sums = self._world.sum(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+        seconds = float(self._world.max(torch.tensor(result.seconds, dtype=torch.float64)))
+        numbers = {**dict(zip(own, sums, strict=True)), "sglang/seconds": seconds}
+        for name, value in numbers.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + value
         if self._metrics["sglang/seconds"] > 0:
             self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
 
 
-def _announcer(sampled: Sampled, listeners: Sequence[SampleListener]) -> OnSample | None:
-    """Return the function that passes samples on to the listeners; None without any."""
-    if not listeners:
-        return None
-    samples_of = len(sampled.requests) // max(1, len(sampled.prompts))
-    prompts = {request.key: sampled.prompts[row // samples_of] for row, request in enumerate(sampled.requests)}
-
-    def announce(key: Key, sample: Sample) -> None:
-        finished = sample.finish == "stop"
-        response = sample.token_ids[:-1] if finished else sample.token_ids
-        for listener in listeners:
-            listener(prompts[key], response, finished)
-
-    return announce
-
-
 def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int) -> int:
-    """Return a 31-bit seed, a function of its arguments alone: the same on any rank and server."""
+    """Return a 31-bit seed, a function of only its arguments: the same on any rank and server."""
     key = stream_keys(seed, torch.tensor(prompt_index), torch.tensor(sample_index))
     return int(key) & (2**31 - 1)
+
+
+def rollout_of(
+    requests: Sequence[SampleRequest],
+    samples: Mapping[Key, Sample],
+    *,
+    weight_version: int,
+    with_failed: bool,
+    with_token_versions: bool,
+    routed: RoutedLayers | None = None,
+) -> Rollout:
+    """Return one row per request, in their order: prompt and response, right-padded with 0, on the host.
+
+    A request without a sample is a row without a response. A row's version is its oldest token's; `weight_version`
+    where it has none. routed: samples carry the experts of their tokens; None: they do not.
+
+    Raises RunError for a sample whose experts are not those of `routed`.
+    """
+    answers = [samples.get(request.key, Sample()) for request in requests]
+    lengths = [len(request.prompt) + len(answer.token_ids) for request, answer in zip(requests, answers, strict=True)]
+    width = max(lengths, default=0)
+
+    def rows(of_prompt: int, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        """Return [B, S]: `of_prompt` on the prompts, one value per response token, 0 on padding."""
+        table = torch.zeros(len(requests), width, dtype=dtype)
+        for row, request, own in zip(table, requests, values, strict=True):
+            row[: len(request.prompt)] = of_prompt
+            row[len(request.prompt) : len(request.prompt) + len(own)] = torch.tensor(own, dtype=dtype)
+        return table
+
+    tokens = rows(0, [answer.token_ids for answer in answers], torch.int64)
+    for row, request in zip(tokens, requests, strict=True):
+        row[: len(request.prompt)] = torch.tensor(request.prompt)
+    versions = [min(answer.versions, default=weight_version) for answer in answers]
+    return Rollout.from_rows(
+        tokens,
+        prompt_lengths=_integers([len(request.prompt) for request in requests]),
+        lengths=_integers(lengths),
+        rollout_logprobs=rows(0, [answer.logprobs for answer in answers], torch.float32),
+        finished=_integers([answer.finish == "stop" for answer in answers]).bool(),
+        prompt_index=_integers([request.key[0] for request in requests]),
+        sample_index=_integers([request.key[1] for request in requests]),
+        weight_version=_integers(versions),
+        token_versions=rows(0, [answer.versions for answer in answers], torch.int64) if with_token_versions else None,
+        failed=_integers([request.key not in samples for request in requests]).bool() if with_failed else None,
+        routing=None if routed is None else _routing(answers, lengths, routed),
+    )
+
+
+def _routing(answers: Sequence[Sample], lengths: Sequence[int], routed: RoutedLayers) -> Tensor:
+    """Return [B, S, L, K] int16, the experts of each token in each of L mixtures; -1 where no server knows them.
+
+    lengths: of the rows, prompt and response. Unknown are padding, the last token of a response, which was never an
+    input, and rows without a response or whose request was aborted at its last token: an abort reports no experts.
+    """
+    mixtures = [layer for layer, mixed in enumerate(routed.mixtures) if mixed]
+    table = torch.full((len(answers), max(lengths, default=0), len(mixtures), routed.top_k), -1, dtype=torch.int16)
+    of_token = len(routed.mixtures) * routed.top_k
+    for row, answer, length in zip(table, answers, lengths, strict=True):
+        if not answer.routing:
+            continue
+        experts = torch.frombuffer(bytearray(answer.routing), dtype=torch.int32)
+        if len(experts) != (length - 1) * of_token:
+            raise RunError(
+                f"a server reported {len(experts)} experts for the {length - 1} inputs of a sample, and the "
+                f"model has {len(routed.mixtures)} layers with {routed.top_k} experts of each token: it serves another "
+                "model, or its routed experts have another form; set rollout.sglang.return_routing=false"
+            )
+        experts = experts.view(-1, len(routed.mixtures), routed.top_k)
+        row[: len(experts)] = experts[:, mixtures].to(torch.int16)
+    return table
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)

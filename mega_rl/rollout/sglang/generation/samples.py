@@ -1,11 +1,22 @@
-"""Requests and samples, the records between engine, scheduler and client. Imports no torch."""
+"""Records between engine, router and client: requests, samples, failures and results. Imports no torch."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal
 
 Key = tuple[int, int]  # (prompt_index, sample_index)
+
+NUCLEUS_OF_ONE = 1e-6  # a top_p so small that the nucleus is only the most likely token
+_NEVER = -1e30  # added to a logit: probability 0; JSON has no infinity
+
+
+def hidden_bias(token_ids: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return SGLang's sampling parameter that gives tokens a probability of 0; none without tokens."""
+    return {"logit_bias": {str(token): _NEVER for token in token_ids}} if token_ids else {}
 
 
 @dataclass(frozen=True)
@@ -15,8 +26,8 @@ class Sampling:
     temperature: float
     top_p: float
     top_k: int  # 0 keeps all tokens
-    max_new_tokens: int  # of a response, unless its request has a limit of its own
-    stop_token_ids: tuple[int, ...]  # sorted, the model's end-of-sequence ids among them
+    max_new_tokens: int  # per response, unless its request has its own limit
+    stop_token_ids: tuple[int, ...]  # sorted, with the model's end-of-sequence ids
     hidden_token_ids: tuple[int, ...] = ()  # no response may hold them
     greedy: bool = False
     return_routing: bool = False
@@ -26,7 +37,7 @@ class Sampling:
 class RoutedLayers:
     """Layers in which a server routes tokens to experts."""
 
-    mixtures: tuple[bool, ...]  # of each layer whether it is a mixture; the others report nothing of use
+    mixtures: tuple[bool, ...]  # whether each layer is a mixture; the others report nothing useful
     top_k: int  # experts of a token
 
 
@@ -36,17 +47,17 @@ class SampleRequest:
 
     key: Key
     prompt: tuple[int, ...]
-    seed: int  # 0 .. 2**31 - 1, of this sample alone
+    seed: int  # 0 .. 2**31 - 1, of this sample only
     limit: int | None = None  # new tokens; None: Sampling.max_new_tokens
 
     def most(self, sampling: Sampling) -> int:
-        """Return the most tokens of the whole response, what a partial one has already included."""
+        """Return the most tokens of the whole response, including those of a partial one."""
         return sampling.max_new_tokens if self.limit is None else self.limit
 
 
 @dataclass
 class Sample:
-    """A response, whole or as far as it came. The three lists are of one length."""
+    """A response, whole or as far as it came. The three lists have one length."""
 
     token_ids: list[int] = field(default_factory=list)  # with the stop token that ended it
     logprobs: list[float] = field(default_factory=list)  # at the sampling temperature, before top-k and top-p; finite
@@ -56,11 +67,124 @@ class Sample:
     # empty unless Sampling.return_routing, and while the response is partial.
     routing: bytes = field(default=b"", repr=False)
 
+    def is_whole(self, request: SampleRequest, sampling: Sampling) -> bool:
+        """Return whether it has its full length or ends with a stop token."""
+        tokens = self.token_ids
+        return len(tokens) >= request.most(sampling) or (bool(tokens) and tokens[-1] in sampling.stop_token_ids)
+
+
+Charge = Literal["sample", "server", "down", "stale", "busy"]
+
+# What one failed try counts against, by its kind:
+# "sample": a bad answer came; it uses up one of the sample's tries.
+# "server": no answer came; it counts against the server, and a sample has a bounded number of these too.
+# "down": as "server", and no other request can do better there, so the server is suspected at once.
+# "stale": as "server", and the server gets no request until it was sent the weights again.
+# "busy": as "server", but the server is healthy; it gets no request for a moment.
+KINDS: dict[str, Charge] = {
+    # The body is not an answer: larger than any answer can be, not JSON, a list instead of one answer.
+    **dict.fromkeys(("too_large", "cut_json", "bad_json", "wrong_count", "not_an_object"), "sample"),
+    # The answer carries another request's id, or counts another number of prompt tokens.
+    **dict.fromkeys(("wrong_id", "wrong_prompt"), "sample"),
+    **dict.fromkeys(("missing_output_ids", "bad_output_ids", "token_out_of_vocabulary"), "sample"),
+    **dict.fromkeys(("too_many_tokens", "empty_response", "token_count"), "sample"),
+    **dict.fromkeys(("missing_logprobs", "bad_logprobs", "logprob_count", "logprob_token"), "sample"),
+    # SGLang writes NaN as null. A log-prob may exceed 0 by rounding only.
+    **dict.fromkeys(("non_finite_logprob", "positive_logprob"), "sample"),
+    # "aborted": the server gave the request up without being asked to.
+    **dict.fromkeys(("missing_finish", "unknown_finish", "aborted"), "sample"),
+    **dict.fromkeys(("no_stop_token", "token_after_stop", "short_length"), "sample"),
+    **dict.fromkeys(("missing_version", "wrong_version"), "stale"),
+    **dict.fromkeys(("mixed_versions", "bad_version_spans", "bad_routing"), "sample"),
+    # HTTP status.
+    "rejected": "sample",  # 400, 413, 422: the server will never take this request
+    "unauthorized": "down",
+    "not_found": "down",  # not an SGLang server of the version in use
+    "overloaded": "busy",
+    **dict.fromkeys(("server_error", "unavailable", "unexpected_status"), "server"),
+    # No whole answer.
+    "refused": "down",  # no process listens
+    **dict.fromkeys(("connect_timeout", "disconnected", "protocol", "timeout"), "server"),
+    "stalled": "server",  # it stopped generating, whatever its /health says
+    "server_down": "server",  # it was declared dead with the request in flight
+    "deadline": "sample",  # the generation's deadline came first
+}
+NOT_RETRIED = ("rejected", "deadline")
+
+
+class RequestFailure(Exception):
+    """One try of one request failed. `kind` is in KINDS; the message never holds a key."""
+
+    def __init__(self, kind: str, message: str, *, partial: Sample | None = None) -> None:
+        assert kind in KINDS, f"{kind!r} is not in KINDS"
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+        self.what = message
+        self.partial = partial  # tokens that came nevertheless and are good
+
+    @property
+    def charge(self) -> Charge:
+        """Return the charge of its kind."""
+        return KINDS[self.kind]
+
 
 @dataclass(frozen=True)
 class Failure:
     """Reason why a sample has no response after all its tries."""
 
-    kind: str  # one of failures.KINDS: "cut_json", "missing_logprobs", ...
+    kind: str  # in KINDS
     message: str  # names the server, the sample and what came
     tries: int
+
+
+class State(Enum):
+    """State of a server in the rotation."""
+
+    READY = "ready"  # traffic, if it holds the requested version
+    SUSPECT = "suspect"  # none until a real generation has succeeded there; then READY, else DOWN
+    STALE = "stale"  # none until it was sent the weights; `ServerRouter.mark_ready` says so
+    DOWN = "down"  # none until it was started again and sent the weights
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a generation."""
+
+    done: int  # samples and failures
+    total: int
+    tokens: int  # received so far
+    tokens_per_second: float
+    ended: bool = False  # the last report of a generation, which need not have done all
+
+
+@dataclass
+class GenerationResult:
+    """Result of a generation: each requested key is in exactly one of samples, failures and unserved."""
+
+    samples: dict[Key, Sample] = field(default_factory=dict)  # whole responses
+    failures: dict[Key, Failure] = field(default_factory=dict)  # tried for the last time
+    # Responses as far as they came (maybe not at all) when no server was left or the generation was interrupted:
+    # give them to the next generation.
+    unserved: dict[Key, Sample] = field(default_factory=dict)
+    interrupted: bool = False
+    requests: int = 0  # tries sent
+    retries: int = 0  # tries after the first of a sample
+    tokens: int = 0  # received in this generation, without those of partial responses it was given
+    seconds: float = 0.0
+    failed_tries: Counter[str] = field(default_factory=Counter)  # kind -> number
+
+    def add(self, later: GenerationResult) -> None:
+        """Merge the result of a generation of the unserved samples."""
+        self.samples |= later.samples
+        self.failures |= later.failures
+        self.unserved = later.unserved
+        self.requests += later.requests
+        self.retries += later.retries
+        self.tokens += later.tokens
+        self.seconds += later.seconds
+        self.failed_tries += later.failed_tries
+
+    def progress(self, total: int, seconds: float, *, ended: bool = False) -> Progress:
+        """Return the progress of a generation of `total` samples after `seconds`."""
+        done = len(self.samples) + len(self.failures)
+        return Progress(done, total, self.tokens, self.tokens / max(seconds, 1e-9), ended)

@@ -1,111 +1,133 @@
-"""Client of the endpoints that steer one server: generation, weights, memory. Synchronous, each call with a deadline.
+"""Client of the endpoints that steer one server: synchronous, each call with a deadline and a telling error.
 
 Endpoints, bodies and answers are those of SGLang 0.5.20 (srt/entrypoints/http_server.py, srt/managers/io_struct.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
-from mega_rl.rollout.sglang.http.api import ServerApi
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.request import ServerError
+import httpx
 
-__all__ = ["Control", "ServerError"]
+from mega_rl.errors import RunError
+from mega_rl.rollout.sglang.http.keys import GENERATION, Endpoint
 
+_MAX_MESSAGE = 400  # characters of a server's words that an error repeats
+_MAX_ANSWER = 256 << 20  # bytes; checksums of all tensors of the largest models are far below
 _FLUSH_PAUSE_S = 0.02  # between two tries; the scheduler needs a few milliseconds to find itself idle
-_HEALTH_S = 5.0  # in which a healthy server answers /health
-_SCHEDULER_S = 30.0  # in which a scheduler ends its step and answers
+_MOST_THREADS = 32
+
+Answer = TypeVar("Answer")
+
+
+class ServerError(RunError):
+    """A request that a server did not fulfil. The message names server, endpoint, status and the server's message."""
+
+    def __init__(self, endpoint: Endpoint, path: str, what: str, *, status: int | None = None) -> None:
+        self.server = endpoint.index
+        self.path = path
+        self.status = status  # None: no whole answer came
+        said = "" if status is None else f"HTTP {status}: "
+        for key in (endpoint.keys.api_key, endpoint.keys.admin_key):
+            what = what.replace(key, "***") if key else what
+        super().__init__(f"SGLang server {endpoint.index} at {endpoint.url}, {path}: {said}{what}")
 
 
 class Control:
-    """Steers one server through `generation`, `weights` and `memory`; usable from several threads.
+    """Client of one server, usable from several threads. Methods raise ServerError for anything but success.
 
-    A method returns once the server has done what it asks, and raises ServerError otherwise.
+    It opens a connection for each request: a server closes a kept connection between two weight updates, and nobody
+    can tell a request that meets the closing from a half-done one.
     """
 
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         """timeout_s: deadline of one call, from the connection to the last byte of the answer, in seconds."""
-        self._api = ServerApi(endpoint, timeout_s)
-        self.generation = GenerationControl(self._api)
-        self.weights = WeightControl(self._api)
-        self.memory = MemoryControl(self._api)
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Return the server's address and keys."""
-        return self._api.endpoint
-
-    @property
-    def requests(self) -> int:
-        """Return the number of requests so far, failed ones included."""
-        return self._api.requests
-
-    def move(self, endpoint: Endpoint) -> None:
-        """Steer the server at `endpoint` from now on: a restart gives it another port and other keys."""
-        assert endpoint.index == self.endpoint.index, f"server {endpoint.index} in place of {self.endpoint.index}"
-        self._api.endpoint = endpoint
+        self.endpoint = endpoint  # set another one after a restart
+        self.timeout_s = timeout_s
+        self.requests = 0  # so far, failed ones included
+        self._counting = threading.Lock()
+        # A proxy must not stand between us and our server.
+        self._client = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     def close(self) -> None:
         """Close the HTTP client."""
-        self._api.close()
+        self._client.close()
 
-    def model_info(self) -> dict[str, Any]:
-        """Return /model_info: the model that it serves; "weight_version" is a string."""
-        return self._api.object("GET", "/model_info")
+    def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> bytes:
+        """Send a request and return the body of its 200 answer."""
+        endpoint, timeout_s = self.endpoint, self.timeout_s if timeout_s is None else timeout_s
+        key = endpoint.keys.api_key if path in GENERATION else endpoint.keys.admin_key
+        with self._counting:
+            self.requests += 1
+        with _Deadline(timeout_s) as deadline:
+            try:
+                with self._client.stream(
+                    method,
+                    endpoint.url + path,
+                    json=body,
+                    headers={"Authorization": f"Bearer {key}", "Accept-Encoding": "identity"},
+                    timeout=timeout_s,
+                    extensions={"trace": deadline.watch},
+                ) as response:
+                    content = _read(response)
+            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+                what = f"{type(error).__name__}: {shortened(str(error)) or 'the connection ended'}"
+                if deadline.passed or isinstance(error, httpx.TimeoutException):
+                    what = f"waited {timeout_s:g} s for its answer"
+                raise ServerError(endpoint, path, what) from None
+        if deadline.passed:
+            raise ServerError(endpoint, path, f"waited {timeout_s:g} s for its answer")
+        if response.status_code != 200:
+            raise ServerError(endpoint, path, shortened(_message(content)), status=response.status_code)
+        return content
 
-    def server_info(self) -> dict[str, Any]:
-        """Return /server_info: all its settings, SGLang's "version", sizes and the state of its scheduler."""
-        return self._api.object("GET", "/server_info")
-
-    def healthy(self) -> bool:
-        """Return whether it answers /health with 200 within a few seconds."""
-        return self._answers("/health", _HEALTH_S)
-
-    def responsive(self) -> bool:
-        """Return whether its scheduler answers in time; /health goes on for a minute after a scheduler's death."""
-        return self._answers("/server_info", _SCHEDULER_S)
-
-    def _answers(self, path: str, timeout_s: float) -> bool:
+    def object(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request and return its answer, a JSON object."""
+        content = self.call(method, path, body)
         try:
-            self._api.call("GET", path, timeout_s=min(self._api.timeout_s, timeout_s))
+            answer = json.loads(content)
+        except ValueError as error:
+            what = f"answered no JSON ({error}): {shortened(content.decode(errors='replace'))!r}"
+            raise ServerError(self.endpoint, path, what, status=200) from None
+        if not isinstance(answer, dict):
+            raise ServerError(self.endpoint, path, f"answered no object but {answer!r:.80}", status=200)
+        return answer
+
+    def succeed(self, path: str, body: Mapping[str, Any]) -> None:
+        """POST to an endpoint that answers {"success", "message"}, and check "success"."""
+        answer = self.object("POST", path, body)
+        if answer.get("success") is not True:
+            raise ServerError(self.endpoint, path, f"no success: {shortened(str(answer.get('message')))}", status=200)
+
+    def answers(self, path: str, *, timeout_s: float) -> bool:
+        """Return whether a GET of this endpoint is answered with 200 in time."""
+        try:
+            self.call("GET", path, timeout_s=min(self.timeout_s, timeout_s))
         except ServerError:
             return False
         return True
 
-
-class GenerationControl:
-    """Generation of one server: one request, and pausing around an update."""
-
-    def __init__(self, api: ServerApi) -> None:
-        self._api = api
-
-    def generate(self, body: Mapping[str, Any]) -> Any:
-        """Return the answer of /generate, decoded and not checked."""
-        return self._api.json("POST", "/generate", body)
-
-    def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        """Stop generating; "abort" ends the requests in flight, which takes about a second."""
-        self._api.call("POST", "/pause_generation", {"mode": mode})
-
-    def resume(self) -> None:
-        """Resume generation after `pause`."""
-        self._api.call("POST", "/continue_generation", {})
-
     def flush(self, deadline_s: float | None = None) -> None:
         """Empty the prefix cache, which old weights filled; retry until the server is idle.
 
-        deadline_s: seconds, the api's `timeout_s` when None.
+        deadline_s: seconds, `timeout_s` when None.
         """
-        deadline_s = self._api.timeout_s if deadline_s is None else deadline_s
+        deadline_s = self.timeout_s if deadline_s is None else deadline_s
         deadline = time.monotonic() + deadline_s
         tries, refusal = 0, ""
         while (left := deadline - time.monotonic()) > 0:
             tries += 1
             try:
-                self._api.call("GET", "/flush_cache", timeout_s=left)
+                self.call("GET", "/flush_cache", timeout_s=left)
                 return
             except ServerError as error:
                 if error.status == 400:  # the answer of a server that still has requests
@@ -114,23 +136,11 @@ class GenerationControl:
                     raise
             time.sleep(min(_FLUSH_PAUSE_S * tries, 1.0, max(0.0, deadline - time.monotonic())))
         raise ServerError(
-            self._api.endpoint,
+            self.endpoint,
             "/flush_cache",
             f"waited {deadline_s:g} s for the server to be idle so that its cache can be emptied, {tries} tries; "
             f"last answer: {refusal or 'none'}",
         )
-
-
-class WeightControl:
-    """Weights of one server: updates by each transport, their version and checksums."""
-
-    def __init__(self, api: ServerApi) -> None:
-        self._api = api
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Return the server's address and keys."""
-        return self._api.endpoint
 
     def update_from_tensor(
         self, payloads: Sequence[str], *, load_format: str | None = None, version: int | None = None
@@ -143,15 +153,8 @@ class WeightControl:
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
     ) -> None:
         """Join a process group in which the trainer is rank 0; returns when all its ranks are there."""
-        body = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group,
-            "backend": backend,
-        }
-        self._api.succeed("/init_weights_update_group", body)
+        body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
+        self.succeed("/init_weights_update_group", body | {"group_name": group, "backend": backend})
 
     def update_from_distributed(
         self,
@@ -164,63 +167,103 @@ class WeightControl:
         version: int | None = None,
     ) -> None:
         """Receive one bucket over a group made by `init_group`; dtypes as "bfloat16"."""
-        body = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group,
-            "load_format": load_format,
-        }
-        self._update("/update_weights_from_distributed", body, version)
+        body = {"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]}
+        self._update(
+            "/update_weights_from_distributed", {**body, "group_name": group, "load_format": load_format}, version
+        )
 
     def destroy_group(self, group: str) -> None:
         """Leave a group made by `init_group`."""
-        self._api.succeed("/destroy_weights_update_group", {"group_name": group})
-
-    def version(self) -> str:
-        """Return the version stamped on its weights; "default" before the first update."""
-        version = self._api.object("GET", "/model_info").get("weight_version")
-        if not isinstance(version, str):
-            raise ServerError(self.endpoint, "/model_info", f"no weight_version in the answer: {version!r}")
-        return version
-
-    def forget_version(self) -> None:
-        """Stamp weights of no known version with "default", as before the first update."""
-        self._api.succeed("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
-
-    def checksums(self) -> list[dict[str, Any]] | None:
-        """Return for each of its ranks "checksums" (parameter name: hash), "per_gpu_checksum" and "parallelism_info".
-
-        None from a server without checksums, as on a CPU, where SGLang's own code asks for CUDA.
-        """
-        try:
-            ranks = self._api.object("POST", "/weights_checker", {"action": "checksum"}).get("ranks")
-        except ServerError as error:
-            if error.status is not None and 400 <= error.status < 500 and error.status not in (401, 403):
-                return None
-            raise
-        if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
-            raise ServerError(self.endpoint, "/weights_checker", f"no list of ranks in the answer: {ranks!r:.80}")
-        return ranks
+        self.succeed("/destroy_weights_update_group", {"group_name": group})
 
     def _update(self, path: str, body: dict[str, Any], version: int | None) -> None:
         # Flush before the update, not with it: SGLang asserts that it succeeds, and a server with requests would die.
         body |= {"flush_cache": False, "abort_all_requests": False}
         if version is not None:
             body["weight_version"] = str(version)
-        self._api.succeed(path, body)
+        self.succeed(path, body)
 
 
-class MemoryControl:
-    """Device memory of one server that shares its GPU with the trainer."""
+class _Deadline:
+    """Timer that shuts the socket of one request at its deadline.
 
-    def __init__(self, api: ServerApi) -> None:
-        self._api = api
+    httpx's own timeouts are those of single reads: an answer that drips would come for ever.
+    """
 
-    def release(self, tags: Sequence[str] | None = None) -> None:
-        """Release memory; tags "weights", "kv_cache", "cuda_graph", None for all. The server must be idle."""
-        self._api.call("POST", "/release_memory_occupation", {"tags": None if tags is None else list(tags)})
+    def __init__(self, timeout_s: float) -> None:
+        self.passed = False
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(timeout_s, self._end)
+        self._timer.daemon = True
 
-    def resume(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory again; weights are undefined until the next update."""
-        self._api.call("POST", "/resume_memory_occupation", {"tags": None if tags is None else list(tags)})
+    def __enter__(self) -> _Deadline:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def watch(self, event: str, info: Mapping[str, Any]) -> None:
+        """Keep the socket of the request's connection; a callback of httpcore's "trace" extension."""
+        if event == "connection.connect_tcp.complete":
+            with self._lock:
+                self._socket = info["return_value"].get_extra_info("socket")
+            if self.passed:
+                self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.passed = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):  # the server closed it first
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def each(servers: Collection[int], ask: Callable[[int], Answer]) -> tuple[dict[int, Answer], dict[int, str]]:
+    """Call `ask` for all servers at once; return the answers and the failures' reasons, both by server."""
+    answers: dict[int, Answer] = {}
+    failed: dict[int, str] = {}
+
+    def attempt(server: int) -> None:
+        try:
+            answers[server] = ask(server)
+        except ServerError as error:
+            failed[server] = str(error)
+
+    if servers:
+        with ThreadPoolExecutor(min(len(servers), _MOST_THREADS), thread_name_prefix="server") as pool:
+            list(pool.map(attempt, servers))
+    return {i: answers[i] for i in servers if i in answers}, {i: failed[i] for i in servers if i in failed}
+
+
+def _read(response: httpx.Response) -> bytes:
+    content = bytearray()
+    for chunk in response.iter_bytes():
+        content += chunk
+        if len(content) > _MAX_ANSWER:
+            raise httpx.ReadError(f"an answer of more than {_MAX_ANSWER} bytes")
+    return bytes(content)
+
+
+def _message(content: bytes) -> str:
+    """Return the message in a refusal's JSON, else its text."""
+    text = content.decode(errors="replace")
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return text
+    for name in ("message", "error", "detail"):
+        said = answer.get(name) if isinstance(answer, dict) else None
+        if isinstance(said, dict):
+            said = said.get("message")
+        if isinstance(said, str) and said:
+            return said
+    return text
+
+
+def shortened(text: str) -> str:
+    """Return `text` on one line of at most 400 characters; keep its end, where SGLang's tracebacks name the error."""
+    text = " ".join(text.split())
+    half = _MAX_MESSAGE // 2
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:half]} ... {text[-half:]}"

@@ -1,4 +1,4 @@
-"""The two keys of a server: made, handed over in a file, and checked on every request. Imports no torch."""
+"""Address and keys of a server; keys go over in a file and stand in every request. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GENERATION = frozenset({"/generate", "/health", "/health_generate", "/model_info
 
 @dataclass(frozen=True)
 class Keys:
-    """The two keys of a server, which repr does not show."""
+    """Two keys of a server, which repr does not show."""
 
     api_key: str = field(repr=False)  # for GENERATION
     admin_key: str = field(repr=False)  # for all else
@@ -60,6 +60,15 @@ class Keys:
         if not (isinstance(keys.api_key, str) and isinstance(keys.admin_key, str)) or not all(asdict(keys).values()):
             raise UserError(f"{path}: a key is empty or not a string; write both as strings")
         return keys
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Address and keys of one server."""
+
+    index: int  # number of the server in the run
+    url: str  # "http://127.0.0.1:31001"
+    keys: Keys
 
 
 class KeyCheck:

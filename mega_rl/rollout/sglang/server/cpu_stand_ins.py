@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Install all stand-ins, in the order in which SGLang imports what they replace."""
+    """Install all stand-ins, in the order in which SGLang imports the replaced modules."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # without it SGLang takes CUDA and Triton paths on a machine without them
     compilation()
     kernels()
@@ -37,8 +37,8 @@ def install() -> None:
 def compilation() -> None:
     """`torch.compile`: return the function as it is.
 
-    Compiled, seeded sampling takes a C++ compiler, and the first request half a minute and more. The variable alone
-    keeps it from that, too, but SGLang's decorators would import the whole of Inductor for it: a second of a core.
+    Compiled, seeded sampling needs a C++ compiler, and the first request takes half a minute and more. The variable
+    prevents that too, but then SGLang's decorators import all of Inductor: a second of a core.
     """
     import torch
 
@@ -93,7 +93,7 @@ def kernels() -> None:
 def torchvision_operators() -> None:
     """Replace `torchvision`'s registrations of its C++ operators by empty modules.
 
-    The build on PyPI (0.28.0) is for CUDA and its library cannot load beside a CPU torch; without the operators,
+    The build on PyPI (0.28.0) is for CUDA and its library cannot load with a CPU torch; without the operators,
     registering them fails and with it every import of transformers.
     """
     _module("torchvision._meta_registrations")
@@ -104,7 +104,7 @@ def triton() -> None:
     """Install SGLang's own stand-in for `triton`, which is for macOS, unless triton is there.
 
     The file runs while `platform` names macOS; its changes to torch for macOS are undone afterwards. No Triton kernel
-    runs on the CPU path, and the package would take 1 GB for its import alone.
+    runs on the CPU path, and the package's import would take 1 GB.
     """
     if importlib.util.find_spec("triton") is not None:
         return
@@ -179,7 +179,7 @@ def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tenso
 def sampling_seeds() -> None:
     """Patch `SamplingBatchInfo.from_schedule_batch` to honour each request's sampling_seed.
 
-    SGLang reads it under --enable-deterministic-inference alone, which wants an attention kernel that needs CUDA. As
+    SGLang reads it only under --enable-deterministic-inference, which wants an attention kernel that needs CUDA. As
     there, a request without a seed has 42: batches are merged, and one with seeds does not merge with one without.
     """
     import torch
@@ -201,7 +201,7 @@ def noise_of_tokens() -> None:
     """Patch the sampler of batches with a top-k or top-p: the noise of a seeded sample is of the token, not its rank.
 
     SGLang sorts the probabilities of a whole batch as soon as one request of it cuts them off, as a greedy one does,
-    and numbers the noise by the places in that order: all other samples then have other tokens than they have alone.
+    and numbers the noise by the places in that order: all other samples then get other tokens.
     """
     import torch
     from sglang.srt.layers import sampler

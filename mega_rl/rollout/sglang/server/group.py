@@ -1,15 +1,44 @@
-"""Process group of one server: listing and killing its processes. Imports no torch."""
+"""Processes of one server: their identities, their process group, and its end. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
-# These remove what the others leave in /dev/shm (semaphores, tensors) and end by themselves once the others are gone.
+# These remove files of the others from /dev/shm (semaphores, tensors) and end by themselves once the others are gone.
 _CLEANERS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process, and not another one that gets its number later."""
+
+    pid: int
+    ticks: int  # the kernel's clock ticks from boot to its start
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity | None:
+        """Return the identity of a process that runs; None for none, or a zombie."""
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            return None
+        state, *fields = stat.rpartition(b")")[2].split()  # a program's name may hold anything
+        return None if state in (b"Z", b"X") else cls(pid, int(fields[18]))
+
+    @property
+    def runs(self) -> bool:
+        """Return whether it still runs."""
+        return self.of(self.pid) == self
+
+    def end_group(self, *, deadline_s: float) -> list[int]:
+        """End the process group that it leads, unless its number is another process's by now; see `end`."""
+        return end(self.pid, deadline_s=deadline_s) if self.of(self.pid) in (None, self) else []
 
 
 def members(group: int) -> list[psutil.Process]:

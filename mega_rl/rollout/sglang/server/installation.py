@@ -1,7 +1,7 @@
 """Location and version of SGLang on this machine, and the tools that it compiles kernels with. Imports no torch.
 
-Two ways exist. The `sglang` extra puts it beside everything else (machines with CUDA). On a CPU it has a folder of its
-own, `<environment>/sglang`, which only the server's process has on its path: PyPI's torchvision, which SGLang needs,
+Two ways exist. The `sglang` extra installs it with everything else (machines with CUDA). On a CPU it has its own
+folder, `<environment>/sglang`, which only the server's process has on its path: PyPI's torchvision, which SGLang needs,
 is a CUDA build, and transformers in the trainer's process must not find it.
 """
 
@@ -33,7 +33,7 @@ class Installation:
     """An installation of SGLang: its folder and version."""
 
     version: str
-    folder: Path | None  # to go on the server's path; None where the interpreter finds it by itself
+    folder: Path | None  # for the server's path; None if the interpreter finds it by itself
 
 
 def find_sglang(prefix: Path | None = None) -> Installation | None:
@@ -53,7 +53,9 @@ def find_sglang(prefix: Path | None = None) -> Installation | None:
 
 def argument_names(installation: Installation) -> frozenset[str] | None:
     """Return the names of all arguments of this SGLang, read from its source; None where that is not as in 0.5.20."""
-    package = installation.folder / "sglang" if installation.folder else _package_folder()
+    spec = importlib.util.find_spec("sglang")
+    own = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    package = installation.folder / "sglang" if installation.folder else own
     files = sorted(package.glob("srt/arg_groups/fields/*.py")) if package else []
     names = {
         entry.target.id
@@ -66,15 +68,10 @@ def argument_names(installation: Installation) -> frozenset[str] | None:
     return frozenset(names) or None
 
 
-def _package_folder() -> Path | None:
-    spec = importlib.util.find_spec("sglang")
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
-
-
 def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installation:
     """Return the SGLang that serves on `device` ("cpu", "cuda", or "" where that is not known yet).
 
-    Raises UserError, which says what to install, for no SGLang, another version, or on CUDA the one for CPUs.
+    Raises UserError with the command to install it, for no SGLang, another version, or on CUDA the one for CPUs.
     """
     installation = find_sglang(prefix)
     if installation is None:

@@ -4,12 +4,12 @@ SGLang's own server with five things around it:
 
 - Keys come in a file that only its owner can read (`MEGA_RL_SGLANG_KEYS` names it) and never reach SGLang's settings,
   which it logs and answers on /server_info. Every endpoint wants a key; see `keys.KeyCheck`.
-- Standard input is the line of life: at its end, which comes with any end of the trainer, all processes of the server
-  are killed; of a server that is kept for other ranks it is the launcher's, see `kept`. They are as well when this one,
+- Standard input is the line of life: it ends with the trainer, however that ends, and then all processes of the server
+  are killed. A server that is kept for other ranks goes by its record; see `kept`. All are also killed when this one,
   the leader of their process group, ends.
 - A server on several hosts has such a process on each of them, and they end together; see `nodes`.
-- What SGLang shares by public names or open ports goes to a private folder (`MEGA_RL_SGLANG_SCRATCH`), which is
-  removed at the end; see `private_files`.
+- Files that SGLang shares by public names go to a private folder (`MEGA_RL_SGLANG_SCRATCH`), which is removed at the
+  end; see `use_private_files`.
 - Without CUDA, `cpu_stand_ins` take the place of modules that need it.
 
 SGLang starts its own processes by spawn, which runs this module's top level in each of them; without CUDA by fork,
@@ -18,6 +18,7 @@ see `cpu_stand_ins.forked_processes`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import getpass
 import os
@@ -36,7 +37,7 @@ from typing import cast
 import psutil
 
 from mega_rl.rollout.sglang.http.keys import KeyCheck, Keys, Receive, Scope, Send
-from mega_rl.rollout.sglang.server import cpu_stand_ins, group, kept, nodes, private_files
+from mega_rl.rollout.sglang.server import cpu_stand_ins, group, kept, nodes
 
 KEYS_VARIABLE = "MEGA_RL_SGLANG_KEYS"
 DEVICE_VARIABLE = "MEGA_RL_SGLANG_DEVICE"
@@ -67,7 +68,21 @@ def prepare(*, leads: bool) -> None:
     sys.modules["megatron"] = cast(ModuleType, None)  # an import of it fails
     if os.environ.get(DEVICE_VARIABLE) == "cpu":
         cpu_stand_ins.install()
-    private_files.install(scratch)
+    use_private_files(scratch)
+
+
+def use_private_files(folder: Path) -> None:
+    """Move SGLang's publicly named files to a private folder.
+
+    Ranks meet at a file, those of several hosts at the first one's store: torch's TCPStore listens on all interfaces,
+    whatever address it is given. The file of the schedulers' load leaves /dev/shm, where SGLang never removes it.
+    """
+    node = nodes.Node.read(folder)
+    method = f"file://{folder}/rendezvous" if node is None else nodes.let_ranks_meet(node)
+    os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = method
+    from sglang.srt.managers import load_snapshot
+
+    load_snapshot.shm_path_for = lambda name: f"{folder}/load-{Path(name).name}"
 
 
 def main(arguments: list[str]) -> None:
@@ -105,7 +120,7 @@ def serve_health(keys: Keys, host: str, port: int) -> None:
 
 
 def collect_again() -> None:
-    """Have Python's garbage collector work again, on what is made from now on.
+    """Turn Python's garbage collector on again, for objects that are made from now on.
 
     What there is stays for the server's life. On CPUs SGLang collects whenever its cache is emptied, before each update
     of the weights: 0.6 s of a core with all these objects, and copies of their pages in forked children.
@@ -116,21 +131,25 @@ def collect_again() -> None:
 
 def _watch(until: Callable[[], None], scratch: Path) -> None:
     """Start the thread that ends all processes of the server once `until` returns."""
-    threading.Thread(target=_end_all_after, args=(until, scratch), name="line-of-life", daemon=True).start()
+
+    def watch() -> None:
+        until()
+        _end_all(scratch)
+
+    threading.Thread(target=watch, name="line-of-life", daemon=True).start()
 
 
 def _until_the_trainer_ends() -> None:
     """Return at the end of standard input, which a forked child of the trainer may hold open, or with a new parent.
 
-    A server that is kept may get a new parent, and stays until neither the launcher, at the other end of standard
-    input, nor the rank that owns it runs. Until it is kept it ends with its parent as any other.
+    Return for a kept server when neither its launcher nor the rank that owns it runs.
     """
     trainer = int(os.environ.get(TRAINER_VARIABLE) or os.getppid())
     scratch = Path(os.environ[SCRATCH_VARIABLE])
     is_open = True
     while True:
-        owner = kept.owner_of(scratch)
-        if not (is_open and os.getppid() == trainer if owner is None else is_open or owner.runs):
+        record = kept.KeptServer.read(scratch)
+        if not (is_open and os.getppid() == trainer if record is None else record.launcher.runs or record.owner.runs):
             return
         if not is_open:
             time.sleep(_POLL_S)
@@ -147,21 +166,20 @@ def _until_the_leader_ends() -> None:
         return
 
 
-def _end_all_after(until: Callable[[], None], scratch: Path) -> None:
-    until()
-    _end_all(scratch)
-
-
 def _end_all(scratch: Path, reason: str = "") -> None:
     """End all processes of the server; the log gets the reason."""
     if reason:
         os.write(sys.stderr.fileno(), f"{nodes.GONE} {reason}\n".encode())
+    record = kept.KeptServer.read(scratch)
     # Before and after: once its processes die, SGLang's main thread may end this one at any moment.
     shutil.rmtree(scratch, ignore_errors=True)
     deadline = time.monotonic() + _KILL_S
     while group.kill(os.getpgrp(), spare=os.getpid()) and time.monotonic() < deadline:
         time.sleep(0.02)  # a process that is still there could write into the folder
     shutil.rmtree(scratch, ignore_errors=True)
+    if record is not None and not record.launcher.runs:
+        with contextlib.suppress(OSError):  # not empty
+            scratch.parent.rmdir()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,24 +1,94 @@
-"""Device memory of a run's servers that take turns with the trainer."""
+"""Device memory of colocated servers: the share that they may fill, and taking turns with the trainer.
+
+SGLang's `--mem-fraction-static` is a share of the memory that is free when the server starts; the rest is for its
+activations, its CUDA graphs and, here, for the trainer. Both sides are on the device at once when weights are sent and
+proved: the server has weights and KV cache, the trainer the policy's parameters and a residue that no offload moves.
+That residue is an estimate, and unmeasured.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from mega_rl.errors import RunError
+from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import merge_failures, raise_together
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.http.ask_all import each
-from mega_rl.rollout.sglang.http.control import Control
+from mega_rl.rollout.sglang.http.control import Control, each
 from mega_rl.rollout.sglang.server.pool import ServerPool
 
 log = logging.getLogger(__name__)
+
+TAGS = ("weights", "kv_cache")  # kinds of a server's memory, in the order in which it takes them
+GIB = 1 << 30
+TRAINER_RESIDUE = 3 * GIB  # context, NCCL's buffers, workspaces of libraries, memory that the allocator cannot return
+LEAST_CACHE = GIB  # below it a server takes requests one after the other
+_SETTING = "rollout.sglang.server.mem_fraction"
+# Tokens of one prefill that SGLang 0.5.20 chooses, by the size of the device (srt/arg_groups/memory_hook.py).
+_PREFILL_TOKENS = ((20 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192))
+_MOST_PREFILL_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """Bytes of one device on which a server and the trainer take turns."""
+
+    total: int  # the smallest device's
+    policy: int  # the largest part of the policy on a rank, with `reshard.sending_bytes`
+    weights: int  # one tensor-parallel rank's
+    tp: int  # tensor-parallel ranks of the server
+
+    @property
+    def reserve(self) -> int:
+        """Return the bytes for activations and CUDA graphs of the server, by SGLang's own rule."""
+        tokens = next((count for size, count in _PREFILL_TOKENS if self.total < size), _MOST_PREFILL_TOKENS)
+        needed = GIB // 2 + int(1.5 * tokens * (1 << 20)) + self.tp * GIB // 8 + GIB
+        return max(needed, 10 * GIB) if self.total > 60 * GIB else needed
+
+    def fraction(self, setting: float) -> float:
+        """Return the fraction for `setting`: itself, or for 0 what the trainer leaves, rounded down to thousandths.
+
+        Raises UserError where weights and a KV cache do not fit, or where a setting leaves the policy no room.
+        """
+        kept = self.policy + TRAINER_RESIDUE
+        if not setting:
+            room = self.total - kept - self.reserve
+            if room < self.weights + LEAST_CACHE:
+                raise UserError(
+                    f"{_SETTING}=0: colocated servers do not fit: of a device's {_gib(self.total)}, "
+                    f"{_gib(self.policy)} are for the policy's parameters while they are sent, {_gib(TRAINER_RESIDUE)} "
+                    f"for what the trainer keeps and {_gib(self.reserve)} for the server's activations, which leaves "
+                    f"{_gib(room)}, and the server needs {_gib(self.weights)} for weights and at least "
+                    f"{_gib(LEAST_CACHE)} for its KV cache; raise rollout.sglang.server.tp (now {self.tp}), cut the "
+                    "policy over more ranks (engine.megatron.tp, pp), or set rollout.sglang.placement=separate"
+                )
+            return math.floor(1000 * room / self.total) / 1000
+        if setting * self.total + kept > self.total:
+            highest = math.floor(1000 * (1 - kept / self.total)) / 1000
+            raise UserError(
+                f"{_SETTING}={setting:g} of {_gib(self.total)} leaves no room on colocated devices for the policy's "
+                f"{_gib(self.policy)} and {_gib(TRAINER_RESIDUE)} of the trainer, which are there while weights are "
+                f"sent; set at most {max(highest, 0.0):g}, or 0 to have it computed"
+            )
+        if setting * self.total < self.weights:
+            raise UserError(
+                f"{_SETTING}={setting:g} of {_gib(self.total)} does not hold the {_gib(self.weights)} of weights of "
+                f"one rank of a server with rollout.sglang.server.tp={self.tp}; raise either, or set 0 to have the "
+                "fraction computed"
+            )
+        return setting
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
 
 
 class ServersMemory:
     """`workers.residency.ServerMemory` of all servers.
 
-    A server that fails to release or resume is stopped, for only then is its memory known to be free; it is started
+    It stops a server that fails to release or resume, since only then its memory is known to be free; the server starts
     again before the next rollout needs it, as any server that was lost.
     """
 
@@ -40,29 +110,26 @@ class ServersMemory:
             self._released[index] = set()
 
     def release(self, tags: Sequence[str]) -> None:
-        """See `workers.residency.ServerMemory`. Raises RunError on all ranks when no server is left."""
-        self._all("release", self._release, tags)
+        """Release this memory of all servers; collective. Raises RunError on all ranks when no server is left."""
+        self._all("release", tags)
 
     def resume(self, tags: Sequence[str]) -> None:
-        """See `workers.residency.ServerMemory`. Raises RunError on all ranks when no server is left."""
-        self._all("resume", self._resume, tags)
+        """Allocate this memory of all servers again, its content undefined; collective; errors as in `release`."""
+        self._all("resume", tags)
 
-    # SGLang fails when it is to release what it has released, or to resume what it holds.
-    def _release(self, index: int, tags: Sequence[str]) -> None:
-        held = [tag for tag in tags if tag not in self._released[index]]
-        if held:
-            release_memory(self._controls[index], held)
-            self._released[index].update(held)
+    def _all(self, verb: str, tags: Sequence[str]) -> None:
+        def ask(index: int) -> None:
+            # SGLang fails if it releases memory twice, or resumes memory that it holds.
+            released = self._released[index]
+            due = [tag for tag in tags if (tag in released) == (verb == "resume")]
+            if due and verb == "release":
+                release_memory(self._controls[index], due)
+                released.update(due)
+            elif due:
+                self._controls[index].call("POST", "/resume_memory_occupation", {"tags": due})
+                released.difference_update(due)
 
-    def _resume(self, index: int, tags: Sequence[str]) -> None:
-        gone = [tag for tag in tags if tag in self._released[index]]
-        if gone:
-            self._controls[index].memory.resume(gone)
-            self._released[index].difference_update(gone)
-
-    def _all(self, verb: str, ask: Callable[[int, Sequence[str]], None], tags: Sequence[str]) -> None:
-        running = [index for index in self._controls if index not in self._stopped]
-        _, own = each(running, lambda index: ask(index, tags))
+        _, own = each([index for index in self._controls if index not in self._stopped], ask)
         failed = merge_failures(own, self._ranks)
         if not failed:
             return
@@ -90,22 +157,21 @@ def release_memory(control: Control, tags: Sequence[str]) -> None:
     succeeds when the scheduler is idle. Without a KV cache nothing can have been generated.
     """
     if "kv_cache" in tags:
-        control.generation.flush()
-    control.memory.release(tags)
+        control.flush()
+    control.call("POST", "/release_memory_occupation", {"tags": list(tags)})
 
 
-def release_at_start(pool: ServerPool, ranks: Ranks, tags: Sequence[str], *, timeout_s: float) -> None:
-    """Let every server that has just started release this memory; collective. Raises RunError on all ranks."""
-    own = [index for index in range(len(pool.endpoints)) if pool.owner(index) == ranks.rank]
+def release_at_start(pool: ServerPool, ranks: Ranks, *, timeout_s: float) -> None:
+    """Let every server that has just started release its memory; collective. Raises RunError on all ranks."""
 
     def release(index: int) -> None:
         control = Control(pool.endpoints[index], timeout_s=timeout_s)
         try:
-            release_memory(control, tags)
+            release_memory(control, tuple(reversed(TAGS)))
         finally:
             control.close()
 
-    _, failed = each(own, release)
-    failed = merge_failures(failed, ranks)
+    _, own = each([index for index in range(len(pool.endpoints)) if pool.owner(index) == ranks.rank], release)
+    failed = merge_failures(own, ranks)
     if failed:
         raise RunError(f"servers did not release their memory after their start: {'; '.join(failed.values())}")

@@ -8,8 +8,8 @@ Each host runs a part of such a server, a process like any other server's. Two s
   that does not answer, and starts all of its parts again.
 
 A connection begins with a secret of the start, and keys of the store do. Both travel in the clear, as the keys of
-requests do. Not protected is what SGLang's ranks send each other, by gloo, NCCL and a queue of requests (zmq): whoever
-is on that network can read it, so the network must be the cluster's own.
+requests do. The messages between SGLang's ranks (gloo, NCCL and
+a queue of requests, zmq) are not protected: whoever is on that network can read them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -29,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 FILE = "node.json"  # in a part's private folder
 GONE = "The server ends:"  # the line of a log that says which node has ended
 
-_SCHEME = "nodes"  # of torch.distributed's init_method
+_SCHEME = "nodes"  # in torch.distributed's init_method
 _HELLO_BYTES = 64
 _HELLO_S = 10.0  # for a connection to introduce itself
 _RETRY_S = 0.2
@@ -38,10 +37,11 @@ _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 10), (socket.TC
 
 
 @dataclass(frozen=True)
-class MeetingPlace:
-    """Address at which the nodes of one server meet, of one start."""
+class Node:
+    """One node of a server, and the address at which the nodes of one start meet."""
 
-    address: str  # of the first node
+    number: int  # 0: it has the server's URL
+    address: str  # the first node's
     store_port: int
     life_port: int
     secret: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
@@ -51,14 +51,6 @@ class MeetingPlace:
         """Return SGLang's --dist-init-addr."""
         return f"[{self.address}]:{self.store_port}" if ":" in self.address else f"{self.address}:{self.store_port}"
 
-
-@dataclass(frozen=True)
-class Node:
-    """One node of a server, as its process knows itself."""
-
-    number: int  # 0: it has the server's URL
-    meeting: MeetingPlace
-
     def write(self, folder: Path) -> None:
         """Write it into a private folder."""
         (folder / FILE).write_text(json.dumps(asdict(self)), "utf-8")
@@ -66,15 +58,12 @@ class Node:
     @classmethod
     def read(cls, folder: Path) -> Node | None:
         """Return the node of a part's private folder; None of a server on one host."""
-        try:
-            content = json.loads((folder / FILE).read_text("utf-8"))
-        except FileNotFoundError:
-            return None
-        return cls(content["number"], MeetingPlace(**content["meeting"]))
+        file = folder / FILE
+        return cls(**json.loads(file.read_text("utf-8"))) if file.exists() else None
 
     def hello(self) -> bytes:
         """Return the first bytes of its connection to the first node."""
-        return f"{self.meeting.secret} {self.number}".encode().ljust(_HELLO_BYTES)
+        return f"{self.secret} {self.number}".encode().ljust(_HELLO_BYTES)
 
 
 def let_ranks_meet(node: Node) -> str:
@@ -82,29 +71,24 @@ def let_ranks_meet(node: Node) -> str:
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     def meet(url: str, *, timeout: Any, **_: object) -> Iterator[tuple[Any, int, int]]:
+        from torch._C._distributed_c10d import PrefixStore, TCPStore
+
         asked = parse_qs(urlsplit(url).query)
         rank, size = int(asked["rank"][0]), int(asked["world_size"][0])
-        yield _store(node.meeting, listens=rank == 0, timeout=timeout), rank, size
+        store = TCPStore(
+            node.address,
+            node.store_port,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            # torch's own socket would listen on all interfaces.
+            master_listen_fd=_listener(node.address, node.store_port).detach() if rank == 0 else None,
+        )
+        yield PrefixStore(node.secret, store), rank, size
         raise RuntimeError("the ranks of a server meet once")
 
     register_rendezvous_handler(_SCHEME, meet)
-    return f"{_SCHEME}://{node.meeting.init_address}"
-
-
-def _store(meeting: MeetingPlace, *, listens: bool, timeout: Any) -> Any:
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-
-    # torch's own socket would listen on all interfaces.
-    listener = _listener(meeting.address, meeting.store_port).detach() if listens else None
-    store = TCPStore(
-        meeting.address,
-        meeting.store_port,
-        is_master=listens,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
-    return PrefixStore(meeting.secret, store)
+    return f"{_SCHEME}://{node.init_address}"
 
 
 def end_together(node: Node, ended: Callable[[str], None]) -> None:
@@ -113,49 +97,44 @@ def end_together(node: Node, ended: Callable[[str], None]) -> None:
     A further node returns when it is connected: it tries for as long as it lives, and its start has a deadline.
     """
     if node.number == 0:
-        listener = _listener(node.meeting.address, node.meeting.life_port)
-        work: Callable[[], None] = partial(_accept_nodes, listener, node, ended)
+        _in_thread(_accept_nodes, _listener(node.address, node.life_port), node, ended)
     else:
-        work = partial(_stay_with_first_node, _first_node(node), node, ended)
-    threading.Thread(target=work, name="nodes", daemon=True).start()
+        _in_thread(_stay_with_first_node, _first_node(node), node, ended)
+
+
+def _in_thread(work: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=work, args=arguments, name="nodes", daemon=True).start()
 
 
 def _accept_nodes(listener: socket.socket, node: Node, ended: Callable[[str], None]) -> None:
     with listener:
         while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=_hold, args=(connection, node, ended), daemon=True).start()
+            _in_thread(_hold, listener.accept()[0], node, ended)
 
 
 def _hold(connection: socket.socket, node: Node, ended: Callable[[str], None]) -> None:
-    """Wait for the end of another node; a connection of anybody else is closed."""
+    """Wait for the end of another node; close a stranger's connection."""
     with connection:
-        number = _introduced(connection, node.meeting.secret)
-        if number is None:
+        connection.settimeout(_HELLO_S)
+        content = b""
+        try:
+            while len(content) < _HELLO_BYTES and (more := connection.recv(_HELLO_BYTES - len(content))):
+                content += more
+        except OSError:
+            return
+        secret, _, number = content.rstrip().partition(b" ")
+        if not secrets.compare_digest(secret, node.secret.encode()):
             return
         where = connection.getpeername()[0]
         _wait_for_end(connection)
-    ended(f"node {number} at {where} has ended")
-
-
-def _introduced(connection: socket.socket, secret: str) -> int | None:
-    """Return the number of the node at the other end, None for a stranger."""
-    connection.settimeout(_HELLO_S)
-    content = b""
-    try:
-        while len(content) < _HELLO_BYTES and (more := connection.recv(_HELLO_BYTES - len(content))):
-            content += more
-    except OSError:
-        return None
-    given, _, number = content.rstrip().partition(b" ")
-    return int(number) if secrets.compare_digest(given, secret.encode()) and number.isdigit() else None
+    ended(f"node {int(number)} at {where} has ended")
 
 
 def _first_node(node: Node) -> socket.socket:
     """Return a connection to the first node, which may start later."""
     while True:
         try:
-            connection = socket.create_connection((node.meeting.address, node.meeting.life_port), timeout=_HELLO_S)
+            connection = socket.create_connection((node.address, node.life_port), timeout=_HELLO_S)
         except OSError:  # its process has not come so far
             time.sleep(_RETRY_S)
         else:
@@ -166,7 +145,7 @@ def _first_node(node: Node) -> socket.socket:
 def _stay_with_first_node(connection: socket.socket, node: Node, ended: Callable[[str], None]) -> None:
     with connection:
         _wait_for_end(connection)
-    ended(f"node 0 at {node.meeting.address} has ended")
+    ended(f"node 0 at {node.address} has ended")
 
 
 def _wait_for_end(connection: socket.socket) -> None:
@@ -186,6 +165,6 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 def end_reason(log: str) -> str:
-    """Return what the last line of a server's log says that is about the end of a node; empty for no such line."""
+    """Return the reason in the log's last line about the end of a node; empty for no such line."""
     lines = [line.partition(GONE)[2].strip() for line in log.splitlines() if GONE in line]
     return lines[-1] if lines else ""

@@ -3,78 +3,74 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mega_rl import progress
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import broadcast_json, run_on_all, run_on_one
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.control import Control
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.kept import KeptServers
-from mega_rl.rollout.sglang.server.nodes import MeetingPlace
+from mega_rl.rollout.sglang.server.nodes import Node
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _ANSWER_S = 10.0
+_HEALTH_S = 5.0  # a healthy server answers /health faster
 
 
-class ServerPool(Protocol):
-    """Interface to the servers of a run; the same on every rank."""
+class ServerPool:
+    """Servers of a run, the same on every rank. This class starts and ends none: servers that the run only joined."""
 
     endpoints: list[Endpoint]
     tp: list[int]  # tensor-parallel ranks of each server
+    colocated = False  # they share the trainer's devices and take turns with it
 
     def owner(self, index: int) -> int | None:
         """Return the rank that started a server; None for a server that this run only joined."""
-        ...
+        return next(iter(self.nodes(index)), None)
 
     def nodes(self, index: int) -> Sequence[int]:
         """Return the first rank of each host that a server spans, `owner` first; none for a server that was joined."""
-        ...
+        return ()
 
     def wait_ready(self) -> None:
         """Wait until every server of every host generates; at once when they do already; collective.
 
         Raises RunError on all ranks.
         """
-        ...
+        raise NotImplementedError
 
     def bring_back(self, lost: Sequence[int]) -> None:
         """Restart or await these servers until they answer at `endpoints`, with weights of any kind; collective.
 
         Raises RunError on all ranks.
         """
-        ...
+        raise NotImplementedError
 
     def stop(self, servers: Sequence[int]) -> None:
         """End those of these servers that this rank started, until `bring_back`; no collective."""
-        ...
 
     def leave(self) -> None:
         """Leave the servers that are kept to the ranks that come after these; end the others that this rank started."""
-        ...
 
     def close(self) -> None:
         """End the servers that this rank started; no collective, may be called twice."""
-        ...
 
 
-class StartedServers:
+class StartedServers(ServerPool):
     """Servers that this run starts, equally many on each of its hosts, or on each `nodes` hosts that they span.
 
-    The first rank of a host owns what runs there: servers, or its nodes' parts of them. A server that is started again
-    keeps its number; its address and its keys are new.
+    The first rank of a host owns the servers there, or its nodes' parts of them. A server that is started again keeps
+    its number; its address and its keys are new.
     """
 
     def __init__(
@@ -88,12 +84,13 @@ class StartedServers:
     ) -> None:
         """Start this host's servers without waiting for them; `wait_ready` does. Collective where they span hosts.
 
-        settings: of this host's servers; every host has as many. Their numbers go on from host to host. `node` is set
-        here, and the number is added to `seed`.
+        settings: of this host's servers; every host has as many. Their numbers continue from host to host. This sets
+        `node`, and adds the number to `seed`.
         process: makes the process of a server or part, given its settings, number and folder.
         """
         self._ranks = ranks
         self._timeout_s = max(own.start_timeout_s for own in settings)
+        self.colocated = settings[0].memory_saver
         leaders, nodes = range(0, ranks.size, ranks_per_host), settings[0].nodes
         assert len(leaders) % nodes == 0, f"{len(leaders)} hosts for servers on {nodes} hosts each"
         spans = [tuple(leaders[first : first + nodes]) for first in range(0, len(leaders), nodes)]
@@ -104,14 +101,11 @@ class StartedServers:
         host = ranks.rank // ranks_per_host
         for place, own in enumerate(settings if ranks.rank in leaders else ()):
             index = host // nodes * len(settings) + place
-            # Servers with one seed would draw one and the same noise for batches of one shape.
+            # Servers with one seed would draw the same noise for batches of one shape.
             self._own[index] = process(replace(own, node=host % nodes, seed=own.seed + index), index, folder)
         if self._own and (kept := KeptServers.of_launcher()) is not None:
             kept.end_others(set(self._own))
         self._start(range(len(self._nodes)))
-
-    def owner(self, index: int) -> int | None:
-        return self._nodes[index][0]
 
     def nodes(self, index: int) -> Sequence[int]:
         return self._nodes[index]
@@ -124,7 +118,6 @@ class StartedServers:
         self.endpoints = [ready[index] for index in range(len(self._nodes))]
 
     def bring_back(self, lost: Sequence[int]) -> None:
-        """Restart these servers, ending those that hang, and update `endpoints`; collective."""
         if not lost:
             return
         for index in sorted(self._own.keys() & set(lost)):
@@ -138,17 +131,18 @@ class StartedServers:
     def _start(self, servers: Sequence[int]) -> None:
         """Start this host's processes of these servers; collective where they span hosts."""
         spanning = [index for index in servers if len(self._nodes[index]) > 1]
-        meetings: dict[int, MeetingPlace] = {}
+        meetings: dict[int, Node] = {}
         for leader in sorted({self._nodes[index][0] for index in spanning}):
             own = [index for index in spanning if self._nodes[index][0] == leader]
             # The trainer's own process group carries their secrets, as it does keys.
-            for index, meeting in run_on_one(partial(self._reserve, own), self._ranks, source=leader):
-                meetings[index] = MeetingPlace(**meeting)
+
+            def reserve(own: Sequence[int] = own) -> list[tuple[int, dict[str, Any]]]:
+                return [(index, asdict(self._own[index].reserve_meeting())) for index in own]
+
+            for index, meeting in run_on_one(reserve, self._ranks, source=leader):
+                meetings[index] = Node(**meeting)
         for index in sorted(self._own.keys() & set(servers)):
             self._own[index].start(*([meetings[index]] if index in meetings else []))
-
-    def _reserve(self, servers: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
-        return [(index, asdict(self._own[index].reserve_meeting())) for index in servers]
 
     def _wait(self, servers: Sequence[int]) -> dict[int, Endpoint]:
         """Wait for these servers on all hosts at the same time; return their endpoints; collective."""
@@ -170,7 +164,7 @@ class StartedServers:
             # The trainer's own process group carries the keys: whoever can read it could read the weights too.
             records = [asdict(one) for index, one in here.items() if self._nodes[index][0] == leader]
             for record in broadcast_json(records, self._ranks, source=leader):
-                ready[record["index"]] = _endpoint(record)
+                ready[record["index"]] = Endpoint(record["index"], record["url"], Keys(**record["keys"]))
         return ready
 
     def stop(self, servers: Sequence[int]) -> None:
@@ -185,11 +179,7 @@ class StartedServers:
         self.stop(list(self._own))
 
 
-def _endpoint(record: dict[str, Any]) -> Endpoint:
-    return Endpoint(record["index"], record["url"], Keys(**record["keys"]))
-
-
-class JoinedServers:
+class JoinedServers(ServerPool):
     """Servers that run already (`rollout.sglang.urls`); this run neither starts nor ends them."""
 
     def __init__(self, ranks: Ranks, urls: Sequence[str], keys: Keys, *, timeout_s: float) -> None:
@@ -199,12 +189,6 @@ class JoinedServers:
         self.tp: list[int] = []
         self.endpoints = [Endpoint(index, url.rstrip("/"), keys) for index, url in enumerate(urls)]
 
-    def owner(self, index: int) -> int | None:
-        return None
-
-    def nodes(self, index: int) -> Sequence[int]:
-        return ()
-
     def wait_ready(self) -> None:
         """Wait until all servers answer, and read their tensor-parallel sizes into `tp`; collective.
 
@@ -213,33 +197,18 @@ class JoinedServers:
         urls = ", ".join(endpoint.url for endpoint in self.endpoints)
         log.info("waiting for SGLang servers %s, at most %g s", urls, self._timeout_s)
         with progress.phase(f"waiting for SGLang servers {urls}", deadline_s=self._timeout_s):
-            self.tp = run_on_one(self._sizes, self._ranks)
-
-    def _sizes(self) -> list[int]:
-        """Return the servers' tensor-parallel sizes from /server_info."""
-        self._wait(range(len(self.endpoints)))
-        sizes = []
-        for endpoint in self.endpoints:
-            control = Control(endpoint, timeout_s=_ANSWER_S)
-            size = control.server_info().get("tp_size")
-            control.close()
-            if not isinstance(size, int) or size < 1:
-                raise RunError(f"{endpoint.url}: /server_info says tp_size={size!r}, which is not a number of ranks")
-            sizes.append(size)
-        return sizes
+            self.tp = run_on_one(lambda: self._sizes(range(len(self.endpoints))), self._ranks)
 
     def bring_back(self, lost: Sequence[int]) -> None:
         """Wait until these answer again, restarted by whoever started them; collective."""
-        run_on_one(lambda: self._wait(lost), self._ranks)
+        run_on_one(lambda: self._sizes(lost), self._ranks)
 
-    def _wait(self, servers: Sequence[int]) -> None:
+    def _sizes(self, servers: Sequence[int]) -> list[int]:
+        """Wait until these servers answer; return their tensor-parallel sizes from /server_info."""
         deadline = time.monotonic() + self._timeout_s
         controls = [Control(self.endpoints[index], timeout_s=_ANSWER_S) for index in servers]
         try:
-            while controls:
-                silent = [control for control in controls if not _healthy(control)]
-                if not silent:
-                    return
+            while silent := [one for one in controls if not one.answers("/health", timeout_s=_HEALTH_S)]:
                 if time.monotonic() > deadline:
                     urls = ", ".join(control.endpoint.url for control in silent)
                     raise RunError(
@@ -247,33 +216,12 @@ class JoinedServers:
                         f"servers {urls}"
                     )
                 time.sleep(_POLL_S)
+            sizes = [control.object("GET", "/server_info").get("tp_size") for control in controls]
         finally:
             for control in controls:
                 control.close()
-
-    def stop(self, servers: Sequence[int]) -> None:
-        """Leave joined servers running: they share no device with the trainer."""
-
-    def leave(self) -> None:
-        """Leave joined servers running."""
-
-    def close(self) -> None:
-        """Leave joined servers running."""
-
-
-def _healthy(control: Control) -> bool:
-    try:
-        return control.healthy()
-    except ServerError:
-        return False
-
-
-def ranks_on_this_host(world_size: int) -> int:
-    """Return the launcher's LOCAL_WORLD_SIZE, the ranks of this host; without it `world_size`."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-
-
-def url_of_master() -> str:
-    """Return the launcher's MASTER_ADDR and MASTER_PORT, of rank 0's host, as a URL."""
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    return f"http://{f'[{address}]' if ':' in address else address}:{os.environ.get('MASTER_PORT', 1)}"
+        for control, size in zip(controls, sizes, strict=True):
+            if not isinstance(size, int) or size < 1:
+                url = control.endpoint.url
+                raise RunError(f"{url}: /server_info says tp_size={size!r}, which is not a number of ranks")
+        return [int(size) for size in sizes if isinstance(size, int)]

@@ -6,11 +6,12 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
 import tempfile
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -19,14 +20,13 @@ import psutil
 from mega_rl.cores import processors
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server import launcher
+from mega_rl.processes import PIPE, STDOUT, Child
+from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+from mega_rl.rollout.sglang.server import group, launcher
 from mega_rl.rollout.sglang.server.installation import require_sglang
-from mega_rl.rollout.sglang.server.kept import KEYS_FILE, SCRATCH_PREFIX, KeptServers, owner_of
-from mega_rl.rollout.sglang.server.main_process import AdoptedProcess, ChildProcess
-from mega_rl.rollout.sglang.server.nodes import MeetingPlace, Node, end_reason
-from mega_rl.rollout.sglang.server.readiness import Readiness, recover
+from mega_rl.rollout.sglang.server.kept import KEPT_PREFIX, KEYS_FILE, SCRATCH_PREFIX, KeptServer, KeptServers
+from mega_rl.rollout.sglang.server.nodes import Node, end_reason
 from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments, environment
 
 __all__ = ["ServerProcess", "ServerSettings", "ServerStartError", "ServerStopError"]
@@ -37,6 +37,9 @@ PROGRAM = python_module(launcher.__name__)
 PORT_TRIES = 3
 
 _STOP_S = 20.0  # SIGKILL needs milliseconds; a GPU's driver may hold a process for seconds
+_POLL_S = 0.1
+_HEALTH_S = 10.0  # for one answer
+_ADOPT_S = 30.0  # a healthy server needs two, one of them for an abort of its requests
 _TELLING_LINES = 12
 _LONGEST_LINE = 300
 
@@ -57,7 +60,7 @@ class ServerProcess:
     be adopted all or none, and servers that share the trainer's devices: next to one that holds its memory the trainer
     could not load its models.
 
-    Of a server on several nodes each has such a process: the first one reserves their meeting, and all start with it.
+    A server on several nodes has such a process on each: the first one reserves their meeting, and all start with it.
 
     Its output goes to `<folder>/server-<index>.log`, of a further node to `server-<index>-node-<number>.log`. Use as a
     context manager, or call `start` and `stop`.
@@ -69,14 +72,15 @@ class ServerProcess:
         part = f"-node-{settings.node}" if settings.node else ""
         self.log_file = folder / f"server-{index}{part}.log"
         kept = None if settings.nodes > 1 or settings.memory_saver else KeptServers.of_launcher()
-        self._kept = None if kept is None or kept.is_taken(index) else kept
+        taken = kept is not None and (record := kept.records().get(index)) is not None and record.is_anothers
+        self._kept = None if taken else kept
         self._may_adopt = self._kept is not None
-        self._process: ChildProcess | AdoptedProcess | None = None
-        self._exit_code: int | None = None  # of the last process, once it was stopped
+        self._process: Child | KeptServer | None = None
+        self._exit_code: int | None = None  # the last process's, once it was stopped
         self._scratch: Path | None = None
         self._endpoint: Endpoint | None = None
         self._reserved: list[socket.socket] = []
-        self._meeting: MeetingPlace | None = None
+        self._meeting: Node | None = None
         self._is_aborted = False
         self._started = 0.0
         self._log_start = 0
@@ -108,40 +112,40 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the main process's exit code; None while it runs and before the first start. See `main_process`."""
+        """Return the main process's exit code, negative for a signal; None while it runs and before the first start."""
         return self._exit_code if self._process is None else self._process.exit_code
 
-    def reserve_meeting(self) -> MeetingPlace:
+    def reserve_meeting(self) -> Node:
         """Return a meeting of the server's nodes at this one, the first; its ports are held until it is ready."""
         _close_all(self._reserved)
         self._reserved = [reserve_port(self.settings.host) for _ in range(2)]
         store, life = (one.getsockname()[1] for one in self._reserved)
-        return MeetingPlace(self.settings.host, store, life)
+        return Node(0, self.settings.host, store, life)
 
-    def start(self, meeting: MeetingPlace | None = None) -> None:
+    def start(self, meeting: Node | None = None) -> None:
         """Start the process, or adopt one, and return at once. Raises UserError where SGLang is missing.
 
-        meeting: of a server on several nodes, the same on all of them.
+        meeting: of a server on several nodes, as the first one reserved it.
         """
         assert self._process is None, f"{self.name} runs already"
         assert (meeting is not None) == (self.settings.nodes > 1), f"{self.name}: meeting {meeting}"
         self._started, self._meeting, self._is_aborted = time.monotonic(), meeting, False
-        left = self._kept.candidate(self.index, self.settings, self.name) if self._kept and self._may_adopt else None
+        left = self._kept.candidate(self.index, self.settings) if self._kept and self._may_adopt else None
         self._may_adopt = False  # a server that is started again is a new one
         if left is None:
             log.info("starting SGLang server %d, log in %s", self.index, self.log_file)
             self._spawn()
         else:
-            self._process, self._scratch, self._endpoint = AdoptedProcess(left.main), left.scratch, left.endpoint
+            self._process, self._endpoint = left
+            self._scratch = left[0].scratch
 
     def wait_ready(self) -> Endpoint:
         """Wait until the server generates, or a further node has loaded its part.
 
         Raises ServerStartError, after which nothing of the server is left here.
         """
-        assert self._process is not None, f"{self.name} was not started"
-        assert self._endpoint is not None
-        is_kept = isinstance(self._process, AdoptedProcess)
+        assert self._endpoint is not None, f"{self.name} was not started"
+        is_kept = isinstance(self._process, KeptServer)
         if is_kept and (problem := recover(self._endpoint, lambda: self.exit_code)) is not None:
             self.stop()
             if self._is_aborted:
@@ -152,9 +156,8 @@ class ServerProcess:
         if not is_kept:
             self._wait_for_start()
         _close_all(self._reserved)
-        if self._kept is not None:
-            assert self._scratch is not None
-            self._kept.keep(self._process.pid, self._endpoint, self._scratch, self.settings)
+        if self._kept is not None and self.pid is not None and self._scratch is not None:
+            self._kept.keep(self.pid, self._endpoint, self._scratch, self.settings)
         log.info("%s is %s after %.1f s", self.name, "kept" if is_kept else "ready", time.monotonic() - self._started)
         return self._endpoint
 
@@ -163,8 +166,8 @@ class ServerProcess:
         self._is_aborted = True
         _remove(self._scratch)
         process = self._process
-        if process is not None:
-            process.kill()
+        if isinstance(process, Child) or (process is not None and process.main.runs):
+            group.kill(process.pid)
 
     def end_reason(self) -> str:
         """Return which other node's end has ended this part, empty where none has."""
@@ -180,60 +183,60 @@ class ServerProcess:
             return
         _close_all(self._reserved)
         _remove(self._scratch)
-        left = process.end(deadline_s=_STOP_S)
+        ends = process.main.end_group if isinstance(process, KeptServer) else partial(group.end, process.pid)
+        left = ends(deadline_s=_STOP_S)
         if left:
             raise ServerStopError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
-        self._exit_code = process.close()
+        self._exit_code = process.end()
         _remove(self._scratch)
         self._process = None
 
     def leave(self) -> None:
         """Leave a server that is kept to the ranks that may come after this process; end any other, as `stop` does."""
-        if self._scratch is None or owner_of(self._scratch) is None:
+        if self._scratch is None or KeptServer.read(self._scratch) is None:
             self.stop()
         self._process = None
 
     def _spawn(self) -> None:
         packages = require_sglang(device=self.settings.device).folder
-        keys, host = Keys.random(), self.settings.http_host
+        host = self.settings.http_host
         self._reserved.append(reserve_port(host))
         port = self._reserved[-1].getsockname()[1]
-        self._endpoint = Endpoint(self.index, f"http://{_in_url(host)}:{port}", keys)
-        self._scratch = scratch = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))  # 0700
+        self._endpoint = Endpoint(self.index, f"http://{f'[{host}]' if ':' in host else host}:{port}", Keys.random())
+        prefix, folder = SCRATCH_PREFIX, None
+        if self._kept is not None and self._kept.folder.is_dir():  # else the launcher was killed
+            prefix, folder = KEPT_PREFIX, self._kept.folder
+        self._scratch = scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))  # 0700
         try:
-            keys.write(scratch / KEYS_FILE)
+            self._endpoint.keys.write(scratch / KEYS_FILE)
             if self._meeting is not None:
-                Node(self.settings.node, self._meeting).write(scratch)
+                replace(self._meeting, number=self.settings.node).write(scratch)
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             # A restarted server draws other noise than before, far from the seeds of the run's other servers.
             own = replace(self.settings, seed=(self.settings.seed + (self._spawned << 16)) % (1 << 31))
             self._spawned += 1
-            line_of_life = nullcontext(subprocess.PIPE) if self._kept is None else self._kept.life()
-            with self.log_file.open("ab") as output, line_of_life as life:
+            with self.log_file.open("ab") as output:
                 self._log_start = output.tell()
-                self._process = ChildProcess(
-                    subprocess.Popen(
-                        [*PROGRAM, *arguments(own, port, self._meeting)],
-                        stdin=life,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        env=environment(self.settings, scratch=scratch, packages=packages),
-                        start_new_session=True,
-                    )
+                self._process = Child(
+                    self.name,
+                    [*PROGRAM, *arguments(own, port, self._meeting)],
+                    streams=(PIPE, output, STDOUT),
+                    env=environment(self.settings, scratch=scratch, packages=packages),
                 )
             os.sched_setaffinity(self._process.pid, processors())  # its GPUs may be near others than this rank's
-        except OSError:
+        except (OSError, RunError):
             _remove(self._scratch)
             raise
 
     def _wait_for_start(self) -> None:
         """Wait until the process that was started is ready, on another port if need be. Raises ServerStartError."""
-        own = self.settings
-        deadline = self._started + own.start_timeout_s
+        timeout_s = self.settings.start_timeout_s
+        deadline = self._started + timeout_s
         for attempt in range(1, PORT_TRIES + 1):
             assert self._endpoint is not None
-            check = Readiness(self._endpoint, lambda: self.exit_code, own.start_timeout_s)
-            problem = check.wait_for_health(deadline) or (None if own.node else check.first_token(deadline))
+            problem = wait_for_start(
+                self._endpoint, lambda: self.exit_code, deadline, timeout_s, generates=not self.settings.node
+            )
             if problem is None:
                 return
             clash = not self.alive and "address already in use" in log_since(self.log_file, self._log_start).lower()
@@ -249,7 +252,7 @@ class ServerProcess:
 
 
 def _remove(scratch: Path | None) -> None:
-    """Remove a server's private folder: before it is killed as well, since a launcher may kill this rank meanwhile."""
+    """Remove a private folder: before the server is killed as well, since a launcher may kill this rank meanwhile."""
     if scratch is not None:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -259,25 +262,87 @@ def _close_all(sockets: list[socket.socket]) -> None:
         sockets.pop().close()
 
 
+# -- readiness: functions return the problem, None for none ----------------------------------------------------------
+
+
+def wait_for_start(
+    endpoint: Endpoint,
+    exit_code: Callable[[], int | None],
+    deadline: float,
+    timeout_s: float,
+    *,
+    generates: bool = True,
+) -> str | None:
+    """Wait until /health answers 200, then generate one token.
+
+    exit_code: of the server's process, None while that runs. timeout_s: of the whole wait, for messages.
+    """
+    control, last, healthy = Control(endpoint, _HEALTH_S), "no answer", False
+    try:
+        while not healthy:
+            if (code := exit_code()) is not None:
+                return f"its process ended with exit code {code} before /health answered"
+            if time.monotonic() >= deadline:
+                return f"/health did not answer 200 within {timeout_s:g} s (last: {last})"
+            try:
+                control.call("GET", "/health", timeout_s=_HEALTH_S)
+                healthy = True
+            except ServerError as error:
+                last = str(error)
+                time.sleep(_POLL_S)
+        if not generates:
+            return None
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
+        control.timeout_s = max(1.0, deadline - time.monotonic())
+        answer = control.object("POST", "/generate", body)
+        if len(answer.get("output_ids", ())) != 1:
+            return f"the first generation was answered {str(answer)[:_LONGEST_LINE]}"
+    except ServerError as error:
+        ended = "" if (code := exit_code()) is None else f"; its process ended with exit code {code}"
+        return f"the first generation failed: {error}{ended}"
+    finally:
+        control.close()
+    return None
+
+
+def recover(endpoint: Endpoint, exit_code: Callable[[], int | None]) -> str | None:
+    """Bring a server to the state of one that has just started, whatever its last user was doing.
+
+    Abort requests in flight, resume a paused generation, and claim no version of weights: those of an update that was
+    cut short have two versions.
+    """
+    deadline = time.monotonic() + _ADOPT_S
+    control = Control(endpoint, timeout_s=_ADOPT_S / 2)
+    try:
+        control.call("POST", "/continue_generation", {})  # a paused server aborts no request that waits for its end
+        control.call("POST", "/pause_generation", {"mode": "abort"})
+        control.call("POST", "/continue_generation", {})
+        control.succeed("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
+        control.flush()
+    except ServerError as error:
+        return str(error)
+    finally:
+        control.close()
+    # Not before: SGLang's /health generates a token, and so waits while generation is paused.
+    return wait_for_start(endpoint, exit_code, deadline, _ADOPT_S)
+
+
 def log_since(log_file: Path, start: int) -> str:
-    """Return a log from byte `start` on."""
+    """Return a log from byte `start` to its end."""
     with log_file.open("rb") as file:
         file.seek(start)
         return file.read().decode("utf-8", "replace")
 
 
 def telling_lines(log_file: Path, start: int) -> list[str]:
-    """Return a log's last lines from byte `start` on, without quoted source code and SGLang's list of its settings."""
-    with log_file.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(start, end - 200_000))
-        lines = file.read().decode("utf-8", "replace").splitlines()
+    """Return a log's last lines from byte `start`, without quoted source code and SGLang's list of its settings."""
+    lines = log_since(log_file, max(start, log_file.stat().st_size - 200_000)).splitlines()
     kept = [line[:_LONGEST_LINE] for line in lines if line.strip() and not line[0].isspace()]
     return [line for line in kept if "server_args=" not in line][-_TELLING_LINES:]
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Return a socket bound to a free port: held so, and not listening, it lets the server alone bind there too.
+    """Return a socket bound to a free port: while it is held, and not listening, only the server can bind there too.
 
     Raises UserError for an address that this host does not have.
     """
@@ -294,7 +359,3 @@ def reserve_port(host: str) -> socket.socket:
             ) from None
         undo.pop_all()
     return bound
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 import mega_rl
+from mega_rl.config.rules.servers import is_loopback
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server import kept, launcher
+from mega_rl.rollout.sglang.server.addresses import interface_of, is_address
 from mega_rl.rollout.sglang.server.installation import with_tools
-from mega_rl.rollout.sglang.server.nodes import MeetingPlace
+from mega_rl.rollout.sglang.server.nodes import Node
 
 _CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's memory, which is the trainer's too
 # What a launcher tells the trainer's ranks. A server that heard it would take itself for one of them.
@@ -37,7 +37,7 @@ class ServerSettings:
     tp: int = 1  # tensor-parallel ranks, on all nodes
     nodes: int = 1  # hosts that it spans
     node: int = 0  # number of this one, the part's; 0 has the server's URL
-    dtype: str = "float32"  # of weights and activations: float32, bfloat16 or float16
+    dtype: str = "float32"  # weights and activations: float32, bfloat16 or float16
     device: str = "cpu"  # or cuda
     max_total_tokens: int = 0  # in the KV cache; 0: SGLang's choice on CUDA, 32768 on a CPU
     mem_fraction: float = 0.0  # CUDA: share of the memory for weights and KV cache; 0: SGLang's choice
@@ -70,32 +70,10 @@ class ServerSettings:
     @property
     def loopback(self) -> bool:
         """Return whether only this machine can reach the server."""
-        return self.host == "localhost" or (is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
+        return is_loopback(self.host)
 
 
-def is_address(host: str) -> bool:
-    """Return whether `host` is an IPv4 or IPv6 address, not a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def address_of(host: str) -> str:
-    """Return the address of this host's interface `host`, IPv4 if it has one; an address or a name as it is."""
-    addresses = psutil.net_if_addrs().get(host, ())
-    kept = [one.address for one in sorted(addresses, key=lambda one: one.family) if is_address(one.address)]
-    return kept[0] if kept else host
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of this host's interface with this address, None for no such."""
-    named = psutil.net_if_addrs().items()
-    return next((name for name, addresses in named if any(one.address == address for one in addresses)), None)
-
-
-def arguments(settings: ServerSettings, port: int, meeting: MeetingPlace | None = None) -> list[str]:
+def arguments(settings: ServerSettings, port: int, meeting: Node | None = None) -> list[str]:
     """Return SGLang's command line; it never holds keys or trust_remote_code.
 
     meeting: of a server on several nodes.
@@ -168,7 +146,7 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
     elif settings.nodes > 1 and (interface := interface_of(settings.host)):
         clean = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **clean}
     if settings.nodes > 1:
-        clean["SGLANG_HOST_IP"] = settings.host  # of the queue of requests, which else takes the first interface
+        clean["SGLANG_HOST_IP"] = settings.host  # for the queue of requests, which else takes the first interface
     return clean
 
 

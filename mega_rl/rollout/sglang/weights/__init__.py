@@ -1,1 +1,1 @@
-"""The policy's weights into servers: resharding, buckets, checks before and probes after an update."""
+"""Weight updates of servers: resharding, buckets, checks before and probes after an update."""

@@ -26,7 +26,7 @@ FORMAT = "flattened_bucket"
 
 @dataclass(frozen=True)
 class MappedFile:
-    """The first bytes of a file; unpickled, a uint8 tensor [nbytes] that maps them and writes nothing back."""
+    """First bytes of a file; unpickled, a uint8 tensor [nbytes] that maps them and writes nothing back."""
 
     path: str
     nbytes: int
@@ -38,7 +38,7 @@ class MappedFile:
 def payload(data: Any, bucket: Bucket, dtype: torch.dtype, *, offset: int = 0) -> str:
     """Return a bucket's description for one tensor-parallel rank of a server, base64 text.
 
-    `data`: what unpickles to a uint8 tensor that has the bucket at `offset`; `dtype`: of all but the float32 slots.
+    `data`: unpickles to a uint8 tensor that has the bucket at `offset`; `dtype`: of all but the float32 slots.
     """
     metadata = [
         SimpleNamespace(

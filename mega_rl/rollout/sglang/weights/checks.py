@@ -24,7 +24,7 @@ from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
 from mega_rl.storage.safetensors_reader import CheckpointReader
 
-# Setting of a server -> the only values with which weights can be sent to it, and what else it would need.
+# Setting of a server -> the only values with which weights can be sent to it, and the reason.
 _SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {
     "pp_size": ((1, None), "weights are sent per tensor-parallel rank; use --tp-size"),
     "quantization": ((None, "", "unquant"), "weights are sent unquantised"),
@@ -61,10 +61,10 @@ class SentTensor(NamedTuple):
 class ExpectedServer:
     """Model and weights that the trainer will send, and the settings a server needs for them."""
 
-    hf: HFConfig  # of the trainer's model
+    hf: HFConfig  # the trainer's model
     sent: tuple[SentTensor, ...]
-    dtype: str  # of the server's weights: "float32"
-    tp: int | None = None  # of a server that the run started; None: any
+    dtype: str  # the server's weights': "float32"
+    tp: int | None = None  # None: any, as a joined server may have
     routing: bool = False  # it has to report the experts of tokens
 
 
@@ -83,7 +83,7 @@ def check_server(control: Control, expected: ExpectedServer) -> list[str]:
     Compares /model_info and /server_info and, where the server's checkpoint can be read from here, the names and
     shapes of its tensors. Raises ServerError when the server does not answer.
     """
-    problems = mismatches(control.model_info(), control.server_info(), expected)
+    problems = mismatches(control.object("GET", "/model_info"), control.object("GET", "/server_info"), expected)
     where = f"SGLang server {control.endpoint.index} at {control.endpoint.url}"
     return [f"{where}: {problem}" for problem in problems]
 

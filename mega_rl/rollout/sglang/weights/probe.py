@@ -11,41 +11,17 @@ from torch import Tensor
 
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.http.ask_all import each
-from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.request import NUCLEUS_OF_ONE, hidden_bias
+from mega_rl.rollout.sglang.generation.samples import NUCLEUS_OF_ONE, hidden_bias
+from mega_rl.rollout.sglang.http.control import Control, ServerError, each
 from mega_rl.types import Rollout, TokenOutputs
 
 _PROMPT_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class ProbeLimits:
-    """Largest |trainer - server| in nats: of the mean over the tokens of a probe, and of each of them."""
-
-    mean: float
-    max: float
-
-    def exceeded(self, difference: Tensor) -> bool:
-        """Return whether the differences [N] of a server's tokens are beyond either."""
-        return not (float(difference.mean()) <= self.mean and float(difference.max()) <= self.max)
-
-
-# A logit of 16 to 32 in bf16 is a multiple of 0.125, one of 32 to 64 of 0.25: two healthy engines differ by such a step
-# in some tokens, so what says anything is the mean.
-_LIMITS = {
-    "float32": ProbeLimits(mean=1e-4, max=1e-4),
-    "bfloat16": ProbeLimits(mean=0.15, max=1.0),
-    "float16": ProbeLimits(mean=0.15, max=1.0),
-}
-
-
-@dataclass(frozen=True)
-class Probed:
-    """Result of a probe; equal on all ranks."""
-
-    failed: dict[int, str]  # server -> why
-    largest: float  # |trainer - server| in nats over all tokens of all servers that answered
+# Largest |trainer - server| in nats: of the mean over the tokens of a probe, and of each token. A logit of 16 to 32 in
+# bf16 is a multiple of 0.125, one of 32 to 64 of 0.25: two healthy engines differ by such a step in some tokens, so
+# only the mean says anything.
+LIMITS = {"float32": (1e-4, 1e-4), "bfloat16": (0.15, 1.0), "float16": (0.15, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -55,20 +31,23 @@ class Probe:
     evaluate: Callable[[Rollout], TokenOutputs]  # the actor's log-probs; collective, the same rows on every rank
     ranks: Ranks
     vocab_size: int
-    temperature: float  # that divides the trainer's logits
+    temperature: float  # divides the trainer's logits
     num_tokens: int
-    limits: ProbeLimits
+    limits: tuple[float, float]  # for the mean and for each token, as `LIMITS`
     hidden_token_ids: tuple[int, ...] = ()  # probability 0 in the trainer
 
-    def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> Probed:
-        """Probe `servers`; controls: of the servers that this rank steers."""
+    def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> tuple[dict[int, str], float]:
+        """Return (why each failed server failed, largest difference of all tokens in nats), equal on all ranks.
+
+        controls: of the servers that this rank steers.
+        """
         prompt = probe_prompt(self.vocab_size)
         asked = [i for i in servers if i in controls]
         answers, failed = each(asked, lambda i: self._ask(controls[i], prompt))
         failed = merge_failures(failed, self.ranks)
         left = [i for i in servers if i not in failed]
         if not left:
-            return Probed(failed, 0.0)
+            return failed, 0.0
         # One rank steers each server and the others hold zeros, so the sum is that rank's values.
         own = torch.zeros(2, len(left), self.num_tokens, dtype=torch.float64)
         for row, server in enumerate(left):
@@ -81,9 +60,10 @@ class Probe:
         # The ranks that share a model agree to the bit; replicas of it need not.
         difference = self.ranks.max(difference)
         for row, server in enumerate(left):
-            if self.limits.exceeded(difference[row]):
+            mean, largest = float(difference[row].mean()), float(difference[row].max())
+            if mean > self.limits[0] or largest > self.limits[1]:  # not a number became infinite above
                 failed[server] = self._disagreement(server, tokens[row], theirs[row], ours[row], difference[row])
-        return Probed(merge_failures(failed, self.ranks), float(difference.max()))
+        return merge_failures(failed, self.ranks), float(difference.max())
 
     def _ask(self, control: Control, prompt: Sequence[int]) -> tuple[list[float], list[float]]:
         """Return (tokens, log-probs) of one server's greedy response."""
@@ -98,7 +78,7 @@ class Probe:
             },
             "return_logprob": True,
         }
-        answer = control.generation.generate(body)
+        answer = control.object("POST", "/generate", body)
         try:
             pairs = [(float(entry[0]), int(entry[1])) for entry in answer["meta_info"]["output_token_logprobs"]]
             tokens = [int(token) for token in answer["output_ids"]]
@@ -131,8 +111,8 @@ class Probe:
         return (
             f"SGLang server {server}: probe token {worst} (id {int(tokens[worst])}) has log-prob "
             f"{float(theirs[worst]):.7g} at the server and {float(ours[worst]):.7g} at the trainer, apart by "
-            f"{float(difference[worst]):.3g}, limit {self.limits.max:g} (rollout.sglang.sync.probe_max_limit); "
-            f"the mean over {len(difference)} tokens is {float(difference.mean()):.3g}, limit {self.limits.mean:g} "
+            f"{float(difference[worst]):.3g}, limit {self.limits[1]:g} (rollout.sglang.sync.probe_max_limit); "
+            f"the mean over {len(difference)} tokens is {float(difference.mean()):.3g}, limit {self.limits[0]:g} "
             "(rollout.sglang.sync.probe_mean_limit)"
         )
 
@@ -140,12 +120,6 @@ class Probe:
 def probe_prompt(vocab_size: int) -> tuple[int, ...]:
     """Return eight token ids, evenly spaced over the vocabulary."""
     return tuple((2 * i + 1) * vocab_size // (2 * _PROMPT_TOKENS) for i in range(_PROMPT_TOKENS))
-
-
-def probe_limits(dtype: str, *, mean: float, largest: float) -> ProbeLimits:
-    """Return the limits: the settings, or for 0 the bounds on rounding in the server's dtype."""
-    usual = _LIMITS[dtype]
-    return ProbeLimits(mean=mean or usual.mean, max=largest or usual.max)
 
 
 def _malformed(control: Control, what: str) -> ServerError:

@@ -5,20 +5,21 @@ Plain arithmetic over the export plan, the same on all ranks. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
+from mega_rl.converters.plan.export import ExportUnit, export_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
 FLOAT32_BYTES = 4
-# Pieces below are not cut: a copy of its own costs more than the other ranks would save.
+# Smaller pieces are not cut: one more copy costs more than the other ranks would save.
 _LEAST_BYTES = 64 << 10
 
 
@@ -55,7 +56,7 @@ class Bucket:
 
 
 class ParamWrites(NamedTuple):
-    """The parts of one of a rank's parameters that the rank writes; empty where other holders write all of it."""
+    """Parts of one of a rank's parameters that the rank writes; empty if other holders write all of it."""
 
     vp_stage: int
     param: str  # name in the live chunk
@@ -63,7 +64,7 @@ class ParamWrites(NamedTuple):
 
 
 def plan_buckets(sharding: Sharding, *, bucket_bytes: int, itemsize: int, by_stage: bool = False) -> tuple[Bucket, ...]:
-    """Return the whole model in buckets of at most `bucket_bytes`, in the model's order; a larger unit is alone.
+    """Return the whole model in buckets of at most `bucket_bytes`, in the model's order; a larger unit has its own.
 
     `itemsize`: bytes per element of the dtype in which weights travel. `by_stage`: no bucket has units of two pipeline
     ranks, and those of all pipeline ranks come in turn, so that each gathers its next one while others send. Tensors
@@ -79,7 +80,7 @@ def plan_buckets(sharding: Sharding, *, bucket_bytes: int, itemsize: int, by_sta
 
 
 def _buckets(plan: Sequence[ExportUnit], bucket_bytes: int, itemsize: int) -> Iterator[Bucket]:
-    """Yield consecutive units in buckets of at most `bucket_bytes`; a larger unit is alone."""
+    """Yield consecutive units in buckets of at most `bucket_bytes`; a larger unit has its own."""
     units: list[ExportUnit] = []
     size = 0
     for unit in plan:
@@ -116,7 +117,7 @@ def sending_bytes(hf: HFConfig, *, bucket_bytes: int, itemsize: int) -> int:
 
 
 def first_ranks(layout: ParallelLayout) -> list[int]:
-    """Return the first rank of every pipeline rank: of those that share it, the one that stands for them."""
+    """Return the first rank of every pipeline rank."""
     return [pp_rank * layout.stage_size for pp_rank in range(layout.pp)]
 
 
@@ -137,57 +138,37 @@ def writes(
     Ranks that hold the same rectangle have equal shares of its rows. `ranks` cover the model. All parameters of this
     rank's stage are listed, in one order: to read one that is sharded over data parallelism is collective.
     """
-    holders = _Holders(layout, ranks)
+    places = {place: layout.coordinates(place) for place in ranks}
     own_stage = layout.coordinates(rank).pp_rank
+
+    @cache
+    def holders(pp_rank: int, of_experts: bool, member: int | None) -> tuple[int, ...]:
+        """Return the ranks that hold a rectangle, in ascending order; member None: any rank of the stage."""
+
+        def number(at: RankCoordinates) -> int:
+            return at.ep_rank * layout.etp + at.etp_rank if of_experts else at.tp_rank
+
+        there = sorted(place for place, at in places.items() if at.pp_rank == pp_rank)
+        return tuple(place for place in there if member in (None, number(places[place])))
+
     turns: dict[tuple[int, ...], int] = {}
     plans = []
     for bucket in buckets:
         slots = {slot.name: slot for slot in bucket.slots}
         own: list[ParamWrites] = []
         for unit in bucket.units:
-            parts = _unit_parts(unit, slots, holders, rank, turns)
+            parts: list[list[tuple[Slot, Copy]]] = [[] for _ in unit.params]
+            for name, piece in ((name, piece) for name, _, pieces in unit.tensors for piece in pieces):
+                anywhere = not unit.of_experts and unit.params[piece.param].replicated
+                there = holders(unit.pp_rank, unit.of_experts, None if anywhere else piece.member)
+                assert there, f"no rank of {list(ranks)} holds {name}"
+                shares = _shares(piece.copy, slots[name], there, rank, turns) if rank in there else ()
+                parts[piece.param] += [(slots[name], share) for share in shares]
             if unit.pp_rank == own_stage:
                 named = zip(unit.params, parts, strict=True)
                 own += [ParamWrites(unit.vp_stage, param.name, tuple(part)) for param, part in named]
         plans.append(own)
     return plans
-
-
-def _unit_parts(
-    unit: ExportUnit, slots: Mapping[str, Slot], holders: _Holders, rank: int, turns: dict[tuple[int, ...], int]
-) -> list[list[tuple[Slot, Copy]]]:
-    """Return for each parameter of a unit the rectangles that `rank` writes, with their slots; advances `turns`."""
-    parts: list[list[tuple[Slot, Copy]]] = [[] for _ in unit.params]
-    for name, _, pieces in unit.tensors:
-        for piece in pieces:
-            ranks = holders.of(unit, piece)
-            assert ranks, f"no rank of {holders.ranks} holds {name}"
-            if rank in ranks:
-                shares = _shares(piece.copy, slots[name], ranks, rank, turns)
-                parts[piece.param] += [(slots[name], share) for share in shares]
-    return parts
-
-
-class _Holders:
-    """Lookup of the ranks that hold a rectangle."""
-
-    def __init__(self, layout: ParallelLayout, ranks: Sequence[int]) -> None:
-        self.ranks = list(ranks)
-        self._places = {rank: layout.coordinates(rank) for rank in ranks}
-        self._etp = layout.etp
-        self._known: dict[tuple[int, bool, int | None], tuple[int, ...]] = {}
-
-    def of(self, unit: ExportUnit, piece: ExportPiece) -> tuple[int, ...]:
-        """Return the ranks that hold a piece of a unit, in ascending order."""
-        anywhere = not unit.of_experts and unit.params[piece.param].replicated
-        key = unit.pp_rank, unit.of_experts, None if anywhere else piece.member
-        if key not in self._known:
-            self._known[key] = tuple(rank for rank, at in sorted(self._places.items()) if self._holds(at, *key))
-        return self._known[key]
-
-    def _holds(self, at: RankCoordinates, pp_rank: int, of_experts: bool, member: int | None) -> bool:
-        own = at.ep_rank * self._etp + at.etp_rank if of_experts else at.tp_rank
-        return at.pp_rank == pp_rank and member in (None, own)
 
 
 def _shares(

@@ -14,32 +14,17 @@ import torch
 from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
-from mega_rl.rollout.sglang.http.ask_all import each, without
-from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.generation.router import ServerRouter
+from mega_rl.rollout.sglang.http.control import Control, ServerError, each
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, check_server
 from mega_rl.rollout.sglang.weights.probe import Probe
-from mega_rl.rollout.sglang.weights.transport import SendReport, Transport
+from mega_rl.rollout.sglang.weights.transport import RanksLost, SendReport, Transport
 from mega_rl.types import Metrics
 
 log = logging.getLogger(__name__)
 
+_SCHEDULER_S = 30.0  # a scheduler ends its step and answers faster
 PHASES = ("check", "pause", "send", "continue", "probe", "checksum")
-
-
-class Rotation(Protocol):
-    """Rotation of the servers that generate, as the sync changes it: `generation.router.ServerRouter` on every rank."""
-
-    def mark_down(self, index: int, reason: str) -> None:
-        """Take a server that does not answer out of the rotation."""
-        ...
-
-    def mark_stale(self, index: int, reason: str) -> None:
-        """Take a server that answers out of the rotation until it holds the policy's weights."""
-        ...
-
-    def mark_ready(self, index: int, version: int) -> None:
-        """Put a server that holds the weights of `version` into the rotation."""
-        ...
 
 
 class SendListener(Protocol):
@@ -60,7 +45,7 @@ class SglangWeightSync:
     def __init__(
         self,
         transport: Transport,
-        rotation: Rotation,
+        router: ServerRouter,
         ranks: Ranks,
         *,
         controls: Mapping[int, Control],
@@ -74,9 +59,7 @@ class SglangWeightSync:
         probe: None proves nothing; else it runs after every update.
         verify_interval: compare checksums at the first publish and every N-th.
         """
-        if verify_interval < 1 or num_servers < 1:
-            raise ValueError(f"verify_interval={verify_interval}, num_servers={num_servers}: both are at least 1")
-        self._transport, self._rotation, self._ranks = transport, rotation, ranks
+        self._transport, self._router, self._ranks = transport, router, ranks
         self._controls, self._num_servers = controls, num_servers
         self._expected, self._probe, self._verify_interval = expected, probe, verify_interval
         self._listeners: list[SendListener] = []
@@ -118,7 +101,7 @@ class SglangWeightSync:
     def refit(self, servers: Sequence[int]) -> Metrics:
         """Send the last published version to these servers, as after their restart; errors as in `publish`.
 
-        The trainer must still hold those weights. Raises RunError only when no server at all is ready then.
+        The trainer must still hold those weights. Raises RunError only when no server at all is ready afterwards.
         """
         if not self._weight_version:
             raise RuntimeError("refit was called before any weights were published")
@@ -131,7 +114,7 @@ class SglangWeightSync:
         seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         requests = sum(control.requests for control in self._controls.values())
         for server in servers:
-            self._rotation.mark_stale(server, f"it is being sent the weights of version {version}")
+            self._router.mark_stale(server, f"it is being sent the weights of version {version}")
         self._ready -= set(servers)
         attempt = _Attempt(self._ranks, self._controls, servers)
         with _timed(seconds, "check"):
@@ -139,7 +122,7 @@ class SglangWeightSync:
         with _timed(seconds, "pause"):
             attempt.all_do(_pause)
         with _timed(seconds, "send"):
-            report = self._send(attempt, version)
+            report = self._send(attempt, version) if attempt.left else SendReport()
             for listener in self._listeners:
                 listener.after_send(tuple(attempt.left))
         with _timed(seconds, "continue"):
@@ -147,9 +130,8 @@ class SglangWeightSync:
         largest = 0.0
         with _timed(seconds, "probe"):
             if self._probe is not None and attempt.left:
-                probed = self._probe(self._controls, attempt.left)
-                attempt.fail(probed.failed)
-                largest = probed.largest
+                failed, largest = self._probe(self._controls, attempt.left)
+                attempt.fail(failed)
         compared = 0
         with _timed(seconds, "checksum"):
             if verify:
@@ -183,9 +165,12 @@ class SglangWeightSync:
         self._checked |= set(fresh) & set(attempt.left)
 
     def _send(self, attempt: _Attempt, version: int) -> SendReport:
-        if not attempt.left:
-            return SendReport()
-        report = self._transport.send(version=version, servers=list(attempt.left))
+        try:
+            report = self._transport.send(version=version, servers=list(attempt.left))
+        except RunError:
+            raise
+        except RuntimeError as error:
+            raise RanksLost(f"weight update: ranks of the trainer did not meet in time: {error}") from error
         attempt.fail(report.failed)
         return report
 
@@ -222,15 +207,16 @@ class SglangWeightSync:
 
     def _conclude(self, attempt: _Attempt, version: int) -> None:
         """Put the servers that passed back into rotation, and log the others. Raises RunError when none is left."""
-        dead = attempt.unreachable()
+        _, silent = each([i for i in attempt.failed if i in self._controls], lambda i: _answers(self._controls[i]))
+        dead = merge_failures(silent, self._ranks)
         for i, why in attempt.failed.items():
             self._checked.discard(i)
-            (self._rotation.mark_down if i in dead else self._rotation.mark_stale)(i, why)
+            (self._router.mark_down if i in dead else self._router.mark_stale)(i, why)
         self._ready |= set(attempt.left)
         for i in attempt.left:
-            self._rotation.mark_ready(i, version)
+            self._router.mark_ready(i, version)
+        reasons = "\n".join(attempt.failed[i] for i in sorted(attempt.failed))
         if attempt.failed and self._ranks.rank == 0:
-            reasons = "\n".join(attempt.failed[i] for i in sorted(attempt.failed))
             log.warning(
                 "weights of version %d: %d of %d servers are out of rotation until they are refit:\n%s",
                 version,
@@ -239,7 +225,6 @@ class SglangWeightSync:
                 reasons,
             )
         if not self._ready:
-            reasons = "\n".join(attempt.failed[i] for i in sorted(attempt.failed))
             raise RunError(f"no SGLang server took the weights of version {version}:\n{reasons}")
 
 
@@ -255,45 +240,46 @@ class _Attempt:
         """Drop servers that failed on some rank; collective."""
         merged = merge_failures(failed, self._ranks)
         self.failed = merged | self.failed
-        self.left = without(self.left, merged)
+        self.left = [i for i in self.left if i not in merged]
 
     def all_do(self, ask: Callable[[Control], Any]) -> None:
         """Call `ask` for every server that is left, on the rank that steers it, concurrently; collective."""
         _, failed = each([i for i in self.left if i in self._controls], lambda i: ask(self._controls[i]))
         self.fail(failed)
 
-    def unreachable(self) -> set[int]:
-        """Return the failed servers that do not answer at all; collective."""
-        _, silent = each([i for i in self.failed if i in self._controls], lambda i: _answers(self._controls[i]))
-        return set(merge_failures(silent, self._ranks))
-
 
 def _answers(control: Control) -> None:
-    if not control.responsive():
+    if not control.answers("/server_info", timeout_s=_SCHEDULER_S):  # /health outlives a dead scheduler by a minute
         raise ServerError(control.endpoint, "/server_info", "its scheduler does not answer")
 
 
 def _pause(control: Control) -> None:
     """Stop generating, then empty the prefix cache of the old weights, which needs an idle server."""
-    control.generation.pause("abort")
-    control.generation.flush()
+    control.call("POST", "/pause_generation", {"mode": "abort"})  # takes about a second with requests in flight
+    control.flush()
 
 
 def _finish(control: Control, version: int) -> None:
     """Resume generation. Raises ServerError if the version of the last bucket has not arrived."""
-    held = control.weights.version()
+    held = control.object("GET", "/model_info").get("weight_version")
     if held != str(version):
-        raise ServerError(
-            control.endpoint, "/model_info", f"weight_version is {held!r} after the update to version {version}"
-        )
-    control.generation.resume()
+        what = f"weight_version is {held!r} after the update to version {version}"
+        raise ServerError(control.endpoint, "/model_info", what)
+    control.call("POST", "/continue_generation", {})
 
 
 def _checksum(control: Control) -> str | None:
-    """Return "2:<hash of rank 0>:<hash of rank 1>" of a server's weights; None from one without checksums."""
-    ranks = control.weights.checksums()
-    if ranks is None:
-        return None
+    """Return "2:<hash of rank 0>:<hash of rank 1>" of a server's weights.
+
+    None from a server without checksums, as on a CPU, where SGLang's own code asks for CUDA.
+    """
+    ranks: Any
+    try:
+        ranks = control.object("POST", "/weights_checker", {"action": "checksum"}).get("ranks")
+    except ServerError as error:
+        if error.status is not None and 400 <= error.status < 500 and error.status not in (401, 403):
+            return None
+        raise
     try:
         parts = {int(entry["parallelism_info"]["tp_rank"]): str(entry["per_gpu_checksum"]) for entry in ranks}
     except (KeyError, TypeError, ValueError) as error:

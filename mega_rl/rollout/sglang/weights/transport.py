@@ -1,62 +1,74 @@
-"""Transport of weights from the trainer to servers: the protocol, and what all transports share."""
+"""Transport of weights from the trainer to servers: the protocol, and the parts that all transports share."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+from mega_rl.converters.live.export import export_hf
+from mega_rl.converters.live.load import weights_of
 from mega_rl.errors import RunError
-from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.request import ServerError
+from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.weights.reshard import Bucket, plan_buckets
 
-GRACE_S = 60.0  # beyond a server's deadline, for what ranks do between two meetings
+if TYPE_CHECKING:
+    from mega_rl.engines.base import ModelEngine
+
+GRACE_S = 60.0  # beyond a server's deadline, for the work of ranks between two collectives
 # In the answer of a server whose peers in a process group are gone; the words are torch's and SGLang's.
 _GROUP = re.compile(r"gloo|nccl|process group|connection (closed|reset|was)|broken pipe|timed out", re.IGNORECASE)
 
 
-class Receiver(Protocol):
-    """The endpoints of one server that carry weights: `control.WeightControl`.
+@dataclass(frozen=True)
+class TrainerWeights:
+    """Weights of an engine with a language model's head, in the dtype in which they travel."""
 
-    A call returns when the server has done what it asks; every call has a deadline, and raises ServerError for
-    anything but success. Calls come from several threads.
-    """
+    engine: ModelEngine
+    dtype: torch.dtype  # the servers'; tensors that are float32 in every model stay so
 
     @property
-    def endpoint(self) -> Endpoint:
-        """Return the server's address and keys; they change with a restart."""
-        ...
+    def sharded(self) -> bool:
+        """Return whether data parallelism has cut the parameters, so that reading one is collective over them."""
+        return self.engine.is_sharded
 
-    def update_from_tensor(
-        self, payloads: Sequence[str], *, load_format: str | None = None, version: int | None = None
-    ) -> None: ...
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.engine.device
 
-    def init_group(
-        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
-    ) -> None: ...
+    @property
+    def experts(self) -> bool:
+        """Return whether the model has experts."""
+        return self.engine.sharding.hf.moe is not None
 
-    def update_from_distributed(
-        self,
-        *,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group: str,
-        load_format: str | None = None,
-        version: int | None = None,
-    ) -> None: ...
+    def buckets(self, bucket_bytes: int, *, by_stage: bool = False) -> tuple[Bucket, ...]:
+        """Return the plan: see `reshard.plan_buckets`."""
+        sharding, itemsize = self.engine.sharding, self.dtype.itemsize
+        return plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize, by_stage=by_stage)
 
-    def destroy_group(self, group: str) -> None: ...
+    def chunks(self) -> list[nn.Module]:
+        """Return the model's chunks with whole parameters, up to date; collective."""
+        return self.engine.whole_chunks()
+
+    def live(self) -> list[Mapping[str, Tensor]]:
+        """Return this rank's weights by name for each chunk; collective, as is reading one where they are sharded."""
+        return [weights_of(chunk) for chunk in self.chunks()]
+
+    def export(self, *, bucket_bytes: int, own_stage: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor) on all ranks of a replica, which gather together; see `export_hf`."""
+        place = replace(self.engine.place, bucket_bytes=bucket_bytes)
+        return export_hf(self.chunks(), place, dtype=self.dtype, own_stage=own_stage)
 
 
 @dataclass(frozen=True)
@@ -65,9 +77,9 @@ class Server:
 
     index: int  # number of the server in the run
     tp: int  # its tensor-parallel ranks, equally many on each of its hosts
-    host: str | None  # where its URL is, as `choose.host_identity` says there; None: not known, as behind a URL
-    receiver: Receiver | None = None  # needed on the rank that leads it: the first of its host, or rank 0
-    further_hosts: tuple[str, ...] = ()  # of its other nodes, in their order
+    host: str | None  # `choose.host_identity` of the host with its URL; None: not known
+    receiver: Control | None = None  # needed on the rank that leads it: the first of its host, or rank 0
+    further_hosts: tuple[str, ...] = ()  # hosts of its other nodes, in their order
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -85,12 +97,18 @@ def sites_of(hosts: Sequence[str], servers: Sequence[Server]) -> tuple[str, ...]
 class SendReport:
     """Statistics of one `send`; equal on all ranks."""
 
-    bytes: int = 0  # of weights, counted once however many servers got them
+    bytes: int = 0  # weights, counted once however many servers got them
     buckets: int = 0
     tensors: int = 0
     requests: int = 0  # HTTP requests to all servers together
-    seconds: float = 0.0  # of the slowest rank
+    seconds: float = 0.0  # the slowest rank's
     failed: dict[int, str] = field(default_factory=dict)  # server -> why; all others have all weights
+
+    @classmethod
+    def of(cls, buckets: Sequence[Bucket]) -> SendReport:
+        """Return the report of an update in these buckets, before any request."""
+        tensors = sum(len(bucket.slots) for bucket in buckets)
+        return cls(sum(bucket.nbytes for bucket in buckets), len(buckets), tensors)
 
 
 class Transport(Protocol):
@@ -114,69 +132,12 @@ class Transport(Protocol):
         ...
 
 
-class Meeting:
-    """Collectives with a deadline between ranks of the trainer: over gloo, whatever the trainer's backend."""
-
-    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
-        self._group, self._timeout_s = group, timeout_s
-        self._ranks = GroupRanks(group)
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._ranks.size
-
-    @property
-    def rank(self) -> int:
-        """Return this rank's number in the group."""
-        return self._ranks.rank
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this rank is the group's first."""
-        return self.rank == 0
-
-    def barrier(self, what: str) -> None:
-        """Wait for all ranks of the group."""
-        with self._named(what):
-            dist.barrier(group=self._group)
-
-    def broadcast(self, value: Any, *, source: int, what: str) -> Any:
-        """Return rank `source`'s value on all ranks, as JSON carries it."""
-        with self._named(what):
-            return broadcast_json(value, self._ranks, source=source)
-
-    def gather(self, value: Any, *, what: str) -> list[Any]:
-        """Return every rank's value on all ranks, as JSON carries it."""
-        with self._named(what):
-            return self._ranks.gather_json(value)
-
-    def max(self, value: float, *, what: str) -> float:
-        """Return the largest value of all ranks."""
-        with self._named(what):
-            return float(self._ranks.max(torch.tensor(value, dtype=torch.float64)))
-
-    def close(self) -> None:
-        """Destroy the process group."""
-        dist.destroy_process_group(self._group)
-
-    @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
-            raise RanksLost(
-                f"weight update: the ranks {ranks} did not meet {what} (deadline {self._timeout_s:g} s): {error}"
-            ) from error
-
-
 class RanksLost(RunError):
     """Other ranks of the trainer ended or missed a deadline."""
 
 
-def open_meeting(parts: Sequence[Sequence[int]] = (), *, timeout_s: float) -> Meeting:
-    """Return a meeting of this rank's part of the run, without parts of all ranks; collective over all ranks.
+def open_ranks(parts: Sequence[Sequence[int]] = (), *, timeout_s: float) -> GroupRanks:
+    """Return the ranks of this rank's part of the run, over gloo; without parts of the whole run; collective.
 
     parts: ranks of each. Every rank is in one of them: torch may ask ranks that a group leaves out to take part in its
     birth, and waits for ever where some rank is left out more often than others.
@@ -186,29 +147,27 @@ def open_meeting(parts: Sequence[Sequence[int]] = (), *, timeout_s: float) -> Me
         group, _ = dist.new_subgroups_by_enumeration(list(map(list, parts)), backend="gloo", timeout=timeout)
     else:
         group = dist.new_group(backend="gloo", timeout=timeout)
-    return Meeting(group, timeout_s=timeout_s)
+    return GroupRanks(group)
 
 
-class HostMeetings:
-    """Meetings of all ranks of the run (`world`) and of those on this rank's host (`host`); made collectively."""
+def open_host_ranks(hosts: Sequence[str], *, timeout_s: float) -> tuple[GroupRanks, GroupRanks]:
+    """Return (all ranks of the run, those on this rank's host); collective.
 
-    def __init__(self, hosts: Sequence[str], *, timeout_s: float) -> None:
-        """hosts: of each rank of the run; or sites, whose ranks then meet as those of one host."""
-        self.world = open_meeting(timeout_s=timeout_s)
-        parts = [[rank for rank, host in enumerate(hosts) if host == name] for name in sorted(set(hosts))]
-        self.host = open_meeting(parts, timeout_s=timeout_s) if len(parts) > 1 else self.world
-
-    def close(self) -> None:
-        """Destroy the process groups."""
-        if self.host is not self.world:
-            self.host.close()
-        self.world.close()
+    hosts: of each rank of the run; or sites, whose ranks then count as those of one host.
+    """
+    world = open_ranks(timeout_s=timeout_s)
+    parts = [[rank for rank, host in enumerate(hosts) if host == name] for name in sorted(set(hosts))]
+    return world, open_ranks(parts, timeout_s=timeout_s) if len(parts) > 1 else world
 
 
-class GroupRelease(Protocol):
-    """Frees servers that wait for others; see `ServerRequests.wait_together`."""
+def close_ranks(*opened: GroupRanks | None) -> None:
+    """Destroy the process groups."""
+    for group in {id(ranks): ranks.group for ranks in opened if ranks is not None}.values():
+        dist.destroy_process_group(group)
 
-    def __call__(self, server: Server, receiver: Receiver, error: ServerError | None) -> None: ...
+
+# Frees servers that wait for others; see `ServerRequests.wait_together`.
+GroupRelease = Callable[[Server, BaseException | None], None]
 
 
 class ServerRequests:
@@ -235,13 +194,10 @@ class ServerRequests:
         """Return the servers that have not failed."""
         return [server for server in self._servers if server.index not in self.failed]
 
-    def start(self, work: Callable[[Server, Receiver], None], *, only: Sequence[Server] | None = None) -> None:
-        """Call work(server, its receiver), one request, for each server that has not failed, each in its own thread.
-
-        `only`: these servers (None: all).
-        """
+    def start(self, work: Callable[[Server, Control], None]) -> None:
+        """Call work(server, its receiver), one request, for each server that has not failed, each in its own thread."""
         assert not self._waiting, "requests are pending"
-        for server in self.servers if only is None else only:
+        for server in self.servers:
             assert server.receiver is not None, f"this rank does not lead server {server.index}"
             self.sent += 1
             self._waiting.append((server, self._pool.submit(work, server, server.receiver)))
@@ -253,13 +209,8 @@ class ServerRequests:
     def wait(self) -> None:
         """Wait for the answers to all started requests; record those that failed."""
         for server, future in self._waiting:
-            error = future.exception()
-            if isinstance(error, ServerError):
-                self.failed[server.index] = str(error)
-            elif error is not None:
-                # Raised in `agree`: the other ranks are inside the same collectives now.
-                self.failed[server.index] = f"{type(error).__name__}: {error}"
-                self._bug = error
+            if (error := future.exception()) is not None:
+                self._record(server, error)
         self._waiting = []
 
     def wait_together(self, release: GroupRelease) -> bool:
@@ -275,50 +226,44 @@ class ServerRequests:
         while waiting:
             done, _ = wait(waiting, return_when=FIRST_COMPLETED)
             ended = [(waiting.pop(future), future.exception()) for future in done]
-            self._record_first([(server, error) for server, error in ended if error is not None], broken=broken)
+            for server, error in ended:
+                if error is not None and self._is_own(server, error, broken=broken):
+                    self._record(server, error)
             broken = broken or any(error is not None for _, error in ended)
             over += ended
             if broken:
-                releases += [self._pool.submit(_release, release, server, error) for server, error in over]
+                releases += [self._pool.submit(release, server, error) for server, error in over]
                 over = []
         wait(releases, timeout=GRACE_S / 2)  # a server that takes longer to leave is in no later group
         return not broken
 
-    def _record_first(self, failures: Sequence[tuple[Server, BaseException]], *, broken: bool) -> None:
-        """Record the failures that are the servers' own; `broken`: some server has failed before these."""
-        for server, error in failures:
-            if not isinstance(error, ServerError):
-                self.failed[server.index] = f"{type(error).__name__}: {error}"
-                self._bug = error
-            elif error.status is None or not (broken or self._blames_group(server, error)):
-                self.failed[server.index] = str(error)
+    def _record(self, server: Server, error: BaseException) -> None:
+        self.failed[server.index] = str(error) if isinstance(error, ServerError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, ServerError):
+            self._bug = error  # raised in `agree`: the other ranks are inside the same collectives now
 
-    def _blames_group(self, server: Server, error: ServerError) -> bool:
+    def _is_own(self, server: Server, error: BaseException, *, broken: bool) -> bool:
+        """Return whether a failure is the server's own; `broken`: some server has failed before this one."""
+        if not isinstance(error, ServerError) or error.status is None:
+            return True
         first = server.index not in self._blamed
-        self._blamed.add(server.index)
-        return first and _GROUP.search(str(error)) is not None
+        if not broken:
+            self._blamed.add(server.index)
+        return not (broken or (first and _GROUP.search(str(error)) is not None))
 
-    def agree(self, report: SendReport, meeting: Meeting, *, leaders: Sequence[int], started: float) -> SendReport:
-        """Return the report with the outcome of every leader's requests, equal on all ranks; re-raise our own errors.
+    def agree(self, report: SendReport, world: Ranks, *, started: float) -> SendReport:
+        """Return the report with the outcome of all ranks' requests, equal on all; re-raise our own errors.
 
-        `leaders`: ranks of `meeting` that had servers. `started`: time.perf_counter() at the beginning.
+        started: time.perf_counter() at the beginning.
         """
-        for leader in leaders:
-            words = meeting.broadcast(
-                [self.sent, list(self.failed.items())], source=leader, what="at the end of an update"
-            )
-            report.requests += words[0]
-            report.failed |= {int(index): str(why) for index, why in words[1]}
-        report.seconds = meeting.max(time.perf_counter() - started, what="at the end of an update")
+        own = [self.sent, {str(index): why for index, why in self.failed.items()}, time.perf_counter() - started]
+        for sent, failed, seconds in world.gather_json(own):
+            report.requests += sent
+            report.failed |= {int(index): why for index, why in failed.items()}
+            report.seconds = max(report.seconds, seconds)
         if self._bug is not None:
             raise self._bug
         return report
-
-
-def _release(release: GroupRelease, server: Server, error: BaseException | None) -> None:
-    assert server.receiver is not None
-    with suppress(ServerError):  # its failure, if it has one, is known already
-        release(server, server.receiver, error if isinstance(error, ServerError) else None)
 
 
 def chosen(servers: Sequence[Server], indices: Sequence[int] | None) -> list[Server]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,11 @@ def end(reason):
 nodes.end_together(node, end)
 together = Path(os.environ["TOGETHER"])
 together.mkdir(exist_ok=True)
-(together / f"{node.meeting.store_port}-{number}").touch()
+(together / f"{node.store_port}-{number}").touch()
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        there = len(list(together.glob(f"{node.meeting.store_port}-*"))) == count
+        there = len(list(together.glob(f"{node.store_port}-*"))) == count
         self.answer(200 if there and how != "hangs" else 503, b"")
     def do_POST(self):
         self.answer(200, b'{"output_ids": [7]}')
@@ -141,12 +142,12 @@ def fails(ranks: GroupRanks, how: str, folder: Path) -> dict[str, Any]:
     return {"said": said, "seconds": time.monotonic() - began, "left": left}
 
 
-def meet(rank: int, meeting: nodes.MeetingPlace) -> tuple[float, list[str]]:
+def meet(rank: int, meeting: nodes.Node) -> tuple[float, list[str]]:
     """Return a sum over the ranks of a server that meet as SGLang's do, and the addresses this one listens on."""
     import torch
     import torch.distributed as dist
 
-    method = nodes.let_ranks_meet(nodes.Node(rank, meeting))
+    method = nodes.let_ranks_meet(replace(meeting, number=rank))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=timedelta(seconds=30))
     total = torch.tensor(float(rank + 1))
@@ -159,10 +160,8 @@ def meet(rank: int, meeting: nodes.MeetingPlace) -> tuple[float, list[str]]:
 def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
     """Send a checkpoint to a server of two ranks over a process group; return failures."""
     from mega_rl.rollout.sglang.http.control import Control
-    from mega_rl.rollout.sglang.http.endpoint import Endpoint
-    from mega_rl.rollout.sglang.http.keys import Keys
-    from mega_rl.rollout.sglang.weights.source import TrainerWeights
-    from mega_rl.rollout.sglang.weights.transport import Server
+    from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+    from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights
     from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
     from tests.helpers.engines import make_config, running_engine
 
@@ -170,13 +169,13 @@ def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
         Endpoint(address["index"], address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=60.0
     )
     with closing(control), running_engine(make_config(checkpoint), trainable=False) as engine:
-        control.generation.pause("abort")
-        control.generation.flush()
-        servers = [Server(0, 2, "a", control.weights, ("b",))]
+        control.call("POST", "/pause_generation", {"mode": "abort"})
+        control.flush()
+        servers = [Server(0, 2, "a", control, ("b",))]
         weights = TrainerWeights(engine, next(engine.models[0].parameters()).dtype)
         transport = DistributedTransport(weights, servers, bucket_bytes=20_000, timeout_s=60.0)
         report = transport.send(version=5)
         transport.close()
-        assert control.weights.version() == "5"
-        control.generation.resume()
+        assert control.object("GET", "/model_info")["weight_version"] == "5"
+        control.call("POST", "/continue_generation", {})
     return report.failed

@@ -98,23 +98,13 @@ def test_a_setting_that_does_not_fit_is_named(checkpoints: dict[str, Path], chan
     assert results in problem
 
 
-def test_a_server_that_is_asked_for_experts_reports_them(checkpoints: dict[str, Path]) -> None:
+def test_settings_that_fit_are_no_problem(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["qwen3_moe"]
     expected = replace(expected_for(path), routing=True)
     (problem,) = mismatches(model_info(path), SERVER, expected)
     assert "does not report experts, and rollout.sglang.return_routing=true asks for them" in problem
-    assert mismatches(model_info(path), {**SERVER, "enable_return_routed_experts": True}, expected) == []
-
-
-def test_servers_with_data_parallel_attention_are_one_replica(checkpoints: dict[str, Path]) -> None:
-    path = checkpoints["qwen3"]
-    server = {**SERVER, "dp_size": 2, "enable_dp_attention": True}
-    assert mismatches(model_info(path), server, expected_for(path)) == []
-
-
-def test_the_short_name_of_a_dtype_is_the_dtype(checkpoints: dict[str, Path]) -> None:
-    path = checkpoints["qwen3"]
-    assert mismatches(model_info(path), {**SERVER, "dtype": "float"}, expected_for(path)) == []
+    fits = {"enable_return_routed_experts": True, "dp_size": 2, "enable_dp_attention": True, "dtype": "float"}
+    assert mismatches(model_info(path), {**SERVER, **fits}, expected) == []
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.request import ServerError
+from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from tests.helpers.update_server import KEYS, UpdateServer
 
 
@@ -29,38 +28,21 @@ def control(server: UpdateServer) -> Iterator[Control]:
 UPDATE = {"flush_cache": False, "abort_all_requests": False}
 GROUP = {"address": "127.0.0.1", "port": 5, "rank_offset": 1, "world_size": 3, "group": "g", "backend": "gloo"}
 CALLS: list[tuple[Callable[[Control], Any], str, Any]] = [
-    (lambda c: c.generation.pause(), "/pause_generation", {"mode": "abort"}),
-    (lambda c: c.generation.pause("retract"), "/pause_generation", {"mode": "retract"}),
-    (lambda c: c.generation.resume(), "/continue_generation", {}),
-    (lambda c: c.generation.flush(), "/flush_cache", None),
-    (lambda c: c.generation.generate({"sampling_params": {"temperature": 1, "max_new_tokens": 1}}), "/generate", ...),
+    (lambda c: c.call("POST", "/pause_generation", {"mode": "abort"}), "/pause_generation", {"mode": "abort"}),
+    (lambda c: c.flush(), "/flush_cache", None),
+    (lambda c: c.object("GET", "/model_info"), "/model_info", None),  # with the api key
     (
-        lambda c: c.weights.update_from_tensor(["e30="], load_format="flattened_bucket", version=7),
+        lambda c: c.update_from_tensor(["e30="], load_format="flattened_bucket", version=7),
         "/update_weights_from_tensor",
         {"serialized_named_tensors": ["e30="], "load_format": "flattened_bucket", "weight_version": "7", **UPDATE},
     ),
     (
-        lambda c: c.weights.update_from_tensor(["e30="]),
-        "/update_weights_from_tensor",
-        {"serialized_named_tensors": ["e30="], "load_format": None, **UPDATE},
-    ),
-    (
-        lambda c: c.weights.update_from_distributed(
-            names=["w"], dtypes=["bfloat16"], shapes=[(2, 3)], group="g", version=0
-        ),
+        lambda c: c.update_from_distributed(names=["w"], dtypes=["bfloat16"], shapes=[(2, 3)], group="g"),
         "/update_weights_from_distributed",
-        {
-            "names": ["w"],
-            "dtypes": ["bfloat16"],
-            "shapes": [[2, 3]],
-            "group_name": "g",
-            "load_format": None,
-            "weight_version": "0",
-            **UPDATE,
-        },
+        {"names": ["w"], "dtypes": ["bfloat16"], "shapes": [[2, 3]], "group_name": "g", "load_format": None, **UPDATE},
     ),
     (
-        lambda c: c.weights.init_group(**GROUP),
+        lambda c: c.init_group(**GROUP),
         "/init_weights_update_group",
         {
             "master_address": "127.0.0.1",
@@ -71,12 +53,7 @@ CALLS: list[tuple[Callable[[Control], Any], str, Any]] = [
             "backend": "gloo",
         },
     ),
-    (lambda c: c.weights.destroy_group("g"), "/destroy_weights_update_group", {"group_name": "g"}),
-    (lambda c: c.memory.release(["kv_cache"]), "/release_memory_occupation", {"tags": ["kv_cache"]}),
-    (lambda c: c.memory.resume(), "/resume_memory_occupation", {"tags": None}),
-    (lambda c: c.model_info(), "/model_info", None),
-    (lambda c: c.server_info(), "/server_info", None),
-    (lambda c: c.healthy(), "/health", None),
+    (lambda c: c.destroy_group("g"), "/destroy_weights_update_group", {"group_name": "g"}),
 ]
 
 
@@ -117,7 +94,7 @@ def test_whatever_befalls_a_call_is_one_error_in_time(server: UpdateServer, cont
         control = Control(server.endpoint, timeout_s=0.3)
     start = time.monotonic()
     with pytest.raises(ServerError) as caught:
-        control.weights.update_from_tensor(["e30="])
+        control.update_from_tensor(["e30="])
     assert time.monotonic() - start < 10.0
     text = str(caught.value)
     assert text.startswith(f"SGLang server 3 at {server.endpoint.url}, {path}: ")
@@ -132,17 +109,17 @@ def test_whatever_befalls_a_call_is_one_error_in_time(server: UpdateServer, cont
 def test_a_server_that_is_gone_is_an_error_too(server: UpdateServer, control: Control) -> None:
     server.die()
     with pytest.raises(ServerError, match="ConnectError") as caught:
-        control.generation.resume()
+        control.call("POST", "/continue_generation", {})
     assert caught.value.status is None
-    assert not control.healthy()
+    assert not control.answers("/health", timeout_s=5.0)
 
 
 def test_no_error_and_no_repr_shows_a_key(server: UpdateServer, control: Control) -> None:
     server.faults = {"/continue_generation": ("echo", 1)}
     with pytest.raises(ServerError) as caught:
-        control.generation.resume()
+        control.call("POST", "/continue_generation", {})
     assert "keys *** ***" in str(caught.value)
-    shown = repr(caught.value) + repr(control) + repr(vars(control))
+    shown = repr(caught.value) + repr(control.endpoint) + repr(vars(control))
     assert KEYS.api_key not in shown
     assert KEYS.admin_key not in shown
 
@@ -151,15 +128,13 @@ def test_a_wrong_key_is_told_as_such(server: UpdateServer) -> None:
     keys = type(KEYS)(KEYS.admin_key, KEYS.api_key)
     swapped = Control(Endpoint(3, server.endpoint.url, keys), 5.0)
     with pytest.raises(ServerError, match="HTTP 401: missing or wrong key"):
-        swapped.generation.pause()
-    with pytest.raises(ServerError, match="HTTP 401"):
-        swapped.weights.checksums()
-    assert not swapped.healthy()
+        swapped.call("POST", "/pause_generation", {})
+    assert not swapped.answers("/health", timeout_s=5.0)
 
 
 def test_flushing_goes_on_until_the_server_is_idle(server: UpdateServer, control: Control) -> None:
     server.busy = 4
-    control.generation.flush()
+    control.flush()
     assert server.number("/flush_cache") == 4
 
 
@@ -170,41 +145,8 @@ def test_flushing_ends_at_its_deadline_and_says_what_it_waited_for(
     server.faults = {"/flush_cache": (kind, 1)}
     start = time.monotonic()
     with pytest.raises(ServerError, match=r"waited 0.* s for") as caught:
-        control.generation.flush(0.9)
+        control.flush(0.9)
     assert 0.8 < time.monotonic() - start < 5.0
     if kind == "refuse":
         assert "waited 0.9 s for the server to be idle" in str(caught.value)
         assert server.number("/flush_cache") >= 2
-
-
-def test_flushing_does_not_repeat_what_no_repetition_helps(server: UpdateServer, control: Control) -> None:
-    server.faults = {"/flush_cache": ("error", 1)}
-    with pytest.raises(ServerError, match="HTTP 500"):
-        control.generation.flush()
-    assert server.number("/flush_cache") == 1
-
-
-def test_checksums_are_of_every_rank_or_none(server: UpdateServer, control: Control) -> None:
-    assert control.weights.checksums() is None
-    server.checksum = "c0ffee"
-    actual = control.weights.checksums()
-    assert actual is not None
-    assert [entry["per_gpu_checksum"] for entry in actual] == ["c0ffee0"]
-    server.faults = {"/weights_checker": ("error", 1)}
-    with pytest.raises(ServerError, match="HTTP 500"):
-        control.weights.checksums()
-
-
-def test_the_version_is_a_text(server: UpdateServer, control: Control) -> None:
-    assert control.weights.version() == "default"
-    server.info = {"model": {"weight_version": None}}
-    with pytest.raises(ServerError, match="no weight_version"):
-        control.weights.version()
-
-
-def test_a_restarted_server_is_steered_at_its_new_place(server: UpdateServer, control: Control) -> None:
-    with UpdateServer(3) as successor:
-        server.die()
-        control.move(successor.endpoint)
-        control.generation.resume()
-        assert successor.paths() == ["/continue_generation"]

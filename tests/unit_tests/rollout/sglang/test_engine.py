@@ -24,25 +24,32 @@ from mega_rl.rollout.sglang.generation.engine import (
     SglangRolloutSettings,
     sampling_seed,
 )
-from mega_rl.rollout.sglang.generation.jobs import is_whole
-from mega_rl.rollout.sglang.generation.results import FleetResult, State
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import Failure, Key, RoutedLayers, Sample, SampleRequest, Sampling
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.generation.samples import (
+    Failure,
+    GenerationResult,
+    Key,
+    RoutedLayers,
+    Sample,
+    SampleRequest,
+    Sampling,
+    State,
+)
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.types import Draws, Prompt
-from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, right
+from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, generated, right
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(index=10 + i, token_ids=(3, 4 + i), text="", answer="") for i in range(3)]
-Script = Callable[[list[SampleRequest], Mapping[Key, Sample]], FleetResult]
+Script = Callable[[list[SampleRequest], Mapping[Key, Sample]], GenerationResult]
 
 
-def served(requests: Sequence[SampleRequest], *, version: int = 1) -> FleetResult:
+def served(requests: Sequence[SampleRequest], *, version: int = 1) -> GenerationResult:
     """An answer to every request: its seed tells them apart."""
-    result = FleetResult()
+    result = GenerationResult()
     for request in requests:
         result.samples[request.key] = Sample([request.seed % 40 + 2, 1], [-0.5, -0.25], [version] * 2, "stop")
-    result.stats.requests, result.stats.tokens, result.stats.seconds = len(requests), 2 * len(requests), 0.5
+    result.requests, result.tokens, result.seconds = len(requests), 2 * len(requests), 0.5
     return result
 
 
@@ -66,7 +73,7 @@ class ScriptedFleet:
         )
         return self
 
-    def result(self) -> FleetResult:
+    def result(self) -> GenerationResult:
         return self.answer
 
 
@@ -129,7 +136,7 @@ def test_servers_of_another_host_are_asked_while_none_here_serves(near_serves: b
                 assert server.most_in_flight == 4
             else:
                 requests = [SampleRequest((i, 0), (3, 4), i) for i in range(6)]
-                result = fleet.generate(requests, SAMPLING, version=1, deadline=time.monotonic() + 20)
+                result = generated(fleet, requests, SAMPLING, version=1, deadline=time.monotonic() + 20)
                 assert len(result.samples) == 6
             assert brought_back == []
 
@@ -138,7 +145,7 @@ def test_requests_carry_their_limits() -> None:
     """A response is whole at its request's limit, by default at that of all."""
     asked: list[SampleRequest] = []
 
-    def answer(requests: list[SampleRequest], _: Mapping[Key, Sample]) -> FleetResult:
+    def answer(requests: list[SampleRequest], _: Mapping[Key, Sample]) -> GenerationResult:
         asked.extend(requests)
         return served(requests)
 
@@ -146,7 +153,7 @@ def test_requests_carry_their_limits() -> None:
     generate(engine, limits=[1, 2, 4])
     assert [request.most(SAMPLING) for request in asked] == [1, 1, 2, 2, 4, 4]
     sample = Sample([9, 9], [-0.5, -0.5], [1, 1])
-    assert [is_whole(sample, request, SAMPLING) for request in asked[::2]] == [True, True, False]
+    assert [sample.is_whole(request, SAMPLING) for request in asked[::2]] == [True, True, False]
     generate(engine)
     assert asked[-1].most(SAMPLING) == 4
     longer = [replace(PROMPTS[0], token_ids=(3, 4, 5))]
@@ -209,46 +216,14 @@ def test_ranks_meet_while_the_last_one_generates(monkeypatch: pytest.MonkeyPatch
             return super().max(tensor)
 
     class WaitsForTheRanks(ScriptedFleet):
-        def result(self) -> FleetResult:
+        def result(self) -> GenerationResult:
             assert met.wait(20), "the ranks do not meet while samples are out"
             return super().result()
 
     monkeypatch.setattr(agreement.run_on_all, "__kwdefaults__", {"beat_s": 0.01, "cancel": None})
     engine, _ = engine_over(WaitsForTheRanks(lambda requests, _: served(requests)))
-    engine._everyone = Met()
+    engine._world = Met()
     assert len(generate(engine).tokens) == 6
-
-
-def test_listeners_get_each_sample_as_it_comes() -> None:
-    """With its own prompt, without the stop token but with its mark, and while the generation goes on."""
-    heard: list[tuple[int, list[int], bool, bool]] = []
-    ended = False
-
-    class Streams(ScriptedFleet):
-        def start(self, requests: Any, sampling: Any, *, on_sample: Any, **given: Any) -> ScriptedFleet:
-            super().start(requests, sampling, **given)
-            for key, sample in self.answer.samples.items():
-                on_sample(key, replace(sample, finish="stop" if key[1] else "length"))
-            return self
-
-        def result(self) -> FleetResult:
-            nonlocal ended
-            ended = True
-            return super().result()
-
-    engine, _ = engine_over(Streams(lambda requests, _: served(requests)))
-    engine.listeners.append(lambda prompt, ids, finished: heard.append((prompt.index, list(ids), finished, ended)))
-    rows = generate(engine)
-    first = rows.tokens[:, 2].tolist()
-    expected = [(10 + row // 2, [first[row], 1][: 2 - row % 2], row % 2 == 1, False) for row in range(6)]
-    assert heard == expected
-
-
-def test_greedy_is_asked_for() -> None:
-    fleet = ScriptedFleet(lambda requests, _: served(requests))
-    engine, _ = engine_over(fleet)
-    generate(engine, greedy=True)
-    assert fleet.asked[0][2].greedy
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -276,7 +251,7 @@ def test_samples_that_train_are_asked_for_their_experts(greedy: bool) -> None:
 def test_lost_servers_are_brought_back_before_what_they_owe_is_asked_for_again() -> None:
     partial = Sample([9], [-0.125], [1], "partial")
 
-    def loses_two(requests: list[SampleRequest], _: Any) -> FleetResult:
+    def loses_two(requests: list[SampleRequest], _: Any) -> GenerationResult:
         result = served(requests[:4])
         result.unserved = {requests[4].key: partial, requests[5].key: Sample()}
         fleet.servers[1] = (State.DOWN, "it has ended")
@@ -284,7 +259,7 @@ def test_lost_servers_are_brought_back_before_what_they_owe_is_asked_for_again()
 
     seen: list[Any] = []
 
-    def serves(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> FleetResult:
+    def serves(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> GenerationResult:
         seen.append(dict(partials))
         assert fleet.servers[1][0] is State.READY, "asked before the server was back"
         return served(requests)
@@ -300,7 +275,7 @@ def test_lost_servers_are_brought_back_before_what_they_owe_is_asked_for_again()
 
 
 def test_a_server_that_was_lost_without_owing_anything_comes_back_too() -> None:
-    def loses_one(requests: list[SampleRequest], _: Any) -> FleetResult:
+    def loses_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
         fleet.servers[0] = (State.STALE, "it answered with another version")
         return served(requests)
 
@@ -312,8 +287,8 @@ def test_a_server_that_was_lost_without_owing_anything_comes_back_too() -> None:
 
 
 def test_servers_that_do_not_stay_end_the_run() -> None:
-    def loses_all(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> FleetResult:
-        result = FleetResult(unserved=dict(partials))
+    def loses_all(requests: list[SampleRequest], partials: Mapping[Key, Sample]) -> GenerationResult:
+        result = GenerationResult(unserved=dict(partials))
         fleet.servers[0] = (State.DOWN, "it has ended")
         return result
 
@@ -324,7 +299,7 @@ def test_servers_that_do_not_stay_end_the_run() -> None:
     assert brought_back == [[0], [0]]
 
 
-def fails_one(requests: list[SampleRequest], _: Any) -> FleetResult:
+def fails_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
     result = served(requests[1:])
     result.failures[requests[0].key] = Failure("cut_json", "server 0: the answer is cut", tries=4)
     return result
@@ -375,7 +350,7 @@ class InterruptibleFleet(ScriptedFleet):
     def interrupt(self) -> None:
         self.interrupted.set()
 
-    def result(self) -> FleetResult:
+    def result(self) -> GenerationResult:
         if len(self.asked) > 1:
             result = served(self.requests, version=self.version)
             for key, partial in self.partials.items():
@@ -384,7 +359,7 @@ class InterruptibleFleet(ScriptedFleet):
                 result.samples[key].logprobs = [*partial.logprobs, -0.25]
             return result
         assert self.interrupted.wait(10)
-        result = FleetResult(interrupted=True)
+        result = GenerationResult(interrupted=True)
         result.unserved = {request.key: Sample([9], [-0.125], [self.version], "partial") for request in self.requests}
         return result
 
@@ -410,11 +385,3 @@ def test_an_update_breaks_responses_off_and_they_go_on_under_the_new_weights() -
     assert rows.token_versions.tolist() == [[0, 0, 1, 2]] * 6
     assert rows.weight_version.tolist() == [1] * 6
     assert torch.equal(rows.loss_mask, torch.tensor([[False, False, True, True]] * 6))
-
-
-def test_an_interruption_without_a_generation_under_way_only_holds_the_next_one_back() -> None:
-    fleet = ScriptedFleet(lambda requests, _: served(requests))
-    engine, _ = engine_over(fleet)
-    engine.interrupt()
-    engine.resume()
-    assert len(generate(engine)) == 6

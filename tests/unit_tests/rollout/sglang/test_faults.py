@@ -17,12 +17,20 @@ from typing import Any
 import psutil
 import pytest
 
-from mega_rl.rollout.sglang.generation import jobs, replicas
-from mega_rl.rollout.sglang.generation.failures import KINDS
-from mega_rl.rollout.sglang.generation.results import FleetResult, State
+from mega_rl.rollout.sglang.generation import replicas, scheduler
 from mega_rl.rollout.sglang.generation.router import ServerRouter
-from mega_rl.rollout.sglang.generation.samples import SampleRequest, Sampling
-from tests.helpers.fake_sglang import STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
+from mega_rl.rollout.sglang.generation.samples import KINDS, GenerationResult, SampleRequest, Sampling, State
+from tests.helpers.fake_sglang import (
+    STOP,
+    VERSION,
+    VOCABULARY,
+    Exchange,
+    FakeServer,
+    Script,
+    generated,
+    is_right,
+    right,
+)
 from tests.unit_tests.rollout.sglang.mutants import MUTANTS, STALE_MUTANTS
 
 pytestmark = pytest.mark.slow
@@ -43,7 +51,7 @@ BAD = 0  # the prompt that scripts deal badly with
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits between tries, a tenth as long as they are."""
-    monkeypatch.setattr(jobs, "_BACKOFF_S", 0.01)
+    monkeypatch.setattr(scheduler, "_BACKOFF_S", 0.01)
     monkeypatch.setattr(replicas, "_PROBE_WAIT_S", 0.02)
 
 
@@ -82,8 +90,8 @@ def generate(
     deadline_s: float = 20.0,
     prepare: Callable[[list[FakeServer]], None] | None = None,
     **settings: Any,
-) -> tuple[FleetResult, list[FakeServer]]:
-    """A generation over servers with these scripts, checked for what holds whatever fails."""
+) -> tuple[GenerationResult, list[tuple[State, str]]]:
+    """A generation over servers with these scripts and their states; checks what holds whatever fails."""
     with nothing_left_behind(), ExitStack() as stack:
         servers = [stack.enter_context(FakeServer(script, index=i)) for i, script in enumerate(scripts)]
         if prepare:
@@ -92,12 +100,12 @@ def generate(
             for index in range(len(servers)):
                 fleet.mark_ready(index, VERSION)
             began = time.monotonic()
-            result = fleet.generate(asked, SAMPLING, version=VERSION, deadline=began + deadline_s)
-            seconds = time.monotonic() - began
+            result = generated(fleet, asked, SAMPLING, version=VERSION, deadline=began + deadline_s)
+            seconds, states = time.monotonic() - began, fleet.states()
             assert not asyncio.run_coroutine_threadsafe(_other_tasks(), fleet._loop).result(5)
     check_exactly_once(result, asked)
-    assert seconds < within_s + BUSY_S, f"{seconds:.2f} s, {result.stats}"
-    return result, servers
+    assert seconds < within_s + BUSY_S, f"{seconds:.2f} s, {result}"
+    return result, states
 
 
 async def _other_tasks() -> set[str]:
@@ -105,13 +113,13 @@ async def _other_tasks() -> set[str]:
     return {repr(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
 
-def check_exactly_once(result: FleetResult, asked: Sequence[SampleRequest]) -> None:
+def check_exactly_once(result: GenerationResult, asked: Sequence[SampleRequest]) -> None:
     ended = Counter([*result.samples, *result.failures, *result.unserved])
     assert ended == Counter(request.key for request in asked)
     for request in asked:
         if request.key in result.samples:
             assert is_right(result.samples[request.key], request, SAMPLING)
-    assert result.stats.tokens >= sum(len(sample.token_ids) for sample in result.samples.values())
+    assert result.tokens >= sum(len(sample.token_ids) for sample in result.samples.values())
     assert all(failure.kind in KINDS for failure in result.failures.values())
 
 
@@ -153,19 +161,18 @@ def test_a_bad_answer_is_tried_again_then_reported(name: str) -> None:
     assert "server 0" in failure.message
     assert "(0, 0)" in failure.message
     assert set(result.samples) == {(1, 0), (2, 0)}
-    assert result.stats.failed_tries == {kind: 3}
-    assert (result.stats.requests, result.stats.retries) == (5, 2)
+    assert result.failed_tries == {kind: 3}
+    assert (result.requests, result.retries) == (5, 2)
 
 
 @pytest.mark.parametrize("name", STALE_MUTANTS)
 def test_a_server_with_other_weights_is_taken_out(name: str) -> None:
     kind, change = STALE_MUTANTS[name]
-    result, _ = generate([mutate(change), right], requests(4), within_s=3.0)
+    result, states = generate([mutate(change), right], requests(4), within_s=3.0)
     assert len(result.samples) == 4
-    stale, good = result.stats.replicas
-    assert (stale.state, good.state) == (State.STALE, State.READY)
-    assert kind in stale.reason
-    assert set(result.stats.failed_tries) == {kind}
+    assert [state for state, _ in states] == [State.STALE, State.READY]
+    assert kind in states[0][1]
+    assert set(result.failed_tries) == {kind}
     alone, _ = generate([mutate(change)], requests(4), within_s=3.0)
     assert len(alone.unserved) == 4
 
@@ -193,7 +200,7 @@ def test_a_refused_sample_does_not_hold_up_the_others(status: int, kind: str) ->
     assert result.failures[BAD, 0].kind == kind
     assert len(result.samples) == 3
     tries = 1 if kind == "rejected" else 3  # retries + servers + 1
-    assert result.stats.failed_tries == {kind: tries}
+    assert result.failed_tries == {kind: tries}
     if kind != "rejected":
         result, _ = generate([at_first(refuse)], requests(4), within_s=4.0)
         assert len(result.samples) == 4
@@ -209,13 +216,13 @@ def test_a_server_that_refuses_all_is_left(status: int, kind: str) -> None:
 
     result, _ = generate([refuse, right], requests(6), within_s=4.0)
     assert len(result.samples) == 6
-    assert set(result.stats.failed_tries) == {kind}
-    alone, _ = generate([refuse], requests(2), within_s=6.0)
+    assert set(result.failed_tries) == {kind}
+    alone, states = generate([refuse], requests(2), within_s=6.0)
     assert len(alone.unserved) == 2
-    reason = alone.stats.replicas[0].reason
+    reason = states[0][1]
     assert kind in reason
     assert "key-of-the-fake" not in reason
-    assert alone.stats.replicas[0].state is State.DOWN
+    assert states[0][0] is State.DOWN
 
 
 async def hangs(exchange: Exchange) -> None:
@@ -260,7 +267,7 @@ def test_a_sample_that_a_server_lost_is_asked_for_again(slow: Script) -> None:
     """The server lives: others are served and its own check says so."""
     result, _ = generate([at_first(slow)], requests(4), within_s=2.5, request_timeout_s=2.0)
     assert len(result.samples) == 4
-    assert result.stats.failed_tries == {"timeout": 1}
+    assert result.failed_tries == {"timeout": 1}
 
 
 @pytest.mark.parametrize("slow", SLOW)
@@ -277,13 +284,13 @@ def test_a_wedged_server_that_answers_pings_is_left(slow: Script) -> None:
         servers[0].wedged = True
 
     settings = {"request_timeout_s": 10.0, "stall_timeout_s": 0.2}
-    result, _ = generate([slow, right], requests(6), within_s=3.0, prepare=wedge, **settings)
+    result, states = generate([slow, right], requests(6), within_s=3.0, prepare=wedge, **settings)
     assert len(result.samples) == 6
-    assert set(result.stats.failed_tries) == {"stalled"}
-    assert result.stats.replicas[0].state in (State.SUSPECT, State.DOWN)
-    alone, _ = generate([slow], requests(4), within_s=4.0, prepare=wedge, **settings)
+    assert set(result.failed_tries) == {"stalled"}
+    assert states[0][0] in (State.SUSPECT, State.DOWN)
+    alone, states = generate([slow], requests(4), within_s=4.0, prepare=wedge, **settings)
     assert len(alone.unserved) == 4
-    assert alone.stats.replicas[0].state is State.DOWN
+    assert states[0][0] is State.DOWN
 
 
 def test_the_generation_has_a_deadline_of_its_own() -> None:
@@ -364,20 +371,20 @@ BROKEN: list[tuple[Script, str]] = [
 def test_a_broken_connection_is_tried_again_then_reported(broken: Script, kind: str) -> None:
     once, _ = generate([at_first(broken)], requests(4), within_s=3.0)
     assert len(once.samples) == 4
-    assert once.stats.failed_tries == {kind: 1}
+    assert once.failed_tries == {kind: 1}
     always_so, _ = generate([always(broken)], requests(4), within_s=4.0)
     assert always_so.failures[BAD, 0].kind == kind
-    assert (len(always_so.samples), always_so.stats.failed_tries) == (3, {kind: 3})
+    assert (len(always_so.samples), always_so.failed_tries) == (3, {kind: 3})
 
 
 @pytest.mark.parametrize(("broken", "kind"), BROKEN)
 def test_a_broken_server_loses_its_traffic_to_another(broken: Script, kind: str) -> None:
     result, _ = generate([broken, right], requests(12), within_s=4.0)
     assert len(result.samples) == 12
-    assert set(result.stats.failed_tries) == {kind}
-    alone, _ = generate([broken], requests(12), within_s=5.0)
+    assert set(result.failed_tries) == {kind}
+    alone, states = generate([broken], requests(12), within_s=5.0)
     assert len(alone.unserved) == 12
-    assert kind in alone.stats.replicas[0].reason
+    assert kind in states[0][1]
 
 
 async def _die_at_once(exchange: Exchange) -> None:
@@ -406,11 +413,11 @@ async def _die_after_an_answer(exchange: Exchange) -> None:
 def test_a_server_that_dies_at_any_phase_loses_no_sample(die: Script) -> None:
     result, _ = generate([die, right], requests(20), within_s=4.0)
     assert len(result.samples) == 20
-    assert set(result.stats.failed_tries) <= {"disconnected", "refused"}
-    alone, _ = generate([die], requests(20), within_s=4.0, retries=0)
+    assert set(result.failed_tries) <= {"disconnected", "refused"}
+    alone, states = generate([die], requests(20), within_s=4.0, retries=0)
     assert len(alone.samples) + len(alone.unserved) == 20
     assert len(alone.unserved) >= 12, "no more than were answered before the end"
-    assert alone.stats.replicas[0].state is State.DOWN
+    assert states[0][0] is State.DOWN
 
 
 def test_a_server_that_was_never_there() -> None:
@@ -419,11 +426,11 @@ def test_a_server_that_was_never_there() -> None:
 
     result, _ = generate([right, right], requests(20), within_s=2.0, prepare=kill)
     assert len(result.samples) == 20
-    assert set(result.stats.failed_tries) == {"refused"}
+    assert set(result.failed_tries) == {"refused"}
     one_by_one, _ = generate([right, right], requests(20), within_s=4.0, max_concurrency=1, prepare=kill)
-    assert one_by_one.stats.failed_tries == {"refused": 1}, "no second request to where nobody listens"
-    alone, _ = generate([right], requests(20), within_s=4.0, prepare=kill)
-    assert (len(alone.unserved), alone.stats.replicas[0].state) == (20, State.DOWN)
+    assert one_by_one.failed_tries == {"refused": 1}, "no second request to where nobody listens"
+    alone, states = generate([right], requests(20), within_s=4.0, prepare=kill)
+    assert (len(alone.unserved), states[0][0]) == (20, State.DOWN)
 
 
 def test_an_answer_sent_twice_counts_once() -> None:
@@ -431,10 +438,9 @@ def test_an_answer_sent_twice_counts_once() -> None:
         await right(exchange)
         await right(exchange)
 
-    result, servers = generate([twice], requests(40), within_s=4.0, max_concurrency=2)
-    assert len(result.samples) == len(servers[0].seen) == 40
-    assert result.stats.replicas[0].answers == 40
-    assert not result.stats.failed_tries
+    result, _ = generate([twice], requests(40), within_s=4.0, max_concurrency=2)
+    assert len(result.samples) == result.requests == 40
+    assert not result.failed_tries
 
 
 def test_answers_swapped_between_samples_are_refused() -> None:
@@ -452,7 +458,7 @@ def test_answers_swapped_between_samples_are_refused() -> None:
         await exchange.send_json(other.answer())
 
     result, _ = generate([swap], requests(2), within_s=4.0)
-    assert result.stats.failed_tries == {"wrong_id": 2}
+    assert result.failed_tries == {"wrong_id": 2}
     assert len(result.samples) == 2
 
 
@@ -490,8 +496,8 @@ def test_chaos() -> None:
 
     settings = {"max_concurrency": 16, "retries": 6, "request_timeout_s": 60.0, "stall_timeout_s": 2.0}
     asked = requests(150, n=4)
-    result, _ = generate([killed, flaky, hung], asked, within_s=200.0, deadline_s=200.0, **settings)
-    assert len(result.samples) == 600, result.stats
+    result, states = generate([killed, flaky, hung], asked, within_s=200.0, deadline_s=200.0, **settings)
+    assert len(result.samples) == 600, result.failed_tries
     assert min(fired.values()) > 0
     assert len(fired) == 8
-    assert [replica.state is State.READY for replica in result.stats.replicas] == [False, True, False]
+    assert [state is State.READY for state, _ in states] == [False, True, False]

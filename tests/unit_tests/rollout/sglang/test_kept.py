@@ -15,27 +15,19 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from mega_rl.assemble.servers import _close
 from mega_rl.errors import PeerError, RunError, StalledError, UserError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server import group, kept, readiness
+from mega_rl.rollout.sglang.build import _close
+from mega_rl.rollout.sglang.server import group
 from mega_rl.rollout.sglang.server import process as server
-from mega_rl.rollout.sglang.server.kept import (
-    KEYS_FILE,
-    SCRATCH_PREFIX,
-    KeptServers,
-    ProcessIdentity,
-    ServerLife,
-    ServerRecord,
-)
+from mega_rl.rollout.sglang.server.group import ProcessIdentity
+from mega_rl.rollout.sglang.server.kept import KEYS_FILE, KeptServer, KeptServers, keeping_servers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, ServerStartError
 from mega_rl.rollout.sglang.weights.transport import RanksLost
 from tests.helpers.kept_rank import SETTINGS, scripted
@@ -47,22 +39,22 @@ ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture
-def life(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ServerLife]:
-    """The launcher's; nothing of any server may be left at its end."""
+def life(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack]:
+    """The launcher, whose end closes it; nothing of any server may be left at its end."""
     monkeypatch.setattr(server, "PROGRAM", server.PROGRAM)
     monkeypatch.setattr(server, "require_sglang", server.require_sglang)
     monkeypatch.setenv("SCRIPTED_HOW", str(tmp_path / "how"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path / "tmp"))
-    with ServerLife() as own:
-        for name, value in own.variables.items():
+    with ExitStack() as launcher:
+        for name, value in launcher.enter_context(keeping_servers(possible=True)).items():
             monkeypatch.setenv(name, value)
-        yield own
+        yield launcher
     wait_until("removal of private folders", lambda: not list((tmp_path / "tmp").iterdir()), timeout_s=10.0)
 
 
 @pytest.fixture
-def rank(life: ServerLife, tmp_path: Path) -> Iterator[Rank]:
+def rank(life: ExitStack, tmp_path: Path) -> Iterator[Rank]:
     """Starts the first rank of a host; returns its program, and its server's process and URL."""
     programs: list[subprocess.Popen[str]] = []
 
@@ -115,7 +107,9 @@ def test_a_server_whose_rank_is_killed_is_adopted_by_the_next_and_that_ends_it(
         "/health",
         "/generate",
     ]
-    assert kept.owner_of(folder) == ProcessIdentity.of(os.getpid())
+    record = KeptServer.read(folder)
+    assert record is not None
+    assert record.owner == ProcessIdentity.of(os.getpid())
     os.kill(own["pid"], signal.SIGKILL)
     wait_until("end", lambda: not adopted.alive, timeout_s=10.0)
     assert adopted.exit_code is not None
@@ -171,8 +165,8 @@ def test_a_server_that_is_not_as_it_should_be_is_ended_and_another_one_started(
     change: Callable[[dict[str, Any], Path], ServerSettings],
     reason: str,
 ) -> None:
-    monkeypatch.setattr(readiness, "_ADOPT_S", 1.0)
-    monkeypatch.setattr(readiness, "_HEALTH_S", 0.5)
+    monkeypatch.setattr(server, "_ADOPT_S", 1.0)
+    monkeypatch.setattr(server, "_HEALTH_S", 0.5)
     first, own = rank()
     end(first)
     process = scripted(tmp_path, settings=change(own, tmp_path))
@@ -182,7 +176,7 @@ def test_a_server_that_is_not_as_it_should_be_is_ended_and_another_one_started(
         assert not group.members(own["pid"])
         assert "SGLang server 0 is not kept: " in caplog.text
         assert reason in caplog.text
-        assert len(list((tmp_path / "tmp").glob("mega-rl-sglang-*"))) == 1
+        assert len(list((tmp_path / "tmp").glob("*/s-*"))) == 1
 
 
 def test_a_start_that_is_given_up_starts_no_server_in_place_of_the_one_that_is_ended(
@@ -204,9 +198,10 @@ def test_a_server_that_was_not_ready_ends_with_its_rank(rank: Rank) -> None:
     folder = private_folder(own["pid"])
     end(first)
     assert_gone(own["pid"], {folder}, timeout_s=10.0)
+    assert KeptServers.of_launcher() is not None, "the launcher's folder stays for the next server"
 
 
-def test_a_server_ends_with_the_launcher_once_its_rank_has_ended(rank: Rank, life: ServerLife) -> None:
+def test_a_server_ends_with_the_launcher_once_its_rank_has_ended(rank: Rank, life: ExitStack) -> None:
     first, own = rank()
     end(first)
     assert group.members(own["pid"])
@@ -216,19 +211,19 @@ def test_a_server_ends_with_the_launcher_once_its_rank_has_ended(rank: Rank, lif
 
 LAUNCHER = """
 import os, subprocess, sys, time
-from mega_rl.rollout.sglang.server.kept import ServerLife
-life = ServerLife()
-rank = subprocess.Popen(
-    [sys.executable, "-m", "tests.helpers.kept_rank", sys.argv[1], "well"], env={**os.environ, **life.variables}
-)
-print(rank.pid, flush=True)
-time.sleep(600)
+from mega_rl.rollout.sglang.server.kept import keeping_servers
+with keeping_servers(possible=True) as variables:
+    rank = subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.kept_rank", sys.argv[1], "well"], env={**os.environ, **variables}
+    )
+    print(rank.pid, flush=True)
+    time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("first", ["launcher", "rank"])
 def test_a_server_ends_when_launcher_and_rank_were_killed_and_not_before(
-    life: ServerLife, tmp_path: Path, first: str
+    life: ExitStack, tmp_path: Path, first: str
 ) -> None:
     """A rank whose launcher was killed still ends its step, with its server, and saves."""
     launcher = subprocess.Popen(
@@ -283,25 +278,16 @@ def test_a_server_whose_number_went_to_another_host_is_ended(rank: Rank) -> None
 
 @pytest.mark.parametrize("change", [{"nodes": 2, "tp": 2}, {"memory_saver": True}])
 def test_servers_on_several_hosts_and_on_the_trainers_devices_are_not_kept(
-    life: ServerLife, tmp_path: Path, change: dict[str, Any]
+    life: ExitStack, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     assert scripted(tmp_path)._kept is not None
     assert ServerProcess(replace(SETTINGS, **change), 0, tmp_path)._kept is None
 
 
-def test_records_are_read_strictly_and_the_last_whole_one_counts(tmp_path: Path) -> None:
-    record = ServerRecord(3, ProcessIdentity(9, 17), "http://h:1", Path("/tmp/mega-rl-sglang-x"), "s")
-    later = replace(record, url="http://h:2")
-    assert ServerRecord.parse(record.line()) == record
-    cut = b"\n" + later.line()[:-9]
-    assert kept._parse(record.line() + b"\n" + later.line() + cut + b"\n" + replace(record, index=4).line()) == {
-        3: later,
-        4: replace(record, index=4),
-    }
-    good = json.loads(record.line())
-    for bad in ({"pid": -1}, {"pid": True}, {"index": "0"}, {"url": 1}, {"scratch": "/home/user"}, {"more": 1}):
-        assert ServerRecord.parse(json.dumps({**good, **bad}).encode()) is None, bad
-    assert ServerRecord.parse(b"[]") is None
+def test_record_that_is_no_record_counts_for_nothing(tmp_path: Path) -> None:
+    assert KeptServer.read(tmp_path) is None
+    (tmp_path / "kept.json").write_text('{"index": 0, "url"')
+    assert KeptServer.read(tmp_path) is None
 
 
 def test_the_number_of_a_process_is_not_the_process() -> None:
@@ -309,9 +295,8 @@ def test_the_number_of_a_process_is_not_the_process() -> None:
     assert own is not None
     assert own.runs
     another = replace(own, ticks=own.ticks + 1)
-    assert another.is_replaced
     assert not another.runs
-    assert not own.is_replaced
+    assert another.end_group(deadline_s=1.0) == [], "this process is not its group"
     child = subprocess.Popen(["true"])
     wait_until("zombie", lambda: ProcessIdentity.of(child.pid) is None, timeout_s=10.0)
     child.wait()
@@ -319,7 +304,7 @@ def test_the_number_of_a_process_is_not_the_process() -> None:
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
 def test_a_launcher_keeps_servers_where_it_may_start_ranks_again(
-    life: ServerLife, tmp_path: Path, max_restarts: int
+    life: ExitStack, tmp_path: Path, max_restarts: int
 ) -> None:
     """Else its ranks may not leave theirs to those of a launcher further up, which is this process here."""
     program = """
@@ -363,16 +348,3 @@ def test_servers_are_left_by_an_error_that_they_have_no_part_in(error: BaseExcep
 
     _close(cast(Any, Pool()), None if error is None else type(error), error, None)
     assert calls == ["leave" if left else "close"]
-
-
-def test_a_process_that_has_the_launchers_number_by_now_is_not_written_to(tmp_path: Path) -> None:
-    """Nor are its files read as records."""
-    file, scratch = tmp_path / "diary", tmp_path / f"{SCRATCH_PREFIX}0"
-    with file.open("w+b") as opened:
-        opened.write(ServerRecord(0, cast(ProcessIdentity, ProcessIdentity.of(os.getpid())), "u", scratch, "s").line())
-        opened.flush()
-        before = file.read_bytes()
-        servers = KeptServers(os.getpid(), opened.fileno(), opened.fileno())
-        assert servers.records() == {}
-        servers.keep(os.getpid(), Endpoint(0, "http://127.0.0.1:1", Keys("a", "b")), tmp_path, SETTINGS)
-        assert file.read_bytes() == before

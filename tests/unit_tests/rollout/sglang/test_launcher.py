@@ -117,8 +117,8 @@ time.sleep(120)
 def prepared(tmp_path: Path, code: str) -> str:
     """What `code` prints first in a launcher that was started by hand and has not imported SGLang."""
     code = (
-        "import gc, os\nfrom mega_rl.rollout.sglang.server import launcher, private_files\n"
-        f"private_files.install = lambda _: None\nlauncher.prepare(leads=True)\n{code}\n"
+        "import gc, os\nfrom mega_rl.rollout.sglang.server import launcher\n"
+        f"launcher.use_private_files = lambda _: None\nlauncher.prepare(leads=True)\n{code}\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGA_RL_SGLANG")}
     environment[launcher.SCRATCH_VARIABLE] = str(tmp_path)

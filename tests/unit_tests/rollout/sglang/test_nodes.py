@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.server.nodes import GONE, MeetingPlace, Node, end_reason, end_together
+from mega_rl.rollout.sglang.server.nodes import GONE, Node, end_reason, end_together
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
-from mega_rl.rollout.sglang.server.settings import address_of, arguments, environment, interface_of
+from mega_rl.rollout.sglang.server.settings import arguments, environment
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.rollout.sglang.nodes_on_ranks import lives, meet
 
 SETTINGS = ServerSettings(Path("/some/checkpoint"), host="10.0.0.7", tp=16, nodes=2)
-MEETING = MeetingPlace("10.0.0.7", 41001, 41002)
+MEETING = Node(0, "10.0.0.7", 41001, 41002)
 
 
 def options(settings: ServerSettings) -> dict[str, str]:
@@ -40,7 +40,7 @@ def test_each_node_is_told_its_number_and_where_all_meet() -> None:
     assert first["--host"] == "10.0.0.7"
     assert second["--host"] == "127.0.0.1", "only its own host asks after its health"
     assert "--nnodes" not in arguments(replace(SETTINGS, nodes=1), 31001)
-    assert MeetingPlace("fd00::7", 1, 2).init_address == "[fd00::7]:1"
+    assert Node(0, "fd00::7", 1, 2).init_address == "[fd00::7]:1"
 
 
 def test_a_node_talks_over_its_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,13 +54,6 @@ def test_a_node_talks_over_its_interface(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(given["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 8, "of its own ranks"
 
 
-def test_an_interface_stands_for_its_address_on_each_host() -> None:
-    assert address_of("lo") == "127.0.0.1"
-    assert address_of("10.0.0.7") == "10.0.0.7"
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("10.0.0.7") is None
-
-
 @pytest.mark.parametrize("host", ["no-such-interface0", "192.0.2.99"])
 def test_an_address_that_this_host_does_not_have_is_refused(tmp_path: Path, host: str) -> None:
     process = ServerProcess(replace(SETTINGS, host=host), index=0, folder=tmp_path)
@@ -69,9 +62,9 @@ def test_an_address_that_this_host_does_not_have_is_refused(tmp_path: Path, host
 
 
 def test_the_secret_of_a_start_is_not_shown_and_stays_in_a_private_folder(tmp_path: Path) -> None:
-    node = Node(1, MEETING)
+    node = replace(MEETING, number=1)
     assert MEETING.secret not in repr(node)
-    assert MeetingPlace("h", 1, 2).secret != MEETING.secret
+    assert Node(0, "h", 1, 2).secret != MEETING.secret
     assert Node.read(tmp_path) is None
     node.write(tmp_path)
     assert Node.read(tmp_path) == node
@@ -82,17 +75,17 @@ def test_the_secret_of_a_start_is_not_shown_and_stays_in_a_private_folder(tmp_pa
 
 
 @pytest.fixture
-def first(tmp_path: Path) -> Iterator[tuple[MeetingPlace, queue.Queue[str]]]:
+def first(tmp_path: Path) -> Iterator[tuple[Node, queue.Queue[str]]]:
     """A meeting at this machine's loopback, and what its first node hears of others' ends."""
     process = ServerProcess(ServerSettings(Path("/m"), tp=2, nodes=2), index=0, folder=tmp_path)
     meeting = process.reserve_meeting()
     heard: queue.Queue[str] = queue.Queue()
-    end_together(Node(0, meeting), heard.put)
+    end_together(meeting, heard.put)
     yield meeting, heard
     process.stop()
 
 
-def connected(meeting: MeetingPlace) -> socket.socket:
+def connected(meeting: Node) -> socket.socket:
     for _ in range(500):
         try:
             return socket.create_connection((meeting.address, meeting.life_port), timeout=10)
@@ -104,7 +97,7 @@ def connected(meeting: MeetingPlace) -> socket.socket:
 def test_the_first_node_hears_of_another_nodes_end(first: Any) -> None:
     meeting, heard = first
     with connected(meeting) as connection:
-        connection.sendall(Node(3, meeting).hello())
+        connection.sendall(replace(meeting, number=3).hello())
         with pytest.raises(queue.Empty):
             heard.get(timeout=0.3)
     assert heard.get(timeout=10) == "node 3 at 127.0.0.1 has ended"
@@ -125,8 +118,8 @@ def test_a_stranger_ends_nothing(first: Any, hello: bytes) -> None:
 
 def test_a_further_node_hears_of_the_first_ones_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        meeting, heard = MeetingPlace("127.0.0.1", 1, listener.getsockname()[1]), queue.Queue[str]()
-        end_together(Node(2, meeting), heard.put)
+        meeting, heard = Node(2, "127.0.0.1", 1, listener.getsockname()[1]), queue.Queue[str]()
+        end_together(meeting, heard.put)
         connection, _ = listener.accept()
         content = b""
         while len(content) < 64:
@@ -157,16 +150,6 @@ def test_ranks_meet_at_the_first_nodes_store_on_no_other_address(tmp_path: Path)
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two ranks saw."""
     return run_ranks(2, lives, tmp_path_factory.mktemp("nodes"), device="cpu", timeout_s=120)
-
-
-def test_every_rank_knows_the_first_nodes_address(seen: list[dict[str, Any]]) -> None:
-    one, other = (each["life"] for each in seen)
-    assert one["endpoints"] == other["endpoints"]
-    assert len({url for _, url, _ in one["endpoints"]}) == 2
-    for each in (one, other):
-        assert each["owners"] == [0, 0]
-        assert each["nodes"] == [[0, 1], [0, 1]]
-        assert each["tp"] == [2, 2]
 
 
 def test_each_host_starts_its_own_node_of_every_server(seen: list[dict[str, Any]]) -> None:
@@ -200,10 +183,5 @@ def test_a_start_fails_with_the_name_of_the_node_that_did_not_come_up(seen: list
         assert "RuntimeError: no memory is left" in died["said"]
         assert died["seconds"] < 30, "the first node does not wait for its deadline"
         assert "node 1 of 2" in hung["said"]
-        assert "/health did not answer 200 within 4 s (last: status 503)" in hung["said"]
+        assert "/health did not answer 200 within 4 s" in hung["said"]
         assert died["left"] == hung["left"] == []
-
-
-def test_an_address_of_all_interfaces_is_refused_on_several_hosts_too() -> None:
-    with pytest.raises(UserError, match="all interfaces"):
-        replace(SETTINGS, host="0.0.0.0")

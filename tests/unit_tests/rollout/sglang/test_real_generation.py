@@ -17,12 +17,19 @@ from transformers import AutoModelForCausalLM
 
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.engine import FailedSamples, SglangRolloutEngine, SglangRolloutSettings
-from mega_rl.rollout.sglang.generation.results import FleetResult, State
-from mega_rl.rollout.sglang.generation.router import Handle, ServerRouter
-from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sample, SampleRequest, Sampling
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.generation.router import ServerRouter
+from mega_rl.rollout.sglang.generation.samples import (
+    GenerationResult,
+    RoutedLayers,
+    Sample,
+    SampleRequest,
+    Sampling,
+    State,
+)
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.types import Prompt, Rollout
 from tests.helpers.distributed import run_ranks
+from tests.helpers.fake_sglang import generated
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import needs_sglang, request, running_server
 from tests.unit_tests.rollout.sglang.routing_on_ranks import forwards
@@ -55,14 +62,14 @@ def requests(num: int) -> list[SampleRequest]:
     return [SampleRequest((i, 0), tuple(3 + (i + j) % 40 for j in range(2 + i % 5)), 1000 + i) for i in range(num)]
 
 
-def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling, **more: dict) -> FleetResult:
-    return fleet.generate(asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
+def generate(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling, **more: dict) -> GenerationResult:
+    return generated(fleet, asked, sampling, version=VERSION, deadline=time.monotonic() + 200, **more)
 
 
-def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = SAMPLED) -> Handle:
+def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = SAMPLED) -> None:
     """Start a generation; returns when its first samples are complete."""
     begun = threading.Event()
-    handle = fleet.start(
+    fleet.start(
         asked,
         sampling,
         version=VERSION,
@@ -70,7 +77,6 @@ def start(fleet: ServerRouter, asked: list[SampleRequest], sampling: Sampling = 
         progress=lambda progress: begun.set() if progress.done else None,
     )
     assert begun.wait(100)
-    return handle
 
 
 def logprobs_of(model: Any, asked: SampleRequest, sample: Sample, temperature: float) -> list[float]:
@@ -85,7 +91,7 @@ def test_greedy_tokens_and_all_logprobs_are_the_models(fleet: ServerRouter, serv
     model = AutoModelForCausalLM.from_pretrained(server[2], dtype=torch.float32)
     for sampling, temperature in ((GREEDY, GREEDY.temperature), (SAMPLED, SAMPLED.temperature)):
         result = generate(fleet, asked, sampling)
-        assert not result.stats.failed_tries
+        assert not result.failed_tries
         for one in asked:
             sample = result.samples[one.key]
             expected = logprobs_of(model, one, sample, temperature)
@@ -118,14 +124,14 @@ def test_a_sample_is_the_same_beside_greedy_ones(fleet: ServerRouter, server: tu
     others = [SampleRequest((100 + i, 0), one.prompt, one.seed) for i, one in enumerate(asked)]
     with ServerRouter([server[1]], vocab_size=50, max_concurrency=8, retries=2, request_timeout_s=120.0) as second:
         second.mark_ready(0, VERSION)
-        greedy = second.start(
+        second.start(
             others,
             replace(GREEDY, max_new_tokens=150, stop_token_ids=()),
             version=VERSION,
             deadline=time.monotonic() + 200,
         )
         beside = generate(fleet, asked, SAMPLED)
-        assert len(greedy.result().samples) == len(others)
+        assert len(second.result().samples) == len(others)
     for one in asked:
         assert beside.samples[one.key].token_ids == alone.samples[one.key].token_ids
 
@@ -133,9 +139,9 @@ def test_a_sample_is_the_same_beside_greedy_ones(fleet: ServerRouter, server: tu
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: ServerRouter) -> None:
     asked, sampling = requests(12), replace(SAMPLED, return_routing=True)
     whole = generate(fleet, asked, sampling)
-    handle = start(fleet, asked, sampling)
-    handle.interrupt()
-    first = handle.result()
+    start(fleet, asked, sampling)
+    fleet.interrupt()
+    first = fleet.result()
     assert not first.failures
     rest = [one for one in asked if one.key in first.unserved]
     second = generate(fleet, rest, sampling, partials=first.unserved)
@@ -144,7 +150,7 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: ServerRouter)
         assert (sample.token_ids, sample.versions) == (expected.token_ids, expected.versions)
         assert sample.routing in (expected.routing, b"")  # aborted at its last token: unknown
         assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-    assert first.stats.tokens + second.stats.tokens == whole.stats.tokens, "no token was generated twice"
+    assert first.tokens + second.tokens == whole.tokens, "no token was generated twice"
     assert all(second.samples[one.key].routing for one in rest), "the last answer has the experts of all tokens"
 
 
@@ -211,10 +217,10 @@ def test_the_trainer_replays_the_experts_that_a_server_reports(routed: Any) -> N
 def test_a_killed_server_loses_no_sample(fleet: ServerRouter, server: tuple[int, Endpoint, Path]) -> None:
     """The last test here: it takes the server away."""
     asked = requests(40)
-    handle = start(fleet, asked)
+    start(fleet, asked)
     os.killpg(server[0], signal.SIGKILL)
     began = time.monotonic()
-    result = handle.result()
+    result = fleet.result()
     assert time.monotonic() - began < 30
     assert not result.failures
     assert result.samples.keys() | result.unserved.keys() == {one.key for one in asked}

@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server import group, readiness
-from mega_rl.rollout.sglang.server.kept import ServerLife
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+from mega_rl.rollout.sglang.server import group
+from mega_rl.rollout.sglang.server import process as server
+from mega_rl.rollout.sglang.server.kept import keeping_servers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import FULL
@@ -31,11 +31,11 @@ PROMPTS = [[3, 4, 5], [7]]
 
 
 @pytest.fixture
-def life(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerLife]:
-    with ServerLife() as own:
-        for name, value in own.variables.items():
+def life(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with keeping_servers(possible=True) as variables:
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        yield own
+        yield
 
 
 def in_flight(endpoint: Endpoint, path: str, body: dict[str, Any], key: str) -> threading.Thread:
@@ -51,7 +51,7 @@ def in_flight(endpoint: Endpoint, path: str, body: dict[str, Any], key: str) -> 
 
 
 def test_a_server_is_adopted_busy_and_paused_and_not_when_it_waits_for_the_dead(
-    life: ServerLife, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    life: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = write_tiny_checkpoint(tmp_path / "checkpoint", max_position_embeddings=16384)
     settings = ServerSettings(checkpoint, max_total_tokens=20000, start_timeout_s=START_S)
@@ -80,22 +80,22 @@ def test_a_server_is_adopted_busy_and_paused_and_not_when_it_waits_for_the_dead(
 
     # In the middle of an update: paused, some weights new, a request that waits.
     request(endpoint, "/update_weight_version", {"new_version": "7", "abort_all_requests": False}, key="admin")
-    control.generation.pause("abort")
+    control.call("POST", "/pause_generation", {"mode": "abort"})
     waiting = in_flight(endpoint, "/generate", {"input_ids": [[3]], "sampling_params": sampling}, "api")
     process.leave()
     process = adopted()
     assert process.pid == said["pid"]
     waiting.join(30.0)
-    assert control.weights.version() == "default"
+    assert control.object("GET", "/model_info")["weight_version"] == "default"
     assert [answer["output_ids"] for answer in generate(endpoint, PROMPTS)] == expected
 
     # In a process group of which a member has died: its scheduler answers nobody.
-    monkeypatch.setattr(readiness, "_ADOPT_S", 5.0)
+    monkeypatch.setattr(server, "_ADOPT_S", 5.0)
     group_of_two = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2}
     in_flight(endpoint, "/init_weights_update_group", {**group_of_two, "group_name": "x", "backend": "gloo"}, "admin")
     wait_until("the group's beginning", lambda: "group_name=x" in process.log_file.read_text("utf-8"), timeout_s=60.0)
     process.leave()
-    monkeypatch.setattr(readiness, "_HEALTH_S", 5.0)
+    monkeypatch.setattr(server, "_HEALTH_S", 5.0)
     process = adopted()
     assert process.pid != said["pid"]
     assert not group.members(said["pid"])

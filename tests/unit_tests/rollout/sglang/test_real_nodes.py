@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.server import group
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from tests.helpers.distributed import run_ranks

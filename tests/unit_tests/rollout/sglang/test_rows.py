@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import RunError
-from mega_rl.rollout.sglang.generation.rows import rollout_of
+from mega_rl.rollout.sglang.generation.engine import rollout_of
 from mega_rl.rollout.sglang.generation.samples import RoutedLayers, Sample, SampleRequest
 
 REQUESTS = [
@@ -41,12 +41,6 @@ def test_rows_are_prompt_response_padding_in_the_order_of_the_requests() -> None
         torch.float32,
         torch.bool,
     ]
-
-
-def test_fields_that_a_run_does_not_ask_for_are_absent() -> None:
-    rows = rollout_of(REQUESTS, SAMPLES, weight_version=4, with_failed=False, with_token_versions=False)
-    assert rows.failed is None
-    assert rows.token_versions is None
 
 
 def routing_of(tokens: int, *, layers: int = 3, top_k: int = 2) -> tuple[Tensor, bytes]:
@@ -95,9 +89,3 @@ def test_experts_of_another_model_are_an_error(experts: bytes) -> None:
             REQUESTS, samples, weight_version=4, with_failed=True, with_token_versions=False,
             routed=RoutedLayers((False, True, True), top_k=2),
         )  # fmt: skip
-
-
-def test_no_requests_are_no_rows() -> None:
-    rows = rollout_of([], {}, weight_version=4, with_failed=False, with_token_versions=False)
-    assert rows.tokens.shape == (0, 0)
-    assert len(rows) == 0

@@ -12,10 +12,8 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,8 +25,7 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import GENERATION, Keys
+from mega_rl.rollout.sglang.http.keys import GENERATION, Endpoint, Keys
 from mega_rl.rollout.sglang.server import group, installation
 from mega_rl.rollout.sglang.server import process as server
 from mega_rl.rollout.sglang.server.installation import missing_tools
@@ -260,13 +257,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     ("how", "timeout_s", "said"),
     [
         ("dies", 30.0, r"ended with exit code 3 before /health answered"),
-        ("is silent", 2.0, r"/health did not answer 200 within 2 s \(last: ConnectionRefusedError"),
-        ("is never healthy", 2.0, r"/health did not answer 200 within 2 s \(last: status 503\)"),
-        ("hangs", 2.0, r"the first generation failed: TimeoutError"),
-        ("dies at the first token", 30.0, r"the first generation failed: \w+: .*"),
-        ("generates nothing", 30.0, r"the first generation was answered 200: \{'output_ids': \[\]\}"),
-        ("is cut", 30.0, r"the first generation failed: JSONDecodeError"),
-        ("fails", 30.0, r"the first generation was answered 500: \{'error': 'oom'\}"),
+        ("is silent", 2.0, r"/health did not answer 200 within 2 s \(last: .*ConnectError"),
+        ("is never healthy", 2.0, r"/health did not answer 200 within 2 s \(last: .*HTTP 503.*\)"),
+        ("hangs", 2.0, r"the first generation failed: .*waited \d"),
+        ("dies at the first token", 30.0, r"the first generation failed: "),
+        ("generates nothing", 30.0, r"the first generation was answered \{'output_ids': \[\]\}"),
+        ("is cut", 30.0, r"the first generation failed: .*answered no JSON"),
+        ("fails", 30.0, r"the first generation failed: .*HTTP 500: oom"),
         ("clash", 30.0, r"ended with exit code 1 .*(\n.*)*Address already in use"),
     ],
 )
@@ -303,22 +300,12 @@ def test_every_start_has_a_seed_of_its_own(scripted: Any) -> None:
 def test_keys_are_gone_before_the_server_is_killed(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher may kill the rank while it waits for the server's end."""
     process, seen = scripted("hangs"), []
-    scratch, end = process._scratch, process._process.end
+    scratch, end = process._scratch, group.end
     assert scratch.exists()
-    monkeypatch.setattr(process._process, "end", lambda **deadline: seen.append(scratch.exists()) or end(**deadline))
+    monkeypatch.setattr(group, "end", lambda pid, **given: seen.append(scratch.exists()) or end(pid, **given))
     process.stop()
     assert seen == [False]
     assert not scratch.exists()
-
-
-def test_a_server_that_cannot_be_started_leaves_no_keys(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "logs").write_text("no folder")
-    with pytest.raises(FileExistsError):
-        scripted("hangs")
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
 
 
 def test_a_port_that_was_taken_meanwhile_is_replaced(
@@ -345,20 +332,6 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(
     process.stop()
     process.stop()
     assert process.exit_code == -signal.SIGKILL
-
-
-def test_a_reserved_port_is_nobody_elses_but_the_servers() -> None:
-    with server.reserve_port("127.0.0.1") as reserved:
-        address = reserved.getsockname()
-        with socket.create_server(address) as listener:  # as uvicorn does it, with SO_REUSEADDR
-            assert listener.getsockname() == address
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(address)
-        drawn = set()
-        for _ in range(200):
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                drawn.add(listener.getsockname()[1])
-        assert address[1] not in drawn
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -21,9 +20,9 @@ from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
+from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
-from mega_rl.rollout.sglang.weights.probe import Probe, probe_limits
+from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import SendReport
 from mega_rl.types import Rollout, TokenOutputs
@@ -70,7 +69,7 @@ class Trainer:
             try:
                 for number, (name, value) in enumerate(self.weights.items()):
                     last = number == len(self.weights) - 1
-                    self.controls[server].weights.update_from_tensor(
+                    self.controls[server].update_from_tensor(
                         [payload({name: value})], version=version if last else None
                     )
             except ServerError as error:
@@ -141,7 +140,7 @@ class Run:
                 VOCAB_SIZE,
                 TEMPERATURE,
                 num_tokens=4,
-                limits=probe_limits("float32", mean=0, largest=0),
+                limits=LIMITS["float32"],
             ),
             verify_interval=verify_interval,
             **options,
@@ -212,7 +211,7 @@ FAULTS = [
     ("/continue_generation", "refuse", 1, "stale", "/continue_generation: HTTP 400"),
     ("/continue_generation", "die", 1, "down", "/continue_generation"),
     ("/generate", "html", 1, "stale", "/generate"),
-    ("/generate", "list", 1, "stale", "no answer to a probe"),
+    ("/generate", "list", 1, "stale", "answered no object"),
     ("/generate", "die", 1, "down", "/generate"),
     ("/weights_checker", "error", 1, "stale", "/weights_checker: HTTP 500"),
     ("/weights_checker", "list", 1, "stale", "answered no object"),
@@ -298,17 +297,6 @@ def _answer_of(path: str, tokens: Any, logprobs: Any) -> Any:
     return generated if path == "/generate" else {"success": True, **info}
 
 
-def test_an_update_after_a_failed_one_heals(servers: list[UpdateServer]) -> None:
-    servers[1].faults = {UPDATE: ("error", 2)}
-    run = run_of(servers)
-    run.sync.publish()
-    servers[1].faults = {}
-    run.trainer.step(2)
-    assert run.sync.publish()["sync/failed_servers"] == 0.0
-    assert run.rotation.said == {0: "ready 2", 1: "ready 2", 2: "ready 2"}
-    assert servers[1].number("/model_info") == 2 + 1  # checked twice, its version once: it may have been restarted
-
-
 def test_a_restarted_server_is_refit_with_the_version_of_the_others(servers: list[UpdateServer]) -> None:
     run = run_of(servers[:2])
     run.sync.publish()
@@ -318,7 +306,7 @@ def test_a_restarted_server_is_refit_with_the_version_of_the_others(servers: lis
     assert run.rotation.said == {0: "ready 2", 1: "down"}
     calls = len(servers[0].calls)
     with UpdateServer(1, info=INFO) as successor:
-        run.controls[1].move(successor.endpoint)
+        run.controls[1].endpoint = successor.endpoint
         metrics = run.sync.refit([1])
         assert successor.weights == weights_of_version(2)
         assert successor.version == "2"
@@ -327,22 +315,6 @@ def test_a_restarted_server_is_refit_with_the_version_of_the_others(servers: lis
         assert run.sync.weight_version == 2
         assert metrics["sync/failed_servers"] == 0.0
         assert len(servers[0].calls) == calls  # it goes on generating, undisturbed
-
-
-def test_a_refit_that_fails_leaves_the_others_alone(servers: list[UpdateServer]) -> None:
-    run = run_of(servers[:2])
-    run.sync.publish()
-    servers[1].faults = {"/pause_generation": ("error", 2)}
-    assert run.sync.refit([1])["sync/failed_servers"] == 1.0
-    assert run.rotation.said == {0: "ready 1", 1: "stale"}
-    servers[1].faults = {}
-    run.sync.refit([1])
-    assert run.sync.ready == {0, 1}
-
-
-def test_a_refit_needs_a_version(servers: list[UpdateServer]) -> None:
-    with pytest.raises(RuntimeError, match="before any weights"):
-        run_of(servers).sync.refit([0])
 
 
 def test_without_a_server_left_the_run_ends_with_all_reasons(servers: list[UpdateServer]) -> None:
@@ -388,13 +360,6 @@ def test_checksums_of_servers_agree(servers: list[UpdateServer], sums: str, out:
     assert all("checksum of its weights differs" in run.rotation.reasons[i] for i in out)
 
 
-def test_servers_of_other_sizes_have_other_checksums(servers: list[UpdateServer]) -> None:
-    servers[1].tp = 2
-    for server in servers:
-        server.checksum = "a"
-    assert run_of(servers).sync.publish()["sync/failed_servers"] == 0.0
-
-
 def test_a_resumed_run_stamps_its_version_again(servers: list[UpdateServer]) -> None:
     run = run_of(servers[:1])
     run.sync.resume_at(7)
@@ -421,13 +386,6 @@ def test_a_listener_is_called_between_loading_and_generating_with_the_servers_th
     assert run.rotation.said == {0: "stale", 1: "ready 1", 2: "ready 1"}
 
 
-def test_servers_are_steered_at_once(servers: list[UpdateServer]) -> None:
-    for server in servers:
-        server.faults = {"/pause_generation": ("late", 1)}  # a second, as with requests in flight
-    run = run_of(servers)
-    assert run.sync.publish()["sync/pause_seconds"] < 2.5
-
-
 def test_failures_are_logged_once_and_without_keys(
     servers: list[UpdateServer], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -439,14 +397,6 @@ def test_failures_are_logged_once_and_without_keys(
     assert "weights of version 1: 1 of 3 servers are out of rotation until they are refit" in lines[0]
     assert KEYS.api_key not in caplog.text
     assert KEYS.admin_key not in caplog.text
-
-
-def test_no_thread_stays(servers: list[UpdateServer]) -> None:
-    servers[1].faults = {UPDATE: ("hang", 1)}
-    run = run_of(servers, timeout_s=0.5)
-    run.sync.publish()
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("server", "Timer"))]
-    assert not left
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
@@ -512,8 +462,3 @@ def test_all_ranks_agree_on_what_failed(servers: list[UpdateServer]) -> None:
     assert first["end"].startswith("no SGLang server took the weights of version 3:\n")
     for number in range(3):
         assert f"SGLang server {number} at" in first["end"]
-
-
-def test_the_alone_agree_with_themselves() -> None:
-    assert merge_failures({2: "so"}, SingleRank()) == {2: "so"}
-    assert merge_failures({}, SingleRank()) == {}

@@ -23,8 +23,7 @@ import torch
 
 from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, SglangSyncConfig
 from mega_rl.rollout.sglang.http.control import Control, ServerError
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings, telling_lines
 from mega_rl.types import Prompt
 from tests.helpers.distributed import run_ranks
@@ -141,6 +140,8 @@ def assert_equal(actual: Sequence[Any], expected: Sequence[Any], what: str) -> N
 class Joined:
     """`pool.ServerPool` of servers that this test started elsewhere."""
 
+    colocated = False
+
     def __init__(self, entries: Sequence[dict[str, Any]]) -> None:
         self.endpoints = [_endpoint(one) for one in entries]
         self.tp = [one["tp"] for one in entries]
@@ -170,6 +171,13 @@ def _config(root: Path, case: str, model: str, transport: str, entries: Sequence
     return replaced(config, "trainer", run_dir=str(root / "run"))
 
 
+def connected(plan: Any, pool: Any, engine: Any, world: Any) -> Any:
+    from mega_rl.rollout.sglang.build import connect
+
+    rollout, hidden = plan.config.rollout, plan.engine.hidden_tokens
+    return connect(rollout, plan.rollout_dtype, pool, actor=engine, world=world, hidden_tokens=hidden)
+
+
 def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str, list[dict[str, Any]]]) -> Any:
     root = Path(folder)
     actual: dict[str, Any] = {"said": _warnings()}
@@ -181,7 +189,6 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
             with running_engine(config, trainable=False) as engine:
                 from mega_rl.accelerator import prepare
                 from mega_rl.assemble.plan import plan_run
-                from mega_rl.assemble.sglang import connect
                 from mega_rl.parallel.comm import GroupRanks
 
                 plan = plan_run(config, prepare("auto"))
@@ -189,7 +196,7 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                 world = GroupRanks(engine.groups.world)
                 pool = Joined(servers[source])
                 version += 5
-                with connect(plan, pool, actor=engine, world=world, colocated=False) as connection:
+                with connected(plan, pool, engine, world) as connection:
                     connection.sync.resume_at(version)
                     actual[f"{case} {model}"] = {
                         "metrics": connection.sync.publish(),
@@ -200,7 +207,8 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                     if (case, model) == ("tp2", "a"):
                         actual["parity"] = _both_engines(root / "dense-a", connection, engine, world)
                     world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
-                    names = getattr(connection.sync._transport, "group_names", [])
+                    groups = getattr(connection.sync._transport, "_groups", None)
+                    names = [] if groups is None else list(groups.names)
                 actual[f"{case} {model}"]["groups"] = [
                     _has_left(endpoint, name) for endpoint in pool.endpoints for name in names if rank == 0
                 ]
@@ -223,7 +231,7 @@ def _has_left(endpoint: Endpoint, group: str) -> bool:
     """Whether a server is no longer in a group of weight updates."""
     control = Control(endpoint, timeout_s=60.0)
     try:
-        control.weights.destroy_group(group)
+        control.destroy_group(group)
     except ServerError as error:
         return "not exist" in str(error)
     finally:
@@ -250,7 +258,7 @@ def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[
     )
     EmbeddedWeightSync(engine.export_weights, embedded, bucket_bytes=1 << 20, verify_interval=1).publish()
     served = SglangRolloutEngine(
-        connection.fleet,
+        connection.router,
         everyone=world,
         weight_version=lambda: connection.sync.weight_version,
         bring_back=connection.bring_back,
@@ -333,19 +341,18 @@ def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]
     with running_engine(config, trainable=False) as engine:
         from mega_rl.accelerator import prepare
         from mega_rl.assemble.plan import plan_run
-        from mega_rl.assemble.sglang import connect
         from mega_rl.parallel.comm import GroupRanks
 
         plan = plan_run(config, prepare("auto"))
 
         world = GroupRanks(engine.groups.world)
-        with connect(plan, Joined(entries), actor=engine, world=world, colocated=False) as connection:
+        with connected(plan, Joined(entries), engine, world) as connection:
             sync = connection.sync
             sync._transport._bucket_bytes = 4000  # the smallest that a setting can name holds this whole model
             sync.resume_at(100)
             whole = sync.publish()
             victim = connection._controls[0]
-            update, buckets = victim.weights.update_from_tensor, []
+            update, buckets = victim.update_from_tensor, []
 
             def dying(*args: Any, **kwargs: Any) -> None:
                 buckets.append(kwargs)
@@ -353,20 +360,20 @@ def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]
                     os.killpg(pid, signal.SIGKILL)
                 update(*args, **kwargs)
 
-            victim.weights.update_from_tensor = dying
+            victim.update_from_tensor = dying
             broken = sync.publish()
-            states = [state.value for state, _ in connection.fleet.states()]
-            victim.weights.update_from_tensor = update
+            states = [state.value for state, _ in connection.router.states()]
+            victim.update_from_tensor = update
             after = {"broken": answers(connection._controls[1].endpoint)}
 
             (root / "restart").touch()
             wait_until("the server's restart", (root / "restarted.json").exists, timeout_s=2 * START_S)
             successor = _endpoint(json.loads((root / "restarted.json").read_text()))
-            victim.move(successor)
-            connection.fleet.move(0, successor)
+            victim.endpoint = successor
+            connection.router.move(0, successor)
             healed = sync.refit([0])
             after["healed"] = [answers(control.endpoint) for control in connection._controls]
-            versions = [control.weights.version() for control in connection._controls]
+            versions = [control.object("GET", "/model_info")["weight_version"] for control in connection._controls]
         return {
             "metrics": [whole, broken, healed],
             "states": states,

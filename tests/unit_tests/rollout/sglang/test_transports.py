@@ -10,7 +10,6 @@ import pickletools
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,26 +23,24 @@ from mega_rl.config.keys import FIELDS
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.rollout.sglang.server.addresses import address_for, address_towards
 from mega_rl.rollout.sglang.weights.buckets import MappedFile, payload, slot_tensor
 from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
-from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, chosen, sites_of
+from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, sites_of
 from mega_rl.rollout.sglang.weights.transports import choose
 from mega_rl.rollout.sglang.weights.transports.choose import (
     Placement,
     choose_transport,
-    host_identity,
-    hosts_of,
     leader_of,
     why_not,
 )
 from mega_rl.rollout.sglang.weights.transports.cuda_ipc import (
-    CudaHandle,
+    CudaDevice,
     as_json,
     from_json,
     ranks_of_servers,
     with_uuid,
 )
-from mega_rl.rollout.sglang.weights.transports.server_group import address_for, address_towards
 from mega_rl.rollout.sglang.weights.transports.shared_memory import _anonymous_file, _places
 from tests.helpers.weight_receiver import FakeReceiver
 
@@ -149,43 +146,8 @@ def servers(*receivers: FakeReceiver) -> list[Server]:
     return [Server(i, 1, "here", receiver) for i, receiver in enumerate(receivers)]
 
 
-def test_servers_are_asked_all_at_once() -> None:
-    barrier = threading.Barrier(3, timeout=20)
-    with ServerRequests(servers(*(FakeReceiver(i) for i in range(3)))) as requests:
-        requests.start(lambda server, receiver: barrier.wait() and None)
-        requests.wait()
-    assert requests.failed == {}
-    assert requests.sent == 3
-
-
-def test_a_failed_server_gets_no_more_requests() -> None:
-    good, bad = FakeReceiver(0), FakeReceiver(1)
-    asked: list[int] = []
-
-    def work(server: Server, receiver: Any) -> None:
-        asked.append(server.index)
-        if receiver is bad:
-            raise bad.error("no")
-
-    with ServerRequests(servers(good, bad)) as requests:
-        for _ in range(3):
-            requests.start(work)
-            requests.wait()
-    assert asked.count(0) == 3
-    assert asked.count(1) == 1
-    assert list(requests.failed) == [1]
-    assert "no" in requests.failed[1]
-
-
 def test_a_bug_is_raised_after_the_ranks_have_agreed() -> None:
     """The other ranks are inside collectives until then; what is no server's fault is not passed off as one."""
-
-    class Alone:
-        def broadcast(self, value: Any, *, source: int, what: str) -> Any:
-            return value
-
-        def max(self, value: float, *, what: str) -> float:
-            return value
 
     def work(server: Server, receiver: Any) -> None:
         raise KeyError("x")
@@ -195,17 +157,9 @@ def test_a_bug_is_raised_after_the_ranks_have_agreed() -> None:
         requests.wait()
         report: Any = SimpleNamespace(requests=0, failed={}, seconds=0.0)
         with pytest.raises(KeyError):
-            requests.agree(report, Alone(), leaders=[0], started=time.perf_counter())  # type: ignore[arg-type]
+            requests.agree(report, SingleRank(), started=time.perf_counter())
     assert report.requests == 1
     assert "KeyError" in report.failed[0]
-
-
-def test_chosen_keeps_the_order_of_the_servers() -> None:
-    known = servers(FakeReceiver(0), FakeReceiver(1), FakeReceiver(2))
-    assert chosen(known, None) == known
-    assert [server.index for server in chosen(known, [2, 0])] == [0, 2]
-    with pytest.raises(AssertionError):
-        chosen(known, [3])
 
 
 # --- the choice
@@ -332,13 +286,6 @@ def test_who_talks_to_a_server() -> None:
     assert leader_of(server, SimpleNamespace(name="distributed"), where) == 0  # type: ignore[arg-type]
 
 
-def test_the_same_machine_has_one_identity() -> None:
-    program = "from mega_rl.rollout.sglang.weights.transports.choose import host_identity; print(host_identity())"
-    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == host_identity()
-    assert hosts_of(SingleRank()) == (host_identity(),)
-
-
 def test_settings_of_the_config_are_those_of_the_choice() -> None:
     assert set(FIELDS["rollout.sglang.sync.transport"].metadata["choices"]) == set(choose._SETTINGS) - {"auto on GPUs"}
 
@@ -386,6 +333,6 @@ def test_handles_travel_between_ranks_as_json() -> None:
 
 @pytest.mark.gpu
 def test_cuda_handle_carries_the_uuid() -> None:
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
-    _, arguments = CudaHandle(torch.ones(4, device="cuda"), uuid).__reduce__()
-    assert arguments[6] == uuid
+    device = CudaDevice(torch.device("cuda"))
+    _, arguments = device.opened(device.handle(torch.ones(4, device="cuda"))).__reduce__()  # type: ignore[attr-defined]
+    assert arguments[6] == str(torch.cuda.get_device_properties(0).uuid)

@@ -7,23 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.converters.live import export
-from mega_rl.converters.live.export import ModelPlace
-from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.keys import Keys
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.weights.transport import Server
 from mega_rl.rollout.sglang.weights.transports import process_group
-from tests.unit_tests.converters.fakes import hf_state
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.rollout.sglang.test_server_groups import trainer
 
@@ -49,23 +44,8 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("weight_links", None)
 
 
-class AloneMeeting:
-    """`transport.Meeting` of one rank."""
-
-    size, rank, leads = 1, 0, True
-
-    def broadcast(self, value: Any, *, source: int, what: str) -> Any:
-        return value
-
-    def max(self, value: float, *, what: str) -> float:
-        return value
-
-    def close(self) -> None:
-        pass
-
-
 class CountingReceiver:
-    """`transport.Receiver` of a server that is told of weights and takes none."""
+    """`control.Control` of a server that is told of weights and takes none."""
 
     def __init__(self, index: int) -> None:
         self.endpoint = Endpoint(index, f"http://127.0.0.1:{31000 + index}", Keys("api", "admin"))
@@ -97,7 +77,8 @@ def test_bytes_leave_the_trainer_once_whatever_the_number_of_servers(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(process_group, "open_meeting", lambda *_, **__: AloneMeeting())
+    monkeypatch.setattr(process_group, "open_ranks", lambda *_, **__: SingleRank())
+    monkeypatch.setattr(process_group, "close_ranks", lambda *_: None)
     monkeypatch.setattr(process_group, "ServerGroup", CountingGroup)
     weights, state = trainer()
     receivers: list[Any] = [CountingReceiver(index) for index in range(hosts)]
@@ -118,45 +99,6 @@ def _done() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
-
-
-@pytest.mark.parametrize("hosts", HOSTS)
-@pytest.mark.parametrize(("family", "sizes"), LAYOUTS)
-def test_what_ranks_receive_is_what_the_exporter_broadcasts(
-    links: Any, monkeypatch: pytest.MonkeyPatch, family: str, sizes: dict[str, int], hosts: int
-) -> None:
-    """The exporter itself, with groups that count, on the first and last ranks and on some between."""
-    layout = ParallelLayout(world_size=links.GPUS * hosts, **sizes)
-    sharding = Sharding(parse_hf_config({"model_type": family, "architectures": ["X"], **TINY[family]}), layout)
-    expected = links.received(sharding, itemsize=4)
-    state = hf_state(sharding.hf)
-    got: Counter[int] = Counter()
-
-    def broadcast(tensor: torch.Tensor, *, group: Any, group_src: int) -> None:
-        if group.rank() != group_src:
-            got[group.owner] += tensor.nbytes
-
-    monkeypatch.setattr(export, "weights_of", lambda chunk: chunk)
-    monkeypatch.setattr(export.dist, "get_backend", lambda group: "gloo")
-    monkeypatch.setattr(export.dist, "broadcast", broadcast)
-    ranks = sorted({0, 1, layout.stage_size - 1, layout.world_size // 2, layout.world_size - 1})
-    for rank in ranks:
-        at = layout.coordinates(rank)
-        chunks: list[Any] = [{param.name: torch.zeros(param.shape) for param in build_plan(sharding, at)}]
-
-        def group(size: int, place: int, owner: int = rank) -> Any:
-            return SimpleNamespace(size=lambda: size, rank=lambda: place, owner=owner)
-
-        place = ModelPlace(
-            sharding,
-            at,
-            tp_group=group(layout.tp, at.tp_rank),
-            pp_group=group(layout.pp, at.pp_rank),
-            expert_group=group(layout.ep * layout.etp, at.ep_rank * layout.etp + at.etp_rank),
-            bucket_bytes=5000,
-        )
-        assert {name for name, _ in export.export_hf(chunks, place)} == set(state)
-    assert {rank: got[rank] for rank in ranks} == {rank: expected[rank].total() for rank in ranks}
 
 
 def test_experts_are_gathered_in_buffers_of_a_bucket(links: Any) -> None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -17,13 +16,10 @@ from mega_rl.config.rules.servers import is_loopback
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.weights.reshard import first_ranks
-from mega_rl.rollout.sglang.weights.transport import Server, Transport
+from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
 from mega_rl.rollout.sglang.weights.transports.process_group import DistributedTransport
 from mega_rl.rollout.sglang.weights.transports.shared_memory import SharedMemoryTransport
-
-if TYPE_CHECKING:
-    from mega_rl.rollout.sglang.weights.source import TrainerWeights
 
 # Transports of each rollout.sglang.sync.transport, best first. Between GPUs a process group is faster than the way
 # through the host's memory; between CPUs it is that way, only longer.
@@ -53,7 +49,7 @@ def hosts_of(ranks: Ranks) -> tuple[str, ...]:
 class Placement:
     """Hosts of the trainer's ranks, and whether servers share their devices; the same on all ranks."""
 
-    hosts: tuple[str, ...]  # of each rank of the trainer: `hosts_of`
+    hosts: tuple[str, ...]  # one for each rank of the trainer: `hosts_of`
     colocated: bool  # servers share the trainer's devices and take turns with it
 
 

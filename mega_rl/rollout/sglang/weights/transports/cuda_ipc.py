@@ -23,68 +23,34 @@ import base64
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from mega_rl.parallel.agreement import broadcast_json
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled, payload
 from mega_rl.rollout.sglang.weights.reshard import Bucket
 from mega_rl.rollout.sglang.weights.transport import (
     GRACE_S,
-    HostMeetings,
-    Receiver,
     SendReport,
     Server,
     ServerRequests,
+    TrainerWeights,
     chosen,
+    close_ranks,
+    open_host_ranks,
     sites_of,
 )
 
-if TYPE_CHECKING:
-    from mega_rl.rollout.sglang.weights.source import TrainerWeights
+Reduced = tuple[Callable[..., object], tuple[object, ...]]  # function and arguments of a pickle
 
-Reduced = tuple[Callable[..., object], tuple[object, ...]]  # what a pickle calls, and with which arguments
-
-_DEVICE_ARGUMENT = 6  # of rebuild_cuda_tensor: the number of the device
+_DEVICE_ARGUMENT = 6  # place among rebuild_cuda_tensor's arguments: the number of the device
 # Types among its arguments, of a tensor of bytes.
 _KINDS = {"Tensor": Tensor, "TypedStorage": torch.TypedStorage, "uint8": torch.uint8}
-
-
-class SharedDevice(Protocol):
-    """Memory of this rank's device that another process on it can open."""
-
-    def memory(self, nbytes: int) -> Tensor:
-        """Return new memory, [nbytes] uint8."""
-        ...
-
-    def handle(self, data: Tensor) -> object:
-        """Return a handle of `data`, as it is after the work that is queued on the device by now; JSON.
-
-        It has to be opened once: until then `data` keeps its memory.
-        """
-        ...
-
-    def opened(self, handle: object) -> object:
-        """Return, on any rank, what unpickles to the tensor of a handle on its own device."""
-        ...
-
-    def close(self) -> None:
-        """Free the memory that receivers have released."""
-        ...
-
-
-class CudaHandle:
-    """Picklable handle of a CUDA tensor; another process opens it on the GPU of the same UUID."""
-
-    def __init__(self, tensor: Tensor, uuid: str) -> None:
-        self._tensor, self._uuid = tensor, uuid
-
-    def __reduce__(self) -> Reduced:
-        rebuild, arguments = reduce_tensor(self._tensor)
-        return rebuild, with_uuid(arguments, self._uuid)
 
 
 def with_uuid(arguments: Sequence[object], uuid: str) -> tuple[object, ...]:
@@ -130,22 +96,29 @@ def _from_json(value: object) -> object:
 
 
 class CudaDevice:
-    """`SharedDevice` of CUDA, by handles as torch.multiprocessing makes them."""
+    """Memory of this rank's device that another process on it can open, by handles as torch.multiprocessing's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._uuid = str(torch.cuda.get_device_properties(device).uuid)
 
     def memory(self, nbytes: int) -> Tensor:
+        """Return new memory, [nbytes] uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def handle(self, data: Tensor) -> object:
+        """Return a handle of `data`, as it is after the work that is queued on the device by now; JSON.
+
+        A process must open it once: until then `data` keeps its memory.
+        """
         return as_json(with_uuid(reduce_tensor(data)[1], self._uuid))
 
     def opened(self, handle: object) -> object:
+        """Return, on any rank, an object that unpickles to the tensor of a handle on its own device."""
         return _Handle((rebuild_cuda_tensor, from_json(handle)))
 
     def close(self) -> None:
+        """Free the memory that receivers have released."""
         torch.cuda.ipc_collect()
 
 
@@ -180,7 +153,7 @@ class CudaIpcTransport:
         hosts: Sequence[str],
         bucket_bytes: int,
         timeout_s: float,
-        device: SharedDevice | None = None,
+        device: CudaDevice | None = None,
     ) -> None:
         """hosts: of each rank of the run. timeout_s: of a server's answer. device: None takes the weights'.
 
@@ -190,50 +163,46 @@ class CudaIpcTransport:
         self._ranks = ranks_of_servers(servers, hosts)
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s + GRACE_S
         self._device = device
-        self._meetings: HostMeetings | None = None
+        self._open: tuple[GroupRanks, GroupRanks] | None = None  # the run's and this site's
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
         started = time.perf_counter()
-        if self._meetings is None:
-            self._meetings = HostMeetings(self._sites, timeout_s=self._timeout_s)
+        if self._open is None:
+            self._open = open_host_ranks(self._sites, timeout_s=self._timeout_s)
         device = self._device or CudaDevice(self._weights.device)
-        site = self._meetings.host
+        world, site = self._open
         to = chosen(self._servers, servers)
         own_site = self._sites[dist.get_rank()]
         here = [server for server in to if server.host == own_site]
         buckets = self._weights.buckets(self._bucket_bytes)
         stream = self._weights.export(bucket_bytes=self._bucket_bytes)
-        with ServerRequests(here if site.leads else []) as requests:
+        with ServerRequests(here if site.rank == 0 else []) as requests:
             # The bucket that servers load and the one before it, which they have answered; a third is being filled.
             held: deque[Tensor] = deque(maxlen=2)
             for bucket, data in filled(stream, buckets, lambda _, n: device.memory(n), self._weights.dtype):
                 held.append(data)
                 requests.wait()
-                failed = site.broadcast(list(requests.failed), source=0, what="to share handles")
+                failed = broadcast_json(list(requests.failed), site)
                 opening = [self._ranks[server.index] for server in to if server.index not in failed]
                 own = device.handle(data) if any(dist.get_rank() in ranks for ranks in opening) else None
-                handles = site.gather(own, what="to share handles")
+                handles = site.gather_json(own)
                 last = bucket is buckets[-1]
-                if site.leads:
+                if site.rank == 0:
                     requests.start(self._post(bucket, handles, device, version if last else None))
             requests.wait()
-            slots = sum(len(bucket.slots) for bucket in buckets)
-            report = SendReport(bytes=sum(b.nbytes for b in buckets), buckets=len(buckets), tensors=slots)
-            leaders = sorted({self._sites.index(server.host) for server in to if server.host is not None})
-            report = requests.agree(report, self._meetings.world, leaders=leaders, started=started)
+            report = requests.agree(SendReport.of(buckets), world, started=started)
         held.clear()
         device.close()
         return report
 
     def close(self) -> None:
-        if self._meetings is not None:
-            self._meetings.close()
-            self._meetings = None
+        close_ranks(*(self._open or ()))
+        self._open = None
 
     def _post(
-        self, bucket: Bucket, handles: Sequence[object], device: SharedDevice, version: int | None
-    ) -> Callable[[Server, Receiver], None]:
-        """Return the request for one bucket; handles: of this site's ranks, None of those that no server opens."""
+        self, bucket: Bucket, handles: Sequence[object], device: CudaDevice, version: int | None
+    ) -> Callable[[Server, Control], None]:
+        """Return the request for one bucket; handles: of this site's ranks, None if no server opens it."""
         own = [rank for rank, site in enumerate(self._sites) if site == self._sites[dist.get_rank()]]
         texts = {
             rank: payload(device.opened(handle), bucket, self._weights.dtype)
@@ -241,7 +210,7 @@ class CudaIpcTransport:
             if handle is not None
         }
 
-        def post(server: Server, receiver: Receiver) -> None:
+        def post(server: Server, receiver: Control) -> None:
             payloads = [texts[rank] for rank in self._ranks[server.index]]
             receiver.update_from_tensor(payloads, load_format=FORMAT, version=version)
 

@@ -16,39 +16,43 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mega_rl.rollout.sglang.http.endpoint import Endpoint
-from mega_rl.rollout.sglang.http.request import ServerError
+from mega_rl.parallel.agreement import broadcast_json
+from mega_rl.parallel.comm import GroupRanks
+from mega_rl.rollout.sglang.http.control import Control, ServerError
+from mega_rl.rollout.sglang.http.keys import Endpoint
+from mega_rl.rollout.sglang.server.addresses import address_for
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled
 from mega_rl.rollout.sglang.weights.reshard import Bucket, first_ranks
 from mega_rl.rollout.sglang.weights.transport import (
     GRACE_S,
     GroupRelease,
-    Meeting,
-    Receiver,
     SendReport,
     Server,
     ServerRequests,
+    TrainerWeights,
     chosen,
-    open_meeting,
+    close_ranks,
+    open_ranks,
 )
-from mega_rl.rollout.sglang.weights.transports.server_group import SETTLE_S, Rendezvous, ServerGroup
-
-if TYPE_CHECKING:
-    from mega_rl.rollout.sglang.weights.source import TrainerWeights
 
 _ATTEMPTS = 3  # how often groups may break in one update
+_SETTLE_S = 10.0  # for the trainer's side of a broadcast that all servers have answered
 _numbers = itertools.count()
 
 
@@ -58,72 +62,97 @@ class DistributedTransport:
     name = "distributed"
 
     def __init__(
-        self,
-        weights: TrainerWeights,
-        servers: Sequence[Server],
-        *,
-        bucket_bytes: int,
-        timeout_s: float,
+        self, weights: TrainerWeights, servers: Sequence[Server], *, bucket_bytes: int, timeout_s: float
     ) -> None:
         """timeout_s: of a server's answer. A server's `receiver` is needed on rank 0."""
         self._weights, self._servers = weights, list(servers)
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._buckets = weights.buckets(bucket_bytes, by_stage=True)
         self._sources = first_ranks(weights.engine.sharding.layout)
-        self._world: Meeting | None = None
-        self._part: Meeting | None = None  # ranks that send, or all others
+        self._world: GroupRanks | None = None
+        self._part: GroupRanks | None = None  # ranks that send, or all others
         self._groups: _Groups | None = None
-
-    @property
-    def group_names(self) -> list[str]:
-        """Return the names of the groups that servers are in, as rank 0 knows them."""
-        return [] if self._groups is None else list(self._groups.names)
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
         started = time.perf_counter()
         if self._world is None:
-            self._open()
-        assert self._world is not None
-        with ServerRequests(chosen(self._servers, servers) if self._world.leads else []) as requests:
+            self._world = self._open()
+        with ServerRequests(chosen(self._servers, servers) if self._world.rank == 0 else []) as requests:
             if self._weights.engine.place.gathers_first_copy:
                 stream = self._weights.export(bucket_bytes=self._bucket_bytes, own_stage=True)
                 if self._groups is not None:
-                    own = [bucket for bucket in self._buckets if bucket.pp_rank == self._groups.stage]
-                    update = _Update(requests, self._groups, self._staged(stream, own), version, self._weights.dtype)
-                    update.send_all(self._buckets)
+                    self._send_all(requests, self._groups, self._staged(stream, self._groups.stage), version)
                 deque(stream, maxlen=0)  # gathering takes all ranks
-            report = SendReport(
-                bytes=sum(bucket.nbytes for bucket in self._buckets),
-                buckets=len(self._buckets),
-                tensors=sum(len(bucket.slots) for bucket in self._buckets),
-            )
-            return requests.agree(report, self._world, leaders=[0], started=started)
+            return requests.agree(SendReport.of(self._buckets), self._world, started=started)
 
     def close(self) -> None:
         if self._groups is not None:
             self._groups.leave()
-        for meeting in (self._part, self._world):
-            if meeting is not None:
-                meeting.close()
+        close_ranks(self._part, self._world)
         self._groups = self._part = self._world = None
 
-    def _open(self) -> None:
-        # Between two meetings rank 0 waits for one answer, and for one more where servers leave groups; ranks that send
-        # nothing wait for the whole update.
-        self._world = open_meeting(timeout_s=2 * _ATTEMPTS * self._timeout_s + GRACE_S)
-        others = sorted(set(range(self._world.size)) - set(self._sources))
+    def _open(self) -> GroupRanks:
+        # Between two collectives rank 0 waits for one answer, and for one more where servers leave groups. Ranks that
+        # send nothing wait for the whole update.
+        world = open_ranks(timeout_s=2 * _ATTEMPTS * self._timeout_s + GRACE_S)
+        others = sorted(set(range(world.size)) - set(self._sources))
         parts = [self._sources, others] if others else []
-        self._part = open_meeting(parts, timeout_s=2 * self._timeout_s + GRACE_S)
-        if self._world.rank in self._sources:
+        self._part = open_ranks(parts, timeout_s=2 * self._timeout_s + GRACE_S)
+        if world.rank in self._sources:
             backend = "nccl" if self._weights.device.type == "cuda" else "gloo"
             stage = self._weights.engine.place.coordinates.pp_rank
             self._groups = _Groups(self._part, stage, backend=backend, timeout_s=self._timeout_s)
+        return world
 
-    def _staged(self, stream: Iterator[tuple[str, Tensor]], own: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield this stage's buckets in two buffers of the largest one's size."""
+    def _staged(self, stream: Iterator[tuple[str, Tensor]], stage: int) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield this stage's buckets; the bytes of one stay until the one after the next is asked for."""
+        own = [bucket for bucket in self._buckets if bucket.pp_rank == stage]
         room = max(bucket.nbytes for bucket in own)
         memory = [torch.empty(room, dtype=torch.uint8, device=self._weights.device) for _ in range(2)]
         return filled(stream, own, lambda i, n: memory[i % 2][:n], self._weights.dtype)
+
+    def _send_all(
+        self, requests: ServerRequests, groups: _Groups, staged: Iterator[tuple[Bucket, Tensor]], version: int
+    ) -> None:
+        """Send the buckets of all stages in order; take all of this stage's, even if no server is left."""
+        breaks = 0
+        joined = groups.join(requests)
+        waiting = next(staged, None)
+        for bucket in self._buckets:
+            is_own = waiting is not None and waiting[0] is bucket
+            data = waiting[1] if waiting is not None and is_own else None
+            while joined:
+                own = groups.broadcast(data)
+                if groups.leads:
+                    last = version if bucket is self._buckets[-1] else None
+                    self._announce(requests, bucket, groups.names[bucket.pp_rank], last)
+                if is_own:
+                    waiting, is_own = next(staged, None), False  # while servers take this one
+                if groups.settled(requests, own):
+                    break
+                breaks += 1
+                if breaks == _ATTEMPTS and groups.leads:
+                    requests.fail_all(f"its process groups broke {_ATTEMPTS} times in one update")
+                groups.forget()  # servers have left: `_Groups.release`
+                joined = groups.join(requests)
+            if is_own:
+                waiting = next(staged, None)
+
+    def _announce(self, requests: ServerRequests, bucket: Bucket, group: str, version: int | None) -> None:
+        """Start the requests that announce one bucket to all servers."""
+        usual = str(self._weights.dtype).removeprefix("torch.")
+
+        def announce(_: Server, receiver: Control) -> None:
+            receiver.update_from_distributed(
+                names=[slot.name for slot in bucket.slots],
+                dtypes=["float32" if slot.float32 else usual for slot in bucket.slots],
+                shapes=[slot.shape for slot in bucket.slots],
+                group=group,
+                load_format=FORMAT,
+                version=version,
+            )
+
+        requests.start(announce)
 
 
 @dataclass(frozen=True)
@@ -131,10 +160,10 @@ class _Plan:
     """Servers of the groups, and where their members meet; the same on all ranks that send."""
 
     any_server: bool
-    fresh: bool = False  # else the groups are those that there are
+    fresh: bool = False  # else the groups are the present ones
     urls: Sequence[str] = ()
     size: int = 0  # ranks of each group
-    name: str = ""  # of which those of the groups are made
+    name: str = ""  # prefix of the groups' names
     address: str = ""
     port: int = 0
 
@@ -142,11 +171,12 @@ class _Plan:
 class _Groups:
     """One group for each stage, the same servers in all; on the ranks that send, whose methods are collective."""
 
-    def __init__(self, senders: Meeting, stage: int, *, backend: str, timeout_s: float) -> None:
+    def __init__(self, senders: GroupRanks, stage: int, *, backend: str, timeout_s: float) -> None:
         """senders: the sources, whose first is rank 0; stage: of this rank."""
-        self.senders, self.stage = senders, stage
+        self._senders, self.stage = senders, stage
+        self.leads = senders.rank == 0
         self.names: list[str] = []
-        self.own: ServerGroup | None = None
+        self._own: ServerGroup | None = None
         self._backend, self._timeout_s = backend, timeout_s
         self._rendezvous: Rendezvous | None = None
         self._members: list[tuple[Server, Endpoint]] = []  # on rank 0
@@ -154,47 +184,66 @@ class _Groups:
     def join(self, requests: ServerRequests) -> bool:
         """Make groups of all servers of `requests` that have not failed, unless these are the groups' members now.
 
-        Returns whether there are any; those with whom no group came about have failed.
+        Returns whether there are any; the others have failed.
         """
         for _ in range(_ATTEMPTS):
             own = asdict(self._plan(requests))
-            plan = _Plan(**self.senders.broadcast(own, source=0, what="to make groups with servers"))
+            plan = _Plan(**broadcast_json(own, self._senders))
             if not plan.fresh:
                 return plan.any_server
             if self._make(requests, plan):
                 return True
             self.leave(but=requests.failed)
-        if self.senders.leads:
+        if self.leads:
             requests.fail_all(f"no process group with it came about in {_ATTEMPTS} attempts")
         return False
 
     def leave(self, *, but: Container[int] = ()) -> None:
         """End the groups; no collective. The servers leave them too, except those in `but`."""
         with ServerRequests([server for server, _ in self._members if server.index not in but]) as requests:
-            requests.start(self._leave)
+            requests.start(lambda server, _: self._leave(server))
             requests.wait()  # one that does not answer has left or will not: either way it is in no later group
         self.forget()
 
     def forget(self) -> None:
         """End this rank's side of the groups."""
-        if self.own is not None:
-            self.own.close()
+        if self._own is not None:
+            self._own.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self.own, self._rendezvous, self._members, self.names = None, None, [], []
+        self._own, self._rendezvous, self._members, self.names = None, None, [], []
 
-    def release(self, server: Server, receiver: Receiver, error: ServerError | None) -> None:
-        """Let a server leave the groups, so that its peers wait for it no longer; one that does not answer is skipped.
+    def broadcast(self, data: Tensor | None) -> Future[None] | None:
+        """Start to send a bucket of this stage, if there is one."""
+        if data is None:
+            return None
+        assert self._own is not None
+        return self._own.broadcast(data)
 
-        See `transport.GroupRelease`.
-        """
-        if error is None or error.status is not None:
-            self._leave(server, receiver)
+    def settled(
+        self, requests: ServerRequests, own: Future[None] | None, *, release: GroupRelease | None = None
+    ) -> bool:
+        """Return whether all servers have answered with success, and this rank's part in it, `own`, has ended too."""
+        good = requests.wait_together(release or self._release) if self.leads else True
+        good = broadcast_json(good, self._senders)
+        failed = False
+        if good and own is not None:
+            try:
+                own.result(_SETTLE_S)
+            except (OSError, RuntimeError):  # TimeoutError among them
+                failed = True  # the servers are in the group of a peer that is gone
+        return good and not self._senders.max(torch.tensor(int(failed)))
 
-    def _leave(self, _: Server, receiver: Receiver) -> None:
+    def _release(self, server: Server, error: BaseException | None) -> None:
+        """Let a server leave the groups, so that its peers no longer wait for it; skip one that does not answer."""
+        if not isinstance(error, ServerError) or error.status is not None:
+            with suppress(ServerError):  # its failure, if it has one, is known already
+                self._leave(server)
+
+    def _leave(self, server: Server) -> None:
         for name in self.names:
             try:
-                receiver.destroy_group(name)
+                _receiver(server).destroy_group(name)
             except ServerError as error:  # with an answer: it is in no such group
                 if error.status is None:
                     raise
@@ -224,143 +273,158 @@ class _Groups:
 
     def _make(self, requests: ServerRequests, plan: _Plan) -> bool:
         """Make the group of every stage; return whether all came about."""
-        if not self.senders.leads:
+        if not self.leads:
             self.forget()
-        for stage in range(self.senders.size):
-            self.names.append(f"{plan.name}-{stage}")
+        for stage in range(self._senders.size):
+            name = f"{plan.name}-{stage}"
+            self.names.append(name)
             joined: Future[None] | None = None
             if stage == self.stage:
-                self.own = ServerGroup(self.names[-1], backend=self._backend, size=plan.size, timeout_s=self._timeout_s)
-                joined = self.own.join(plan.address, plan.port, towards=plan.urls)
-            if self.senders.leads:
+                self._own = ServerGroup(name, backend=self._backend, size=plan.size, timeout_s=self._timeout_s)
+                joined = self._own.join(plan.address, plan.port, towards=plan.urls)
+            if self.leads:
                 assert self._rendezvous is not None
                 self._rendezvous.expect(plan.size)
-                requests.start(_Invitation(self._members, plan, self.names[-1], self._backend))
-            if not self.settled(requests, joined, release=partial(self._end_rendezvous, requests)):
+                self._invite(requests, plan, name)
+            if not self.settled(requests, joined, release=lambda *_: self._end_rendezvous(requests.failed)):
                 return False
         return True
 
-    def settled(
-        self, requests: ServerRequests, own: Future[None] | None, *, release: GroupRelease | None = None
-    ) -> bool:
-        """Return whether all servers have answered with success, and this rank's part in it, `own`, has ended too."""
-        good = requests.wait_together(release or self.release) if self.senders.leads else True
-        good = self.senders.broadcast(good, source=0, what="while servers took a bucket")
-        # A part that failed leaves the servers with the group of a peer that is gone.
-        failed = good and own is not None and not _ends(own)
-        return good and not self.senders.max(float(failed), what="while servers took a bucket")
+    def _invite(self, requests: ServerRequests, plan: _Plan, name: str) -> None:
+        """Start the requests to join a stage's group."""
+        ends = itertools.accumulate((server.tp for server, _ in self._members), initial=1)
+        offsets = {server.index: end for (server, _), end in zip(self._members, ends, strict=False)}
 
-    def _end_rendezvous(self, requests: ServerRequests, _: Server, __: Receiver, ___: ServerError | None) -> None:
-        """Let servers wait no longer for those that have failed. See `transport.GroupRelease`."""
+        def invite(server: Server, receiver: Control) -> None:
+            receiver.init_group(
+                address=plan.address,
+                port=plan.port,
+                rank_offset=offsets[server.index],
+                world_size=plan.size,
+                group=name,
+                backend=self._backend,
+            )
+
+        requests.start(invite)
+
+    def _end_rendezvous(self, failed: Container[int]) -> None:
+        """Let servers no longer wait for those that have failed."""
         assert self._rendezvous is not None
-        self._rendezvous.close(absent=sum(server.tp for server, _ in self._members if server.index in requests.failed))
+        self._rendezvous.close(absent=sum(server.tp for server, _ in self._members if server.index in failed))
 
 
-class _Update:
-    """One update, on the ranks that send."""
-
-    def __init__(
-        self,
-        requests: ServerRequests,
-        groups: _Groups,
-        staged: Iterator[tuple[Bucket, Tensor]],
-        version: int,
-        dtype: torch.dtype,
-    ) -> None:
-        """staged: this stage's buckets; the bytes of one stay until the one after the next is asked for."""
-        self._requests, self._groups, self._staged = requests, groups, staged
-        self._version, self._dtype = version, dtype
-        self._breaks = 0
-
-    def send_all(self, buckets: Sequence[Bucket]) -> None:
-        """Send the buckets of all stages, in this order; take all of this stage's, even if no server is left."""
-        joined = self._groups.join(self._requests)
-        next_own = next(self._staged, None)
-        for bucket in buckets:
-            data = None
-            if next_own is not None and next_own[0] is bucket:
-                data = next_own[1]
-            announcement = _Announcement(bucket, self._dtype, self._version if bucket is buckets[-1] else None)
-            while joined:
-                own = self._start(bucket, announcement, data)
-                if next_own is not None and next_own[0] is bucket:
-                    next_own = next(self._staged, None)  # while servers take this one
-                if self._groups.settled(self._requests, own):
-                    break
-                joined = self._rejoin()
-            if next_own is not None and next_own[0] is bucket:
-                next_own = next(self._staged, None)
-
-    def _start(self, bucket: Bucket, announcement: _Announcement, data: Tensor | None) -> Future[None] | None:
-        """Start the broadcast of a bucket on its source and, on rank 0, announce it to all servers."""
-        groups = self._groups
-        own = None
-        if data is not None:
-            assert groups.own is not None
-            own = groups.own.broadcast(data)
-        if groups.senders.leads:
-            name = groups.names[bucket.pp_rank]
-            self._requests.start(lambda server, receiver: announcement(receiver, name))
-        return own
-
-    def _rejoin(self) -> bool:
-        """Make new groups of the servers that have not failed, after one has."""
-        self._breaks += 1
-        if self._breaks == _ATTEMPTS and self._groups.senders.leads:
-            self._requests.fail_all(f"its process groups broke {_ATTEMPTS} times in one update")
-        self._groups.forget()  # servers have left: `_Groups.release`
-        return self._groups.join(self._requests)
-
-
-class _Invitation:
-    """Request to join a stage's group."""
-
-    def __init__(self, members: Sequence[tuple[Server, Endpoint]], plan: _Plan, name: str, backend: str) -> None:
-        self._plan, self._name, self._backend = plan, name, backend
-        ends = itertools.accumulate((server.tp for server, _ in members), initial=1)
-        self._offset = {server.index: end for (server, _), end in zip(members, ends, strict=False)}
-
-    def __call__(self, server: Server, receiver: Receiver) -> None:
-        receiver.init_group(
-            address=self._plan.address,
-            port=self._plan.port,
-            rank_offset=self._offset[server.index],
-            world_size=self._plan.size,
-            group=self._name,
-            backend=self._backend,
-        )
-
-
-class _Announcement:
-    """Request that announces one bucket."""
-
-    def __init__(self, bucket: Bucket, dtype: torch.dtype, version: int | None) -> None:
-        self._version = version
-        usual = str(dtype).removeprefix("torch.")
-        self._names = [slot.name for slot in bucket.slots]
-        self._dtypes = ["float32" if slot.float32 else usual for slot in bucket.slots]
-        self._shapes = [slot.shape for slot in bucket.slots]
-
-    def __call__(self, receiver: Receiver, group: str) -> None:
-        receiver.update_from_distributed(
-            names=self._names,
-            dtypes=self._dtypes,
-            shapes=self._shapes,
-            group=group,
-            load_format=FORMAT,
-            version=self._version,
-        )
-
-
-def _receiver(server: Server) -> Receiver:
+def _receiver(server: Server) -> Control:
     assert server.receiver is not None, f"rank {dist.get_rank()} does not lead server {server.index}"
     return server.receiver
 
 
-def _ends(future: Future[None]) -> bool:
-    """Return whether this rank's part of what servers have answered ends well, and soon."""
-    try:
-        future.result(SETTLE_S)
-    except (OSError, RuntimeError):  # TimeoutError among them
-        return False
-    return True
+class Rendezvous:
+    """Store on one rank of the trainer at which the members of groups meet; one for groups of any names."""
+
+    def __init__(self, urls: Sequence[str], *, timeout_s: float) -> None:
+        """Listen where these servers reach this machine, on a free port."""
+        self.address = address_for(urls)
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        listener = socket.create_server((self.address, 0), family=family, backlog=128)
+        self.port: int = listener.getsockname()[1]
+        self._keys = 0  # in the store once the expected group is complete
+        self._store: TCPStore | None = TCPStore(
+            self.address,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # torch's own socket would listen on all interfaces
+        )
+
+    def expect(self, members: int) -> None:
+        """Take note that the next group has this many members, each of which leaves a key."""
+        if self._store is not None:
+            # One key counts the store's clients: torch makes it when the first of them comes.
+            self._keys = max(1, self._store.num_keys()) + members
+
+    def close(self, *, absent: int = 0) -> None:
+        """End the store: whoever waits there for others gets an error at once.
+
+        `absent`: members of the expected group that will not come, for which the others would wait. First let these
+        arrive, for at most `_SETTLE_S` seconds: a member that finds no store tries again until its own deadline.
+        """
+        store, self._store = self._store, None
+        deadline = time.monotonic() + _SETTLE_S
+        while store is not None and absent and store.num_keys() < self._keys - absent and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+class ServerGroup:
+    """Group in which this rank is 0, the source of every broadcast, and servers' ranks are 1 and on.
+
+    Built as SGLang's `init_custom_process_group` builds the servers' side: the store's keys have the group's name as
+    prefix twice (once by torch), then the device. Not registered with torch.distributed, whose own groups end together
+    with the world.
+    """
+
+    def __init__(self, name: str, *, backend: str, size: int, timeout_s: float) -> None:
+        """backend: "gloo" or "nccl". size: ranks, this one among them."""
+        self.name, self._backend, self._size = name, backend, size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = None
+
+    def join(self, address: str, port: int, *, towards: Sequence[str]) -> Future[None]:
+        """Start to join the others at a rendezvous. towards: the servers' URLs.
+
+        The future raises OSError or RuntimeError.
+        """
+
+        def join() -> None:
+            store = TCPStore(address, port, is_master=False, timeout=self._timeout, wait_for_workers=False)
+            named = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
+            if self._backend == "gloo":
+                kind: Any = dist.ProcessGroupGloo
+                options = kind._Options()
+                options._devices = [kind.create_device(hostname=address_for(towards))]
+                named = PrefixStore("cpu/", named)
+            else:
+                kind = dist.ProcessGroupNCCL
+                options = kind.Options()
+                named = PrefixStore("cuda/", named)
+            options._timeout = self._timeout
+            self._group = kind(named, 0, self._size, options)
+
+        return _on_a_thread(join)
+
+    def broadcast(self, data: Tensor) -> Future[None]:
+        """Start to send `data` [n] uint8 to all servers' ranks; it must not change until the future is done.
+
+        The future raises RuntimeError. On a thread, because the first broadcast over NCCL waits for its peers.
+        """
+
+        group = self._group
+
+        def broadcast() -> None:
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            group.broadcast([data], options).wait(self._timeout)
+
+        return _on_a_thread(broadcast)
+
+    def close(self) -> None:
+        """End the group and its pending broadcasts: peers that wait for this rank get an error."""
+        if self._group is not None:
+            with suppress(RuntimeError):  # it may be broken already
+                self._group.abort()
+        self._group = None
+
+
+def _on_a_thread(work: Callable[[], None]) -> Future[None]:
+    """Return the future of work on a thread that the end of this process does not wait for."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            future.set_result(None)
+        except (OSError, RuntimeError) as error:  # sockets' and torch.distributed's
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weight-group", daemon=True).start()
+    return future

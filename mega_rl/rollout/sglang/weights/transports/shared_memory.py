@@ -16,26 +16,26 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mega_rl.parallel.agreement import broadcast_json
+from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, MappedFile, filled, payload, write_parts
 from mega_rl.rollout.sglang.weights.reshard import Bucket, ParamWrites, covers, writes
 from mega_rl.rollout.sglang.weights.transport import (
     GRACE_S,
-    HostMeetings,
-    Receiver,
     SendReport,
     Server,
     ServerRequests,
+    TrainerWeights,
     chosen,
+    close_ranks,
+    open_host_ranks,
 )
-
-if TYPE_CHECKING:
-    from mega_rl.rollout.sglang.weights.source import TrainerWeights
 
 _ALIGNMENT = 64  # bytes; of any dtype, and of a cache line
 
@@ -75,26 +75,20 @@ class SharedMemoryTransport:
         opened = self._open
         to = chosen(self._servers, servers)
         here = [server for server in to if server.host == opened.host_name]
-        with ServerRequests(here if opened.host.leads else []) as requests:
+        with ServerRequests(here if opened.leads else []) as requests:
             for number in self._written(opened, to_host=bool(here)):
                 requests.wait()  # for the bucket before this one: the one after this one takes its place
                 if opened.parts is not None:
-                    opened.host.barrier(f"when bucket {number} of {len(opened.buckets)} was written")
-                last = number == len(opened.buckets) - 1
-                requests.start(_Post(opened.payload(number), version if last else None))
+                    opened.host.max(torch.zeros(()))  # all ranks of the host have written their parts
+                last = version if number == len(opened.buckets) - 1 else None
+                requests.start(partial(_post, opened.payload(number), last))
             requests.wait()
-            report = SendReport(
-                bytes=sum(bucket.nbytes for bucket in opened.buckets),
-                buckets=len(opened.buckets),
-                tensors=sum(len(bucket.slots) for bucket in opened.buckets),
-            )
-            leaders = sorted({self._hosts.index(server.host) for server in to if server.host is not None})
-            return requests.agree(report, opened.meetings.world, leaders=leaders, started=started)
+            return requests.agree(SendReport.of(opened.buckets), opened.world, started=started)
 
     def _written(self, opened: _Opened, *, to_host: bool) -> Iterator[int]:
         """Yield the number of each bucket when this rank's part in writing it is done.
 
-        On ranks that write nothing of what is gathered, only take part. `to_host`: servers of this host need them.
+        Ranks that write no gathered bucket only take part. `to_host`: servers of this host need them.
         """
         weights = self._weights
         if opened.parts is not None:
@@ -105,7 +99,7 @@ class SharedMemoryTransport:
                 yield number
             return
         stream = weights.export(bucket_bytes=self._bucket_bytes)
-        if to_host and opened.host.leads:
+        if to_host and opened.leads:
             gathered = filled(stream, opened.buckets, lambda number, _: opened.view(number), weights.dtype)
             yield from (number for number, _ in enumerate(gathered))
         deque(stream, maxlen=0)  # gathering takes all ranks
@@ -116,14 +110,9 @@ class SharedMemoryTransport:
             self._open = None
 
 
-class _Post:
-    """The request for one bucket."""
-
-    def __init__(self, text: str, version: int | None) -> None:
-        self._text, self._version = text, version
-
-    def __call__(self, server: Server, receiver: Receiver) -> None:
-        receiver.update_from_tensor([self._text] * server.tp, load_format=FORMAT, version=self._version)
+def _post(text: str, version: int | None, server: Server, receiver: Control) -> None:
+    """Request one bucket, the same bytes for each rank of the server."""
+    receiver.update_from_tensor([text] * server.tp, load_format=FORMAT, version=version)
 
 
 class _Opened:
@@ -143,13 +132,13 @@ class _Opened:
         self.parts: list[list[ParamWrites]] | None = None
         if whole:
             self.parts = writes(self.buckets, layout, rank=rank, ranks=together)
-        self.meetings = HostMeetings(hosts, timeout_s=timeout_s)
-        self.host = self.meetings.host
+        self.world, self.host = open_host_ranks(hosts, timeout_s=timeout_s)
+        self.leads = self.host.rank == 0
         self._dtype = weights.dtype
         self._offsets, size = _places(self.buckets)
-        self._descriptor = _anonymous_file(size) if self.host.leads else -1
+        self._descriptor = _anonymous_file(size) if self.leads else -1
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self._path: str = self.host.broadcast(path, source=0, what="to share memory")
+        self._path: str = broadcast_json(path, self.host)
         self.memory: Tensor = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
         self._payloads: dict[int, str] = {}
 
@@ -160,7 +149,7 @@ class _Opened:
 
     def payload(self, number: int) -> str:
         """Return a bucket's description for servers; the same at every update, since the memory stays in place."""
-        if not self.host.leads:
+        if not self.leads:
             return ""
         if number not in self._payloads:
             bucket, at = self.buckets[number], self._offsets[number]
@@ -172,7 +161,7 @@ class _Opened:
         self.memory = torch.empty(0, dtype=torch.uint8)
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self.meetings.close()
+        close_ranks(self.world, self.host)
 
 
 def _places(buckets: Sequence[Bucket]) -> tuple[list[int], int]:
@@ -183,12 +172,8 @@ def _places(buckets: Sequence[Bucket]) -> tuple[list[int], int]:
     """
     sizes = [bucket.nbytes for bucket in buckets]
     pairs = [first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)]
-    total = _aligned(max(pairs) + _ALIGNMENT)
+    total = -(-(max(pairs) + _ALIGNMENT) // _ALIGNMENT) * _ALIGNMENT
     return [(total - size) // _ALIGNMENT * _ALIGNMENT if i % 2 else 0 for i, size in enumerate(sizes)], total
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _anonymous_file(size: int) -> int:
