@@ -772,27 +772,6 @@ REWARDS = (
     ),
     fault(
         "rewards",
-        "a response that one rank has begun is scored by two",
-        "others = [row for row in rows if not owner_of[row]]",
-        "others = list(rows)",
-        "workers/test_reward.py",
-    ),
-    fault(
-        "rewards",
-        "an early score is given twice",
-        "_, value = entries.popleft()",
-        "_, value = entries[0]",
-        "workers/reward_pool/test_scorer.py",
-    ),
-    fault(
-        "rewards",
-        "the stop token is not counted",
-        "(ids,) if ids else (), len(ids) + finished, finished)",
-        "(ids,) if ids else (), len(ids), finished)",
-        "workers/test_reward.py",
-    ),
-    fault(
-        "rewards",
         "ranks do not meet while one scores",
         "running = not ended.wait(beat_s)",
         "running = not ended.wait()",

@@ -111,7 +111,7 @@ def _run(
         )  # fmt: skip
     scorer = build_reward(
         config, prepared, roles,
-        reader=tokens.reader, everyone=world, on_device=rollouts.on_device, listen=rollouts.listen,
+        reader=tokens.reader, everyone=world, on_device=rollouts.on_device,
     )  # fmt: skip
     rollouts.sync.publish()
     replicas = roles.actor_engine.data_parallel

@@ -18,7 +18,7 @@ from mega_rl.cores import own_cores
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.protocols import Ranks, SampleListener, Scorer
+from mega_rl.protocols import Ranks, Scorer
 from mega_rl.types import Prompt, PromptSet
 from mega_rl.workers.code.cases import AssertCase, read_cases
 from mega_rl.workers.code.reward import specification
@@ -148,29 +148,23 @@ def build_reward(
     reader: ResponseReader,
     everyone: Ranks,
     on_device: Callable[[], AbstractContextManager[None]],
-    listen: Callable[[SampleListener], None],
 ) -> Scorer:
     """The reward role over what `prepare_reward` gave.
 
-    In `on_device` a reward model finds room on its device; `listen` adds a listener of samples as they end.
+    In `on_device` a reward model finds room on its device.
     """
     if prepared is None:
         return AbsentScorer()
     if isinstance(prepared, FunctionRewards | PooledRewards | HttpRewards):
-        arrives = config.rollout.backend == "sglang" and config.rollout.source == "single_turn"  # sample by sample
-        scorer = RewardWorker(
+        return RewardWorker(
             prepared,
             reader=reader,
             replica=roles.actor_engine.replica,
             everyone=everyone,
             timeout_s=config.trainer.timeout_s,
-            early=None if isinstance(prepared, HttpRewards) or not arrives else prepared.begin,
             parts=PartRule(config.reward.weights, _reader_of_parts(config), tuple(config.reward.sources)),
             failed=None if isinstance(prepared, HttpRewards) else _failure_rule(config.reward),
         )
-        if isinstance(prepared, PooledRewards) and arrives:
-            listen(scorer.begin)
-        return scorer
     assert callable(prepared)
     hf, trainer = roles.engines["reward"].sharding.hf, config.trainer
     limits = RowLimits(

@@ -18,7 +18,7 @@ from mega_rl.assemble.servers import is_colocated
 from mega_rl.assemble.sglang import Connection, connect
 from mega_rl.assemble.sources import OwnRollouts, make_rollout_source
 from mega_rl.config.schema import Config
-from mega_rl.protocols import CheckpointStore, Ranks, RankState, RolloutSource, SampleListener, WeightSync
+from mega_rl.protocols import CheckpointStore, Ranks, RankState, RolloutSource, WeightSync
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
@@ -54,8 +54,6 @@ class Rollouts:
     pending: RankState | None = None  # what a checkpoint must keep of them
     # Inside, the trainer's state is on its device; collective.
     on_device: Callable[[], AbstractContextManager[None]] = nullcontext
-    # Adds a listener of samples as they end; one of an engine that ends them all at once hears of none.
-    listen: Callable[[SampleListener], None] = lambda listener: None
 
 
 @dataclass(frozen=True)
@@ -103,11 +101,8 @@ def build_rollouts(
             sync=ahead,
             checkpoints=checkpoints,
             pending=ahead,
-            listen=engine.listeners.append,
         )
     source, pending = _source(plan, world, roles, inputs, worker, connection.sync)
-    # What a source of the user's samples are turns of a response, and not what is scored.
-    listen = engine.listeners.append if inputs.own is None else _unheard
     if colocated:
         devices = SharedDevices(
             models=roles.models,
@@ -117,10 +112,8 @@ def build_rollouts(
         connection.sync.add_listener(devices)
         rollouts = ColocatedRollouts(source, connection.sync, devices)
         store = ColocatedCheckpoints(checkpoints, devices)
-        return Rollouts(rollouts, rollouts, store, pending, on_device=devices.on_device, listen=listen)
-    return _in_turn(
-        roles.models, source=source, sync=connection.sync, checkpoints=checkpoints, pending=pending, listen=listen
-    )
+        return Rollouts(rollouts, rollouts, store, pending, on_device=devices.on_device)
+    return _in_turn(roles.models, source=source, sync=connection.sync, checkpoints=checkpoints, pending=pending)
 
 
 def _embedded_rollouts(
@@ -180,10 +173,6 @@ def _source(
     return made.source, made.state
 
 
-def _unheard(listener: SampleListener) -> None:
-    """Add no listener: it hears of no sample, and the reward scores them when all are there."""
-
-
 def _in_turn(
     models: ResidentModels,
     *,
@@ -192,13 +181,12 @@ def _in_turn(
     checkpoints: CheckpointStore,
     pending: RankState | None = None,
     while_generating: frozenset[str] = PARAMETERS,
-    listen: Callable[[SampleListener], None] = lambda listener: None,
 ) -> Rollouts:
     """Return rollouts of a run without servers on its devices; while_generating: parts of a policy that takes turns."""
     if not models.one_at_a_time:
-        return Rollouts(source, sync, checkpoints, pending, listen=listen)
+        return Rollouts(source, sync, checkpoints, pending)
     rollouts = RolloutsInTurn(source, sync, models, while_generating)
-    return Rollouts(rollouts, rollouts, checkpoints, pending, listen=listen)
+    return Rollouts(rollouts, rollouts, checkpoints, pending)
 
 
 def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine:

@@ -306,7 +306,6 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> StepSampling:
         reader=parts.inputs.tokens.reader,
         everyone=parts.world,
         on_device=rollouts.on_device,
-        listen=rollouts.listen,
     )
     ranks, drawn = parts.roles.actor_engine.data_parallel, parts.restored.prompts_drawn
     return step_sampling(config, parts.prompts, rollout, reward, ranks=ranks, phase=timer.phase, drawn=drawn)

@@ -16,11 +16,10 @@ from mega_rl.parallel.agreement import all_failures, run_beside_meetings
 from mega_rl.protocols import Ranks
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 from mega_rl.workers.reward_calls import NoScore, NoScoreError, Response, Score, plan_call
-from mega_rl.workers.reward_pool.begun import Begun
 from mega_rl.workers.scoring.concurrent import Calls, outcomes_of_batch
 from mega_rl.workers.scoring.failures import FailureRule, Failures, RewardError, no_score
 from mega_rl.workers.scoring.parts import PartRule
-from mega_rl.workers.scoring.responses import ResponseReader, SampledResponse, answered
+from mega_rl.workers.scoring.responses import ResponseReader, answered
 from mega_rl.workers.scoring.sets import FunctionSet
 from mega_rl.workers.scoring.slowest import SlowestCall
 
@@ -52,8 +51,7 @@ class RewardWorker:
     """Reward role of one replica.
 
     Each rank of the replica scores its share of the rows and all get the sum: a scorer that is slow, random or a
-    service sees each response once, and all ranks of a replica train on the same numbers. A share is every size-th row,
-    or, where samples are scored as they arrive, what the rank has begun and every size-th of the others.
+    service sees each response once, and all ranks of a replica train on the same numbers. A share is every size-th row.
     """
 
     def __init__(
@@ -64,15 +62,12 @@ class RewardWorker:
         replica: Ranks,
         everyone: Ranks,
         timeout_s: float,
-        early: Callable[[Prompt, Response], None] | None = None,
         parts: PartRule | None = None,
         failed: FailureRule | None = None,
     ) -> None:
         """
         everyone: all ranks, which wait for each other's scores however long that takes all in all.
         timeout_s: a rank that has begun no response for so long ends the run.
-        early: begins to score a response that the scorer will be asked for; any thread, returns at once. Given on all
-            ranks of the replica or on none.
         parts: the run's own, which changes; None: weights of 1.
         failed: treatment of responses without a score, on all ranks or on none; None: the first ends the run.
         """
@@ -81,19 +76,10 @@ class RewardWorker:
         self._replica = replica
         self._everyone = everyone
         self._timeout_s = timeout_s
-        self._early = early
         self._parts = parts or PartRule()
         self._failures = None if failed is None else Failures(failed)
-        self._begun: Begun[bool] = Begun()  # by prompt and sampled response
         self._metrics: Metrics = {}
         self._seconds = 0.0  # that the last scoring took on this rank
-
-    def begin(self, prompt: Prompt, token_ids: Sequence[int], finished: bool) -> None:
-        """Begin to score a response that has just ended; a `protocols.SampleListener`."""
-        assert self._early is not None, "early scores are not expected"
-        sampled = SampledResponse.of_one_turn(token_ids, finished=finished)
-        self._early(prompt, self._reader.read(sampled))
-        self._begun.add((prompt.index, sampled), True)
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the reward of each row, on the device of the rollout; collective over all ranks.
@@ -104,7 +90,8 @@ class RewardWorker:
         Raises RewardError on every rank of the run, naming prompt, response and cause of the lowest rank's; UserError
         on every rank for settings that do not go with the parts of the reward.
         """
-        rows = self._own_rows(rollout, prompts)
+        # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
+        rows = answered(rollout)[self._replica.rank :: self._replica.size]
         items = self._reader.texts(rollout, rows, prompts)
         watch = _Watch(self._timeout_s, rank=self._everyone.rank)
 
@@ -151,21 +138,6 @@ class RewardWorker:
         """Return and reset the metrics since the last call, equal on all ranks: failures by kind."""
         taken, self._metrics = self._metrics, {}
         return taken
-
-    def _own_rows(self, rollout: Rollout, prompts: Sequence[Prompt]) -> list[int]:
-        """Return the rows that this rank scores; collective over the replica where scores may have been begun."""
-        rows, rank, size = answered(rollout), self._replica.rank, self._replica.size
-        if self._early is None:
-            # Neighbours are samples of one prompt and of like lengths, so a rank does not take them all.
-            return rows[rank::size]
-        indices, sampled = rollout.prompt_index.tolist(), self._reader.responses(rollout)
-        begun = [row for row in rows if self._begun.take((prompts[indices[row]].index, sampled[row]))]
-        self._begun.end_batch()
-        owners = torch.zeros(len(rollout.lengths), dtype=torch.int64)
-        owners[begun] = rank + 1
-        owner_of = self._replica.max(owners).tolist()
-        others = [row for row in rows if not owner_of[row]]
-        return sorted([row for row in rows if owner_of[row] == rank + 1] + others[rank::size])
 
     def _count_failures(self) -> None:
         """Add the failures of all ranks to the metrics; collective. Raises RewardError on all ranks at too many."""
@@ -274,6 +246,3 @@ class FunctionRewards:
         batch = [self.call.arguments(prompt, response) for prompt, response in items]
         calls = Calls(self.call, self._concurrency, self._batch_size, slowest=self.slowest)
         return asyncio.run(calls.outcomes_of(batch))
-
-    def begin(self, prompt: Prompt, response: Response) -> None:
-        """Do nothing: the function is called in the main thread, when the scores are asked for."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -11,7 +10,6 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import Outcomes, Report, ignore
 from mega_rl.workers.reward_calls import NoScore, Response, RewardCall, Score
-from mega_rl.workers.reward_pool.begun import Begun
 from mega_rl.workers.reward_pool.pool import RewardPool, message_of
 from mega_rl.workers.scoring.failures import RewardError, no_score
 from mega_rl.workers.scoring.sets import FunctionSet
@@ -29,7 +27,6 @@ class PooledRewards:
     def __init__(self, call: RewardCall | FunctionSet, pool: RewardPool) -> None:
         self.call = call
         self._pool = pool
-        self._begun: Begun[Future[Score | NoScore]] = Begun()  # by prompt and response
 
     @property
     def columns(self) -> RewardColumns:
@@ -43,20 +40,9 @@ class PooledRewards:
 
     def score_texts(self, items: Sequence[tuple[Prompt, Response]], report: Report = ignore) -> Outcomes:
         """Return the outcomes. Raises RewardError when no worker can score."""
-        begun = [self._begun.take((prompt.index, response)) for prompt, response in items]
-        fresh = [item for item, future in zip(items, begun, strict=True) if future is None]
-        submitted = iter(self._submit(fresh))
-        futures = [next(submitted) if future is None else future for future in begun]
-        self._begun.end_batch()
+        futures = self._pool.submit_messages([self._message(*item) for item in items])
         self._wait(items, futures, report)
         return [future.result() for future in futures]
-
-    def begin(self, prompt: Prompt, response: Response) -> None:
-        with contextlib.suppress(RewardError):  # which it will be when its score is asked for
-            self._begun.add((prompt.index, response), self._submit([(prompt, response)])[0])
-
-    def _submit(self, items: Sequence[tuple[Prompt, Response]]) -> list[Future[Score | NoScore]]:
-        return self._pool.submit_messages([self._message(*item) for item in items])
 
     def _message(self, prompt: Prompt, response: Response) -> bytes:
         try:

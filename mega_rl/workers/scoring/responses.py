@@ -25,12 +25,6 @@ class SampledResponse(NamedTuple):
     num_tokens: int  # sampled by the policy, stop tokens included
     finished: bool
 
-    @classmethod
-    def of_one_turn(cls, token_ids: Sequence[int], *, finished: bool) -> SampledResponse:
-        """Return a response without others; token_ids: without the stop token, where it `finished`."""
-        ids = tuple(token_ids)
-        return cls(ids, (ids,) if ids else (), len(ids) + finished, finished)
-
 
 @dataclass(frozen=True)
 class ResponseReader:

@@ -226,46 +226,6 @@ def test_failed_samples_are_not_scored() -> None:
     assert seen == ["2+3=", "2+3="]
 
 
-class EarlyRewards(FunctionRewards):
-    """Keeps what was begun."""
-
-    def __init__(self, function: Callable[..., object]) -> None:
-        super().__init__(function)
-        self.begun: list[tuple[str, Response]] = []
-
-    def begin(self, prompt: Prompt, response: Response) -> None:
-        self.begun.append((prompt.text, response))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_rank_scores_what_it_has_begun_and_its_share_of_the_rest(size: int) -> None:
-    """The last rank has begun the first row, which is else the first rank's; one of another generation is left over."""
-    group = ThreadGroup(size)
-
-    def play(rank: int) -> tuple[list[float], list[str], list[tuple[str, Response]]]:
-        scored: list[str] = []
-
-        def function(prompt: str, response: str, answer: str) -> float:
-            scored.append(response)
-            return float(len(response)) + 0.5
-
-        ranks, rewards = group.rank(rank), EarlyRewards(function)
-        worker = RewardWorker(rewards, reader=READER, replica=ranks, everyone=ranks, timeout_s=60, early=rewards.begin)  # type: ignore[arg-type]
-        if rank == size - 1:
-            worker.begin(PROMPTS[1], [50, 51], True)
-            worker.begin(PROMPTS[0], [50, 51], False)
-        return worker.score(rollout_of(), PROMPTS).totals.tolist(), scored, rewards.begun
-
-    results = group.run(lambda ranks: play(ranks.rank))
-    assert [scores for scores, _, _ in results] == [[5.5, 8.5, 0.5]] * size
-    assert results[-1][2] == [
-        ("2+3=", Response("50,51", 3, "stop", token_ids=(50, 51))),
-        ("1+1=", Response("50,51", 2, "length", token_ids=(50, 51))),
-    ]
-    assert "50,51" in results[-1][1]
-    assert sorted(response for _, scored, _ in results for response in scored) == ["", "50,51", "52,53,54"]
-
-
 def test_no_rows() -> None:
     alone = ThreadGroup(1).rank(0)
     scorer = FunctionRewards(lambda *_: 1.0)

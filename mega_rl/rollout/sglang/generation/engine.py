@@ -13,9 +13,8 @@ import torch
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import raise_together, run_on_all
-from mega_rl.protocols import Ranks, SampleListener
+from mega_rl.protocols import Ranks
 from mega_rl.rollout.counter_rng import stream_keys
-from mega_rl.rollout.sglang.generation.outcomes import OnSample
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
 from mega_rl.rollout.sglang.generation.router import Handle, ServerRouter
 from mega_rl.rollout.sglang.generation.rows import rollout_of
@@ -113,8 +112,6 @@ class SglangRolloutEngine:
         self._bring_back = bring_back
         self._settings = settings
         self._progress = progress
-        # Called on the router's thread with each prompt and response as it comes, without the stop token that ended it.
-        self.listeners: list[SampleListener] = []
         self._metrics: Metrics = {}
         self._handle: Handle | None = None
         self._turn = threading.Condition()
@@ -255,7 +252,6 @@ class SglangRolloutEngine:
                 deadline=deadline,
                 partials=sampled.unserved,
                 progress=self._progress,
-                on_sample=_announcer(sampled, self.listeners),
             )
             self._sending = True
         try:
@@ -317,22 +313,6 @@ class SglangRolloutEngine:
         self._metrics["sglang/seconds"] = self._metrics.get("sglang/seconds", 0.0) + seconds
         if self._metrics["sglang/seconds"] > 0:
             self._metrics["sglang/tokens_per_second"] = self._metrics["sglang/tokens"] / self._metrics["sglang/seconds"]
-
-
-def _announcer(sampled: Sampled, listeners: Sequence[SampleListener]) -> OnSample | None:
-    """Return the function that passes samples on to the listeners; None without any."""
-    if not listeners:
-        return None
-    samples_of = len(sampled.requests) // max(1, len(sampled.prompts))
-    prompts = {request.key: sampled.prompts[row // samples_of] for row, request in enumerate(sampled.requests)}
-
-    def announce(key: Key, sample: Sample) -> None:
-        finished = sample.finish == "stop"
-        response = sample.token_ids[:-1] if finished else sample.token_ids
-        for listener in listeners:
-            listener(prompts[key], response, finished)
-
-    return announce
 
 
 def sampling_seed(seed: Sequence[int], prompt_index: int, sample_index: int) -> int:

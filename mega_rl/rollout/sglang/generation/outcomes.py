@@ -7,23 +7,18 @@ from collections.abc import Callable
 
 from mega_rl.rollout.sglang.generation.jobs import Job
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress
-from mega_rl.rollout.sglang.generation.samples import Failure, Key, Sample
+from mega_rl.rollout.sglang.generation.samples import Failure, Sample
 
 _PROGRESS_S = 0.2
-
-OnSample = Callable[[Key, Sample], None]  # receives each whole response as it comes; must return at once
 
 
 class Outcomes:
     """Record of one generation's samples: ended, failed or unserved."""
 
-    def __init__(
-        self, total: int, progress: Callable[[Progress], None] | None, on_sample: OnSample | None = None
-    ) -> None:
+    def __init__(self, total: int, progress: Callable[[Progress], None] | None) -> None:
         self.result = FleetResult()
         self._total = total
         self._progress = progress
-        self._on_sample = on_sample
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._last_progress = 0.0
@@ -36,8 +31,6 @@ class Outcomes:
         """Record a whole response."""
         self._assert_open(job)
         self.result.samples[job.request.key] = sample
-        if self._on_sample is not None:
-            self._on_sample(job.request.key, sample)
         self.report()
 
     def fail(self, job: Job, kind: str, message: str) -> None:

@@ -14,7 +14,6 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.sglang.generation.client import SglangClient
 from mega_rl.rollout.sglang.generation.failures import NoAnswer
 from mega_rl.rollout.sglang.generation.jobs import Job, Policy
-from mega_rl.rollout.sglang.generation.outcomes import OnSample
 from mega_rl.rollout.sglang.generation.replicas import Replica
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
 from mega_rl.rollout.sglang.generation.samples import Key, Sample, SampleRequest, Sampling
@@ -207,7 +206,6 @@ class ServerRouter:
         deadline: float,
         partials: Mapping[Key, Sample] | None = None,
         progress: Callable[[Progress], None] | None = None,
-        on_sample: OnSample | None = None,
     ) -> Handle:
         """Begin a generation; one at a time.
 
@@ -218,7 +216,6 @@ class ServerRouter:
             partials: responses so far, as in `FleetResult.unserved`; those of other versions begin anew, unless
                 allow_mixed_versions.
             progress: called on the fleet's thread, five times a second at most.
-            on_sample: called on the fleet's thread with each whole response as it comes.
 
         Raises:
             UserError: for a prompt that holds a token outside the vocabulary, or none.
@@ -242,7 +239,6 @@ class ServerRouter:
                 deadline=self._loop.time() + deadline - time.monotonic(),
                 policy=self._policy,
                 progress=progress,
-                on_sample=on_sample,
             )
 
         self._generation = self._call(make)

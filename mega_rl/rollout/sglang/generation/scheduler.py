@@ -15,7 +15,7 @@ from typing import Any
 from mega_rl.rollout.sglang.generation.failures import KINDS, BadAnswer, NoAnswer, RequestFailure
 from mega_rl.rollout.sglang.generation.health import Helpers, ReplicaHealth
 from mega_rl.rollout.sglang.generation.jobs import Job, Policy, closed, is_whole
-from mega_rl.rollout.sglang.generation.outcomes import OnSample, Outcomes
+from mega_rl.rollout.sglang.generation.outcomes import Outcomes
 from mega_rl.rollout.sglang.generation.replicas import Replica
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress
 from mega_rl.rollout.sglang.generation.samples import Sample, Sampling
@@ -37,9 +37,8 @@ class SampleScheduler:
         deadline: float,
         policy: Policy,
         progress: Callable[[Progress], None] | None,
-        on_sample: OnSample | None,
     ) -> None:
-        self._outcomes = Outcomes(len(jobs), progress, on_sample)
+        self._outcomes = Outcomes(len(jobs), progress)
         self.result = self._outcomes.result
         self._replicas = replicas
         self._sampling = sampling

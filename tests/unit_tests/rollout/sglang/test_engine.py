@@ -219,31 +219,6 @@ def test_ranks_meet_while_the_last_one_generates(monkeypatch: pytest.MonkeyPatch
     assert len(generate(engine).tokens) == 6
 
 
-def test_listeners_get_each_sample_as_it_comes() -> None:
-    """With its own prompt, without the stop token but with its mark, and while the generation goes on."""
-    heard: list[tuple[int, list[int], bool, bool]] = []
-    ended = False
-
-    class Streams(ScriptedFleet):
-        def start(self, requests: Any, sampling: Any, *, on_sample: Any, **given: Any) -> ScriptedFleet:
-            super().start(requests, sampling, **given)
-            for key, sample in self.answer.samples.items():
-                on_sample(key, replace(sample, finish="stop" if key[1] else "length"))
-            return self
-
-        def result(self) -> FleetResult:
-            nonlocal ended
-            ended = True
-            return super().result()
-
-    engine, _ = engine_over(Streams(lambda requests, _: served(requests)))
-    engine.listeners.append(lambda prompt, ids, finished: heard.append((prompt.index, list(ids), finished, ended)))
-    rows = generate(engine)
-    first = rows.tokens[:, 2].tolist()
-    expected = [(10 + row // 2, [first[row], 1][: 2 - row % 2], row % 2 == 1, False) for row in range(6)]
-    assert heard == expected
-
-
 def test_greedy_is_asked_for() -> None:
     fleet = ScriptedFleet(lambda requests, _: served(requests))
     engine, _ = engine_over(fleet)

@@ -18,7 +18,7 @@ from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.generation.jobs import Job
 from mega_rl.rollout.sglang.generation.results import FleetResult, Progress, State
 from mega_rl.rollout.sglang.generation.router import FleetHungError, ServerRouter
-from mega_rl.rollout.sglang.generation.samples import Key, Sample, SampleRequest, Sampling
+from mega_rl.rollout.sglang.generation.samples import Sample, SampleRequest, Sampling
 from tests.helpers.fake_sglang import KEYS, STOP, VERSION, VOCABULARY, Exchange, FakeServer, Script, is_right, right
 
 HUNG_S = 120.0  # of a generation that no test expects to be late
@@ -339,22 +339,6 @@ def test_progress_is_reported_to_the_end() -> None:
     assert len(reports) >= 2
     assert (reports[-1].done, reports[-1].total, reports[-1].tokens) == (40, 40, result.stats.tokens)
     assert reports[-1].tokens_per_second > 0
-
-
-def test_each_sample_is_passed_on_once_as_it_comes() -> None:
-    """Not all at the end: the first comes a round of requests before the last."""
-    heard: list[tuple[float, Key, Sample]] = []
-
-    def hear(key: Key, sample: Sample) -> None:
-        heard.append((time.monotonic(), key, sample))
-
-    asked = requests(40)
-    with fleet_of(slow) as (fleet, _):
-        handle = fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S, on_sample=hear)
-        result = handle.result()
-    assert len(heard) == len(asked)
-    assert {key: sample for _, key, sample in heard} == result.samples
-    assert heard[-1][0] - heard[0][0] > 0.04
 
 
 def test_keys_are_in_no_repr_and_no_message() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from mega_rl.types import Metrics, Prompt
 from mega_rl.workers.reward import FunctionRewards, RewardWorker
 from mega_rl.workers.reward_calls import NoScore, Response
 from mega_rl.workers.reward_functions import resolve
-from mega_rl.workers.reward_pool.begun import KEPT_BATCHES, Begun
 from mega_rl.workers.reward_pool.pool import RewardPool
 from mega_rl.workers.reward_pool.process import WorkerOrder
 from mega_rl.workers.reward_pool.scorer import PooledRewards
@@ -100,35 +97,6 @@ def test_a_score_that_rewards_failures_is_warned_of_once(caplog: pytest.LogCaptu
     warnings = [record.getMessage() for record in caplog.records if "is rewarded" in record.getMessage()]
     assert len(warnings) == 1
     assert "reward.pool.failure_score=0 is above -1" in warnings[0]
-
-
-def test_scores_that_were_begun_early_are_taken_once(tmp_path: Path) -> None:
-    """The responses have been scored before they are asked for: the function sees each of them once, equal ones too."""
-    responses = [f"log {tmp_path / 'calls'} {number}" for number in (1, 2, 2, 3)]
-    with pooled("naughty") as rewards:
-        for prompt, response in some(*responses[:3]):
-            rewards.begin(prompt, response)
-        while len(lines(tmp_path / "calls")) < 3:
-            time.sleep(0.01)
-        assert rewards.score_texts(some(*responses)) == [1.0, 2.0, 2.0, 3.0]
-        assert sorted(lines(tmp_path / "calls")) == ["1", "2", "2", "3"]
-        assert rewards.score_texts(some(responses[0])) == [1.0]
-        assert len(lines(tmp_path / "calls")) == 5
-
-
-def lines(file: Path) -> list[str]:
-    return file.read_text().splitlines() if file.exists() else []
-
-
-def test_what_none_asks_for_is_dropped_after_some_batches() -> None:
-    begun: Begun[int] = Begun()
-    begun.add("left over", 1)
-    for batch in range(KEPT_BATCHES + 1):
-        begun.add("key", batch)
-        begun.add("key", -batch)
-        assert (begun.take("key"), begun.take("key"), begun.take("key")) == (batch, -batch, None)
-        begun.end_batch()
-    assert begun.take("left over") is None
 
 
 def test_a_row_that_does_not_travel_is_an_error() -> None:
