@@ -20,8 +20,8 @@ from mega_rl.preflight import check_run
 from mega_rl.schedulers.slurm.tasks import become_rank
 
 if TYPE_CHECKING:
+    from mega_rl.rewards.builtin import RewardFunction
     from mega_rl.trainer import PPOTrainer
-    from mega_rl.workers.reward_functions import RewardFunction
 
 
 Own = TypeVar("Own", bound=Registered)

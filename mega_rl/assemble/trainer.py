@@ -32,7 +32,7 @@ from mega_rl.assemble.prompts.order import PromptOrder, prompt_order, source_lin
 from mega_rl.assemble.prompts.sampling import StepSampling, step_sampling
 from mega_rl.assemble.prompts.stream import TrainStreams, open_streams
 from mega_rl.assemble.records import build_recorder
-from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
+from mega_rl.assemble.rewards import read_rows_as, reward_role
 from mega_rl.assemble.roles import Roles, build_roles, idle_phases, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.servers import is_colocated, start_servers
@@ -56,6 +56,9 @@ from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink, Ranks, RolloutSource
+from mega_rl.rewards.build import RunRewards, build_rewards
+from mega_rl.rewards.builtin import RewardFunction
+from mega_rl.rewards.model import TokenRows
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.trainer import PPOTrainer, RunSettings
@@ -70,9 +73,6 @@ from mega_rl.trainer.zero_advantages import WithoutZeroAdvantages
 from mega_rl.types import Prompt
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.metered import MeteredRollouts
-from mega_rl.workers.reward import TextScorer
-from mega_rl.workers.reward_functions import RewardFunction
-from mega_rl.workers.reward_model import TokenRows
 from mega_rl.workers.rollout import VocabularyGuard
 from mega_rl.workers.turns import PARAMETERS
 
@@ -84,7 +84,8 @@ class _RunInputs:
     """Inputs that a run reads before its models."""
 
     tokens: Tokens
-    reward: TextScorer | TokenRows | None  # None: the run has no reward
+    rewards: RunRewards
+    rows_as: TokenRows | None  # of a reward model
     train: list[Prompt]  # empty of a run that streams them
     streams: TrainStreams | None
     evaluation: Evaluation  # of the held-out prompts
@@ -160,10 +161,10 @@ def _read_inputs(
     config, is_writer = plan.config, everyone.rank == 0
     tokens = read_tokens(config, is_writer=is_writer)
     own_rollouts, source = load_rollout_source(config, tokens), load_data_source(config)
-    reward = prepare_reward(config, tokens.tokenizer, tokens.reader, reward_function, resources=resources)
-    vocab_size, columns = plan.models["actor"].hf.vocab_size, reward_columns(config, reward)
+    rewards, rows_as = build_rewards(config.reward, reward_function, resources=resources), read_rows_as(config, tokens)
+    vocab_size, columns = plan.models["actor"].hf.vocab_size, rewards.columns(config.data.answer_key)
     train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
-    check = partial(check_sources, config, reward, held_out=held_out)
+    check = partial(rewards.check, held_out=held_out, source_key=config.data.source_key)
     streams = open_streams(config, tokens, vocab_size=vocab_size, columns=columns, ranks=everyone, check=check)
     if streams is None:
         run_on_one(partial(check, train), everyone)
@@ -173,7 +174,8 @@ def _read_inputs(
         warn_of_date(tokens.tokenizer, config.data.chat)
         if zero_rows := describe_zero_rows(Path(config.model.path), plan.engine.hidden_tokens, tokens.stop_ids):
             log.warning("%s", zero_rows)
-    return _RunInputs(tokens, reward, train, streams, build_evaluation(config, held_out, everyone), own_rollouts)
+    evaluation = build_evaluation(config, held_out, everyone)
+    return _RunInputs(tokens, rewards, rows_as, train, streams, evaluation, own_rollouts)
 
 
 def _restore(
@@ -299,14 +301,11 @@ def _sampling(parts: _LoadedRun, timer: StepMeter) -> StepSampling:
     rollout = _known_tokens(rollouts.source, parts.roles, parts.world)
     if not config.trainer.async_steps:  # else the phase is a wait for samples, and its rate says nothing
         rollout = MeteredRollouts(rollout, parts.roles.work, parts.roles.actor_engine.replica.size)
-    reward = build_reward(
-        config,
-        parts.inputs.reward,
-        parts.roles,
-        reader=parts.inputs.tokens.reader,
-        everyone=parts.world,
-        on_device=rollouts.on_device,
-    )
+    inputs = parts.inputs
+    reward = reward_role(
+        config, inputs.rewards, inputs.rows_as, parts.roles,
+        tokens=inputs.tokens, everyone=parts.world, on_device=rollouts.on_device,
+    )  # fmt: skip
     ranks, drawn = parts.roles.actor_engine.data_parallel, parts.restored.prompts_drawn
     return step_sampling(config, parts.prompts, rollout, reward, ranks=ranks, phase=timer.phase, drawn=drawn)
 

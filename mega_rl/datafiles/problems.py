@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mega_rl.workers.reward_functions import final_answer, plain_number
+from mega_rl.rewards.builtin import final_answer, plain_number
 
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."  # that the reward math_verify looks for
 

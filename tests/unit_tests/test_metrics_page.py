@@ -14,6 +14,7 @@ from mega_rl.algorithms.distribution import QUANTILES as TOKEN_QUANTILES
 from mega_rl.algorithms.mismatch import LogprobMismatch
 from mega_rl.metrics.steps import TOKEN_PHASES
 from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.rewards.role import AbsentScorer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.step_metrics.responses import QUANTILES as RESPONSE_QUANTILES
@@ -21,7 +22,6 @@ from mega_rl.types import TRAINED_TOKENS
 from mega_rl.workers import colocation
 from mega_rl.workers.colocation import Stage
 from mega_rl.workers.models import SKIPPED
-from mega_rl.workers.reward import AbsentScorer
 from tests.helpers.fakes import FakeReward, held_out
 from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
 

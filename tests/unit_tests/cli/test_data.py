@@ -17,7 +17,7 @@ from mega_rl.config import packaged
 from mega_rl.config.loader import load
 from mega_rl.datafiles.problems import boxed, number_after_hashes
 from mega_rl.hub import rows, rows_program
-from mega_rl.workers.reward_functions import math_verify
+from mega_rl.rewards.builtin import math_verify
 from tests.helpers.hub_server import Hub, dataset_card, go_offline, parquet_bytes, serve_hub, use_hub
 
 QUESTIONS = ["How many?", "  How much? "]

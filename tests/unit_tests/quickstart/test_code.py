@@ -19,8 +19,7 @@ from mega_rl.quickstart.code_model import (
     write_data,
 )
 from mega_rl.quickstart.code_problems import make_problems, write_folder
-from mega_rl.workers.code.blocks import code_format
-from mega_rl.workers.code.cases import read_cases
+from mega_rl.rewards.code import code_format, read_cases
 from tests.helpers.sandboxes import local_sandbox
 
 

@@ -23,7 +23,7 @@ from mega_rl.quickstart.gsm8k_model import (
     model_config,
 )
 from mega_rl.quickstart.gsm8k_problems import WordProblem, calculate, make_problems
-from mega_rl.workers.reward_functions import has_final_answer, math_verify, number_match
+from mega_rl.rewards.builtin import has_final_answer, math_verify, number_match
 
 PROBLEMS = make_problems(1000, seed=0)
 

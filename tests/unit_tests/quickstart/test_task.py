@@ -25,7 +25,7 @@ from mega_rl.quickstart.task import (
     write_checkpoint,
     write_dataset,
 )
-from mega_rl.workers.reward_functions import resolve
+from mega_rl.rewards.builtin import resolve
 
 PROMPT_TOKENS = 2 * NUM_DIGITS + 2  # the operands, "+" and "="
 RESPONSE_TOKENS = NUM_DIGITS + 2  # one digit more than an operand has, and the end of sequence

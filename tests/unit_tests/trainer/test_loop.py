@@ -18,6 +18,7 @@ from mega_rl.algorithms.advantages.registry import ESTIMATORS
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.config.schema.algorithms import ADVANTAGES
+from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, RolloutMismatchError
@@ -26,7 +27,6 @@ from mega_rl.trainer.recording import _weights
 from mega_rl.trainer.validation import Evaluation
 from mega_rl.types import Rewards, Rollout
 from mega_rl.workers.models import AbsentWorker, ReferenceUpdates
-from mega_rl.workers.reward import AbsentScorer
 from tests.helpers.fakes import (
     FakeCritic,
     FakePolicy,

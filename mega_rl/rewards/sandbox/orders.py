@@ -1,0 +1,76 @@
+"""Orders to the harness inside a sandbox, and its verdicts."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mega_rl.rewards.sandbox.limits import Execution
+
+_PLACE = 'CANDIDATE = ""'
+_FUTURE = "from __future__ import annotations\n"
+_IMPORT = re.compile(r"^from mega_rl\.rewards\.sandbox\.inside\.(\w+) import .*\n", re.MULTILINE)
+
+
+@functools.cache
+def harness_text() -> str:
+    """Return the harness with the candidate's program in it, as the text of one file."""
+    harness = _program("harness")
+    assert harness.count(_PLACE) == 1, "the harness has one place for the candidate's program"
+    return harness.replace(_PLACE, f"CANDIDATE = {_program('candidate')!r}")
+
+
+def _program(name: str) -> str:
+    """Return the text of a program inside, with those of the modules next to it in the place of their imports."""
+    text, parts = _IMPORT.sub("", _text(name)), dict.fromkeys(("values", *_IMPORT.findall(_text(name))))
+    bodies = "".join(_IMPORT.sub("", _text(part)).replace(_FUTURE, "") for part in parts)
+    return text.replace(_FUTURE, _FUTURE + bodies)
+
+
+def _text(name: str) -> str:
+    return (Path(__file__).parent / "inside" / f"{name}.py").read_text("utf-8")
+
+
+@dataclass(frozen=True)
+class Order:
+    """One order: the standard input of the harness, and the token that its verdict carries."""
+
+    stdin: bytes
+    token: str
+
+    @classmethod
+    def of_call(cls, code: str, entry: str, arguments: list[object]) -> Order:
+        """Return the order to call a function of the code."""
+        return cls._make(mode="call", code=code, entry=entry, arguments=arguments)
+
+    @classmethod
+    def of_tests(cls, code: str, suite: Mapping[str, object]) -> Order:
+        """Return the order to run tests, as `mega_rl.rewards.sandbox.suites.suite_of` has them, over the code."""
+        return cls._make(mode="tests", code=code, suite=suite)
+
+    @classmethod
+    def of_stub(cls, suites: Sequence[Mapping[str, object]]) -> Order:
+        """Return the order to run each of several suites of tests over functions that raise."""
+        return cls._make(mode="stub", suites=suites)
+
+    @classmethod
+    def _make(cls, **order: object) -> Order:
+        token = secrets.token_hex(16)
+        return cls(json.dumps({"token": token, **order}).encode(), token)
+
+    def verdict(self, outcome: Execution) -> dict[str, object]:
+        """Return what the harness says: {"value"}, {"passed"} or {"error"}; {"error"} where it said nothing."""
+        if not outcome.succeeded:
+            return {"error": outcome.status if outcome.status != "finished" else f"exit code {outcome.return_code}"}
+        last = outcome.stdout.rstrip(b"\n").rpartition(b"\n")[2]
+        token, _, text = last.partition(b" ")
+        try:
+            verdict = json.loads(text) if token.decode("ascii", "replace") == self.token else None
+        except (ValueError, RecursionError):
+            verdict = None
+        return verdict if isinstance(verdict, dict) else {"error": "no verdict"}
