@@ -112,7 +112,7 @@ class RewardCall:
         free = asyncio.Semaphore(self.concurrency)
         size = len(batch) if self.batched else 1
         parts = [range(first, min(first + size, len(batch))) for first in range(0, len(batch), max(size, 1))]
-        outcomes = await self._all(self._score_part(batch, rows, free, watch) for rows in parts)
+        outcomes = await _all((self._score_part(batch, rows, free, watch) for rows in parts), at_once=self.is_async)
         return [outcome for part in outcomes for outcome in part]
 
     async def _score_part(
@@ -126,7 +126,9 @@ class RewardCall:
             asked = [row for row, own in names.items() if isinstance(own, list) and function.name in own]
             size = self.batch_size if function.batched else 1
             chunks = [asked[first : first + size] for first in range(0, len(asked), size)]
-            results = await self._all(self._score_chunk(function, batch, chunk, free, watch) for chunk in chunks)
+            results = await _all(
+                (self._score_chunk(function, batch, chunk, free, watch) for chunk in chunks), at_once=self.is_async
+            )
             for row, outcome in zip(asked, (one for result in results for one in result), strict=True):
                 if not function.name or outcome is None or isinstance(outcome, RewardFailure):
                     final[row] = outcome
@@ -154,7 +156,9 @@ class RewardCall:
             return result
         if len(rows) == 1:
             return [result]
-        alone = await self._all(self._score_chunk(function, batch, [row], free, watch) for row in rows)
+        alone = await _all(
+            (self._score_chunk(function, batch, [row], free, watch) for row in rows), at_once=self.is_async
+        )
         return [outcome for part in alone for outcome in part]
 
     async def _call(self, function: PlannedFunction, batch: Sequence[Arguments]) -> list[Outcome] | RewardFailure:
@@ -182,15 +186,14 @@ class RewardCall:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - users' code may raise anything
             return RewardFailure("error", f"{subject(function.name)} {_raised(error)}")
 
-    async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
-        """Return the results of calls: at the same time if a function is asynchronous, else one after the other."""
-        if self.is_async:
-            return await asyncio.gather(*calls)
-        return [await call for call in calls]
-
     def _functions_of(self, source: str) -> list[PlannedFunction]:
         """Return the functions that score rows of a data source, in the order of reward.functions."""
         return [one for one in self.functions if not self.sources or one.name in self.sources[source]]
+
+
+async def _all(calls: Iterable[Awaitable[T]], *, at_once: bool) -> list[T]:
+    """Return the results of calls, made at the same time or one after the other."""
+    return await asyncio.gather(*calls) if at_once else [await call for call in calls]
 
 
 def timed_out(name: str, timeout_s: float | None) -> RewardFailure:

@@ -222,7 +222,7 @@ class CallCase:
     expected: object  # a text stands for itself, and for the value that it has as JSON
 
     def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
-        order = Order.of_call(program, self.entry, list(self.arguments))
+        order = Order.to("call", code=program, entry=self.entry, arguments=list(self.arguments))
         outcome = sandbox.run(harness_text(), order.stdin, timeout_s=timeout_s)
         verdict = order.verdict(outcome)
         if "value" not in verdict:
@@ -251,7 +251,7 @@ class AssertCase:
         return suite_of(self.tests, self.entry)
 
     def run(self, sandbox: Sandbox, program: str, timeout_s: float) -> tuple[bool, Execution]:
-        order = Order.of_tests(program, self.suite)
+        order = Order.to("tests", code=program, suite=self.suite)
         outcome = sandbox.run(harness_text(), order.stdin, timeout_s=timeout_s)
         return order.verdict(outcome).get("passed") is True, outcome
 

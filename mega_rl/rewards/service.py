@@ -132,32 +132,24 @@ class Poster:
         """Return the service's address without its query, where some keep secrets."""
         return str(self._url.copy_with(query=None, fragment=None))
 
-    def client(self) -> httpx.AsyncClient:
-        """Return a client for `post`; use it as a context."""
-        return httpx.AsyncClient(
-            verify=self._tls,
-            trust_env=False,  # no proxy and no netrc: texts and key go only to the service
-            timeout=None,  # each request has its deadline as a whole: a limit per read would let a slow drip live
-            limits=httpx.Limits(max_keepalive_connections=0),
-        )
-
-    async def post(self, client: httpx.AsyncClient, body: bytes, *, limit: int) -> bytes:
+    async def post(self, body: bytes, *, limit: int) -> bytes:
         """Return the body, at most `limit` bytes, of a 200. Raises PostError."""
         failures: list[str] = []
         try:
-            return await asyncio.wait_for(self._answer(client, body, failures, limit), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await self._answer(body, failures, limit)
         except TimeoutError:
             raise PostError(
                 f"no answer to try {len(failures) + 1} of {self._tries} in {self._limit}{_last(failures)}"
             ) from None
 
-    async def _answer(self, client: httpx.AsyncClient, body: bytes, failures: list[str], limit: int) -> bytes:
+    async def _answer(self, body: bytes, failures: list[str], limit: int) -> bytes:
         """Return the body of a 200; failed tries before it go to `failures`. Raises PostError."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             asked_s = 0.0
             try:
-                status, headers, content = await self._exchange(client, body, limit=limit)
+                status, headers, content = await self._exchange(body, limit)
             except httpx.TransportError as error:
                 failures.append(f"{type(error).__name__}: {error or 'the connection ended'}")
             else:
@@ -179,14 +171,14 @@ class Poster:
                 raise PostError(f"the next try would be in {pause_s:.3g} s, past {self._limit}{_last(failures)}")
             await asyncio.sleep(pause_s)
 
-    async def _exchange(
-        self, client: httpx.AsyncClient, body: bytes, *, limit: int
-    ) -> tuple[int, Mapping[str, str], bytes]:
+    async def _exchange(self, body: bytes, limit: int) -> tuple[int, Mapping[str, str], bytes]:
         """Return (status, headers, body) of the answer; the body is cut soon after its length limit."""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # nothing to unpack, no bombs
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        async with client.stream("POST", self._url, content=body, headers=headers) as response:
+        # No proxy and no netrc: texts and key go only to the service. A limit per read would let a slow drip live.
+        client = httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None)
+        async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
             content = bytearray()
             async for chunk in response.aiter_raw():
                 content += chunk
@@ -237,26 +229,18 @@ class HttpRewards:
     async def _score(self, items: Sequence[Item], report: Report) -> list[Outcome]:
         batches = [items[first : first + self._batch_size] for first in range(0, len(items), self._batch_size)]
         slots = asyncio.Semaphore(self._concurrency)
-        async with self._poster.client() as client:
-            requests = [asyncio.ensure_future(self._request(client, slots, batch, report)) for batch in batches]
-            try:
-                batch_scores = await asyncio.gather(*requests)
-            finally:
-                for request in requests:
-                    request.cancel()
-                await asyncio.gather(*requests, return_exceptions=True)
-        return [score for scores in batch_scores for score in scores]
+        # The first failure ends `asyncio.run`, which cancels the other requests.
+        scores = await asyncio.gather(*(self._request(slots, batch, report) for batch in batches))
+        return [score for part in scores for score in part]
 
-    async def _request(
-        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, batch: Sequence[Item], report: Report
-    ) -> list[Outcome]:
+    async def _request(self, slots: asyncio.Semaphore, batch: Sequence[Item], report: Report) -> list[Outcome]:
         """Return the scores of one batch. Raises RewardError."""
         limit = ANSWER_BYTES + SCORE_BYTES * len(batch)
         async with slots:
             report(f"{self._where()}, which scores prompt {batch[0][0].index} and others")
             begin = time.perf_counter()
             try:
-                content = await self._poster.post(client, _body(batch), limit=limit)
+                content = await self._poster.post(_body(batch), limit=limit)
             except PostError as error:
                 raise self._failure(str(error), batch) from None
             finally:

@@ -6,7 +6,6 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,24 +43,10 @@ class Order:
     token: str
 
     @classmethod
-    def of_call(cls, code: str, entry: str, arguments: list[object]) -> Order:
-        """Return the order to call a function of the code."""
-        return cls._make(mode="call", code=code, entry=entry, arguments=arguments)
-
-    @classmethod
-    def of_tests(cls, code: str, suite: Mapping[str, object]) -> Order:
-        """Return the order to run tests, as `mega_rl.rewards.sandbox.suites.suite_of` has them, over the code."""
-        return cls._make(mode="tests", code=code, suite=suite)
-
-    @classmethod
-    def of_stub(cls, suites: Sequence[Mapping[str, object]]) -> Order:
-        """Return the order to run each of several suites of tests over functions that raise."""
-        return cls._make(mode="stub", suites=suites)
-
-    @classmethod
-    def _make(cls, **order: object) -> Order:
+    def to(cls, mode: str, **content: object) -> Order:
+        """Return an order, with what `inside.harness` says that its mode needs."""
         token = secrets.token_hex(16)
-        return cls(json.dumps({"token": token, **order}).encode(), token)
+        return cls(json.dumps({"token": token, "mode": mode, **content}).encode(), token)
 
     def verdict(self, outcome: Execution) -> dict[str, object]:
         """Return what the harness says: {"value"}, {"passed"} or {"error"}; {"error"} where it said nothing."""

@@ -40,9 +40,12 @@ class RemoteSandbox:
             "files": {},
             "fetch_files": [],
         }
-        content = asyncio.run(self._post(json.dumps(body).encode()))
+        limit = ANSWER_BYTES + 12 * self.limits.output_bytes
         try:
+            content = asyncio.run(self.poster.post(json.dumps(body).encode(), limit=limit))
             answer = json.loads(content)
+        except PostError as error:
+            raise SandboxError(f"{self._where()}: {error}") from None
         except (ValueError, RecursionError):
             raise self._failure(f"no JSON: {self.poster.readable(content)}") from None
         return self._outcome(answer)
@@ -52,13 +55,6 @@ class RemoteSandbox:
         outcome = self.run("print(6 * 7)", b"", timeout_s=min(20.0, self.limits.timeout_s))
         if not outcome.succeeded or outcome.stdout != b"42\n":
             raise self._failure(f"{outcome.status}, output {shortened(outcome.stdout)} of print(6 * 7)")
-
-    async def _post(self, body: bytes) -> bytes:
-        try:
-            async with self.poster.client() as client:
-                return await self.poster.post(client, body, limit=ANSWER_BYTES + 12 * self.limits.output_bytes)
-        except PostError as error:
-            raise SandboxError(f"{self._where()}: {error}") from None
 
     def _outcome(self, answer: object) -> Execution:
         """Return what became of a run by the service's answer. Raises SandboxError for its own failures."""

@@ -71,7 +71,7 @@ def unfit(sandbox: Sandbox, suites: Sequence[Mapping[str, object]], timeout_s: f
 
 
 def _tried(sandbox: Sandbox, suites: Sequence[Mapping[str, object]], timeout_s: float) -> Iterator[str]:
-    order = Order.of_stub(suites)
+    order = Order.to("stub", suites=suites)
     verdicts = order.verdict(sandbox.run(harness_text(), order.stdin, timeout_s=timeout_s)).get("value")
     if isinstance(verdicts, list):
         yield from map(_reason, verdicts)
