@@ -1,5 +1,5 @@
-"""Rewards of responses, by a function, a service or a model. `build` makes them from the settings.
+"""Rewards of responses by functions, a service or a model.
 
-`call` wraps a user's functions into one call for a batch, `pool` and `pool_worker` make it in processes, `role` shares
-a rollout's rows over the ranks, and `components` says what the outcomes are worth.
+`build` makes them from the settings, `call` wraps a user's functions into one call for a batch, `pool` and
+`pool_worker` make it in processes, `role` shares a rollout's rows over the ranks, and `components` weighs the outcomes.
 """

@@ -24,7 +24,7 @@ from mega_rl.rewards.sandbox.suites import UnknownTestsError
 from mega_rl.rewards.service import HttpRewards, Poster, find_service
 from mega_rl.types import Prompt, PromptSet
 
-MAX_WORKERS = 8  # of a rank, unless the config says how many
+MAX_WORKERS = 8  # most workers of a rank, unless the config says how many
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RunRewards:
 
 
 def build_rewards(reward: RewardConfig, function: RewardFunction | None = None, *, resources: ExitStack) -> RunRewards:
-    """Return the rewards of a run. All that can be wrong with a function or service is found here.
+    """Return the rewards of a run; finds every mistake in a function or a service.
 
     function: from a Python program, in place of the one that the settings name. resources: ends worker processes.
 
@@ -153,12 +153,12 @@ def _function_source(
 
 
 def _specified(function: str, reward: RewardConfig) -> str:
-    """Return the name of a reward function as any process reads it: with its settings, if it has some."""
+    """Return a reward function's name as any process reads it, with its settings."""
     return specification(reward.sandbox) if function == CODE_TESTS else function
 
 
 def check_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise UserError where the tests of some rows cannot judge a program. Tries the tests over a stub."""
+    """Try the tests of the rows over a stub. Raises UserError if some cannot judge a program."""
     if not runs_code(reward):
         return
     rows: dict[AssertCase, list[int]] = {}
@@ -183,7 +183,7 @@ def check_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
 
 
 def source_problems(call: RewardCall, train: Sequence[Prompt], held_out: Sequence[Prompt], *, key: str) -> list[str]:
-    """Return what does not fit between the rows' data sources and reward.sources, one line each.
+    """Return the mismatches between the rows' data sources and reward.sources, one line each.
 
     key: column of a row's source. A source that no row has is a problem only where there are rows to train on.
     """

@@ -1,4 +1,4 @@
-"""Built-in reward functions, and a user's own by name. `call` says how they are called. Imports no torch."""
+"""Built-in reward functions, and a user's own by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mega_rl.errors import UserError
 from mega_rl.rewards.code import code_format, code_tests, with_settings
 from mega_rl.workers.user_files import load_from_file
 
-# A score as `reward_calls.Score`, an awaitable of one, or a list of scores of a function of several responses.
+# Returns a `score.Score`, an awaitable of one, or a list of scores for several responses.
 RewardFunction = Callable[..., object]
 
 MATH_TIMEOUT_S = 5  # for parsing, and again for comparing
-MOST_DIGITS = 1e6  # of a number in an answer that is computed: a second or so
-MOST_LEVELS = 200  # of an expression's nesting that is looked into
+MOST_DIGITS = 1e6  # longest number that is computed: about a second
+MOST_LEVELS = 200  # deepest nesting of an expression that is estimated
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _SPELLINGS = str.maketrans(_FULL_WIDTH | dict.fromkeys(map(ord, "\u2012\u2013\u2212\ufe63"), "-"))
 _SPELLINGS |= dict.fromkeys(map(ord, "\u00a3\u00a5\u20a9\u20ac\u20b9"), "$")
@@ -73,10 +73,10 @@ def math_verify(prompt: str, response: str, answer: str) -> float:
 
 
 def number_match(response: str, answer: str) -> float:
-    """Return 1.0 if the number that the response ends with is that of the reference, else 0.0; never raises.
+    """Return 1.0 if the response ends with the reference's number, else 0.0; never raises.
 
-    It stands in the last \\boxed{...} or after the last "####" and is all that stands there; in a response without
-    either it is the last word with a digit. Signs of currency, separators of thousands, "%" and units do not count:
+    The number is all that stands in the last \\boxed{...} or after the last "####"; in a response without either it is
+    the last word with a digit. Signs of currency, separators of thousands, "%" and units do not count:
     "#### -$1,200.00" is -1200. Fractions, powers, ranges, exponents and numbers with other separators are not read.
     The reference may be a whole solution of GSM8K, and may have an exponent. Far cheaper than `math_verify`.
     """
@@ -89,9 +89,9 @@ def number_match(response: str, answer: str) -> float:
 
 
 def has_final_answer(response: str) -> float:
-    """Return 1.0 if the response names its final answer in the form that is asked for, once; else 0.0.
+    """Return 1.0 if the response names its final answer once and in form, else 0.0.
 
-    Either one closed \\boxed{...} with something in it, or a last line "#### " and a number, as in GSM8K.
+    The form is either one closed \\boxed{...} with something in it, or a last line "#### " and a number, as in GSM8K.
     """
     if response.count("####") + response.count("\\boxed") != 1:
         return 0.0
@@ -102,7 +102,7 @@ def has_final_answer(response: str) -> float:
 
 
 def plain_number(text: str, *, exponent: bool = False) -> Decimal | None:
-    """Return the number that a text is as a whole, perhaps with currency and unit; None for everything else."""
+    """Return the number that is the whole text, perhaps with currency and unit, else None."""
     text = _plain_text(text).strip(" \t\n*_`")
     match = _PLAIN.match(text)
     if match is None or (match["exponent"] and not exponent):
@@ -116,7 +116,7 @@ def plain_number(text: str, *, exponent: bool = False) -> Decimal | None:
 
 
 def _last_number(text: str) -> Decimal | None:
-    """Return the last word of a text that has a digit, as a number; None where it is part of something else."""
+    """Return the last word with a digit as a number; None if an operator or number is next to it."""
     words = ["", *_plain_text(text).split(), ""]
     place = next((place for place in range(len(words) - 1, 0, -1) if re.search(r"\d", words[place])), 0)
     left, _, word = words[place].rpartition("=")
@@ -127,7 +127,7 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def _plain_text(text: str) -> str:
-    """Return a text without LaTeX's spaces, fonts and delimiters, with one spelling of minus signs and currencies."""
+    """Return a text without LaTeX's spaces, fonts and delimiters; one spelling of minus and currency."""
     text = _FONT.sub(lambda match: match[1] if re.search(r"\d", match[1]) else f" {match[1]}", text)
     text = text.replace("{,}", ",").replace(",\\!", ",").translate(_SPELLINGS)
     return re.sub(r"\\(?=[$%])|\\[()\[\]]|\\!", "", re.sub(r"\\[,;: ]", " ", text))
@@ -140,7 +140,7 @@ def _words(text: str) -> str | None:
 
 
 def _formula(text: str) -> str:
-    """Return an answer in the spelling that the verifier reads: without a full stop, thin spaces, names of fonts."""
+    """Return an answer as the verifier reads it: no full stop, thin spaces or fonts."""
     text = re.sub(r"\\not\s*=", r"\\ne ", _THIN_SPACE.sub("", text.translate(_FULL_WIDTH).strip()))
     text = re.sub(r"(?<!\.)\.$", "", re.sub(r"^[\u2012\u2013\ufe63]", "-", text)).strip()
     text = re.sub(r"^(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)$", r"\1 \\times 10^{\2}", text)
@@ -149,7 +149,7 @@ def _formula(text: str) -> str:
 
 
 def final_answer(text: str) -> str | None:
-    """The content of the last closed \\boxed{...} or the line after the last "####", whichever is later, or None."""
+    """Return the last closed \\boxed{...} or the line after the last "####", whichever is later."""
     hashes, closing = text.rfind("####"), _closing_braces(text)
     for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
         if match.start() < hashes:
@@ -163,9 +163,9 @@ def final_answer(text: str) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Return the position behind each opening brace -> that of the brace that closes it; escaped ones do not count.
+    """Return the position behind each opening brace -> that of its closing brace, in one pass.
 
-    One pass, whatever the nesting.
+    Escaped braces do not count.
     """
     opened: list[int] = []
     closing = {}
@@ -178,9 +178,9 @@ def _closing_braces(text: str) -> dict[int, int]:
 
 
 def num_digits(expression: object, depth: int = 0) -> float:
-    """Return about how many decimal digits the largest number in a sympy expression has once it is computed.
+    """Return roughly how many decimal digits the largest number of a computed sympy expression has.
 
-    Powers, factorials and binomials alone are estimated, from above: 9^{9^{9^9}} takes longer to compute than anybody
+    Only powers, factorials and binomials are estimated, from above: 9^{9^{9^9}} takes longer to compute than anybody
     waits. 0.0 below `MOST_LEVELS` of nesting.
     """
     import sympy
@@ -191,7 +191,7 @@ def num_digits(expression: object, depth: int = 0) -> float:
         return 0.0
     digits = [num_digits(part, depth + 1) for part in expression.args]
     most = max(digits, default=0.0)
-    values = [10.0 ** min(number, 300.0) for number in digits]  # of the parts, about
+    values = [10.0 ** min(number, 300.0) for number in digits]  # the parts, roughly
     if isinstance(expression, sympy.Pow):
         return max(most, digits[0] * values[1])
     if isinstance(expression, sympy.factorial):

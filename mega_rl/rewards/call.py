@@ -1,4 +1,4 @@
-"""One call for all reward functions: one response or several, sync or async, a single function or several by name.
+"""One call for reward functions of every kind: sync or async, of one response or several.
 
 `load_call` loads functions by name, and `RewardCall.score` scores a batch. Imports no torch.
 """
@@ -82,7 +82,7 @@ class RewardCall:
         return any(function.columns.answer for function in self._functions_of(source))
 
     def arguments(self, prompt: Prompt, response: Response) -> dict[str, object]:
-        """Return what the functions get for a response, and the names of the functions."""
+        """Return the functions' arguments for a response, and the names of the functions."""
         functions = self._functions_of(prompt.source)
         values: dict[str, object] = {NAMES: [function.name for function in functions]}
         for function in functions:
@@ -92,7 +92,7 @@ class RewardCall:
     def run(
         self, batch: Sequence[Arguments], watch: CallWatch, runner: Callable[..., list[Outcome]] = asyncio.run
     ) -> list[Outcome]:
-        """Return what `score` does; runner: runs a coroutine on an event loop."""
+        """Run `score` and return its outcomes; runner: runs a coroutine on an event loop."""
         scoring = self.score(batch, watch)
         if self.is_async:
             return runner(scoring)
@@ -146,7 +146,7 @@ class RewardCall:
         free: asyncio.Semaphore,
         watch: CallWatch,
     ) -> list[Outcome]:
-        """Return the outcomes of one call; where it fails for several responses, those of a call for each."""
+        """Return the outcomes of one call; if it fails for several responses, call for each."""
         async with free:
             watch.begin(rows, function.name)
             begin = time.perf_counter()
@@ -202,7 +202,7 @@ def timed_out(name: str, timeout_s: float | None) -> RewardFailure:
 
 
 def _raised(error: BaseException) -> str:
-    """Return what a user's code raised, and where."""
+    """Return the exception of a user's code in words, with its place."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     text = traceback.TracebackException(type(error), error, None)  # also for an exception whose text raises
     return f"raised {type(error).__name__}: {text} (at {place.filename}:{place.lineno})"
@@ -226,7 +226,7 @@ def _outcome(result: object, name: str) -> Outcome:
 
 
 def _add(components: dict[str, float], name: str, score: float | dict[str, float]) -> RewardFailure | None:
-    """Add the components that a function gives; return the failure if another has given one of them."""
+    """Add a function's components; return the failure if another has given one of them."""
     own = {f"{name}_{part}": value for part, value in score.items()} if isinstance(score, dict) else {name: score}
     if twice := sorted(components.keys() & own.keys()):
         return RewardFailure("error", f"{subject(name)} gives a part {twice[0]!r}, which another gives too")

@@ -56,13 +56,13 @@ class CodeTests:
     """Scores of responses by their rows' tests."""
 
     sandbox: Sandbox
-    timeout_s: float  # of one case
-    total_s: float  # of all cases of a response; those not begun by then have failed
+    timeout_s: float  # limit of one case
+    total_s: float  # limit of a response's cases; those not begun by then have failed
     parallel: int  # cases at a time
     all_or_nothing: bool
 
     def __call__(self, response: str, answer: object, row: Mapping[str, object] | None = None) -> float:
-        """Return the share of the cases that the last code block passes, or 1.0 for all and else 0.0.
+        """Return the share of the cases that pass; with `all_or_nothing` 1.0 or 0.0.
 
         Raises UnknownTestsError for a row without tests, and SandboxError where the sandbox fails.
         """
@@ -74,7 +74,7 @@ class CodeTests:
         return float(passed == len(cases)) if self.all_or_nothing else passed / len(cases)
 
     def _passed(self, program: str, cases: Sequence[Case]) -> int:
-        """Return how many cases pass; of all or nothing, none is begun once one has failed."""
+        """Return how many cases pass; with `all_or_nothing` stop at the first that fails."""
         deadline = time.monotonic() + self.total_s
         passed = 0
         with ThreadPoolExecutor(self.parallel) as threads:
@@ -92,17 +92,17 @@ class CodeTests:
 
 
 def code_tests(response: str, answer: object, row: Mapping[str, object] | None = None) -> float:
-    """Return the share of the row's tests that the response's program passes, in a sandbox of default settings."""
+    """Return the share of the row's tests that the program passes, under default settings."""
     return _built(RewardSandboxConfig())(response, answer, row)
 
 
 def specification(settings: RewardSandboxConfig) -> str:
-    """Return the name of the reward function with its settings behind it, as `resolve` reads it in any process."""
+    """Return the reward function's name with its settings, for `resolve` in any process."""
     return f"{CODE_TESTS} {json.dumps(dataclasses.asdict(settings), sort_keys=True)}"
 
 
 def with_settings(text: str) -> CodeTests:
-    """Return the reward function of settings in JSON. Raises UserError where there is no such sandbox."""
+    """Return the reward function of settings in JSON. Raises UserError without such a sandbox."""
     return _built(RewardSandboxConfig(**json.loads(text)))
 
 
@@ -118,7 +118,7 @@ def _built(settings: RewardSandboxConfig) -> CodeTests:
 
 
 def build_sandbox(settings: RewardSandboxConfig) -> LocalSandbox | RemoteSandbox:
-    """Return the sandbox, which has run nothing yet. Raises UserError where it cannot work, with the fix."""
+    """Return the sandbox, which has run nothing yet. Raises UserError with the fix."""
     limits = Limits(
         timeout_s=settings.timeout_s,
         memory_bytes=settings.memory_mib * MIB,
@@ -145,7 +145,7 @@ def check_sandbox(settings: RewardSandboxConfig) -> None:
 
 
 def unfit_tests(settings: RewardSandboxConfig, cases: Sequence[AssertCase]) -> list[str]:
-    """Return for each case why no program can be judged by it, or "". Raises UserError where the sandbox fails."""
+    """Return for each case why it cannot judge a program, or "". Raises UserError."""
     try:
         return [*unfit(build_sandbox(settings), [one.suite for one in cases], settings.timeout_s)] if cases else []
     except SandboxError as error:
@@ -153,10 +153,10 @@ def unfit_tests(settings: RewardSandboxConfig, cases: Sequence[AssertCase]) -> l
 
 
 def last_program(response: str) -> str | None:
-    """Return the code of the last closed block of Python, or of no language; None without one.
+    """Return the code of the last closed block of Python, or None.
 
-    A block begins at a line with three or more backticks or tildes, and ends at the next line with nothing else than as
-    many or more of them.
+    The block may name no language. It begins at a line with three or more backticks or tildes, and ends at the next
+    line that has only as many or more of them.
     """
     program: str | None = None
     opened: re.Match[str] | None = None
@@ -176,9 +176,9 @@ def last_program(response: str) -> str | None:
 
 
 def code_format(response: str) -> float:
-    """Return 1.0 if the response holds a closed block of Python that parses, else 0.0; 0.0 also for a long one.
+    """Return 1.0 if the response has a closed block of Python that parses, else 0.0.
 
-    A block may have `MOST_CHARACTERS`.
+    A block above `MOST_CHARACTERS` scores 0.0.
     """
     program = last_program(response)
     if program is None or not program.strip() or len(program) > MOST_CHARACTERS:
@@ -316,7 +316,7 @@ def _pairs(tests: Mapping[str, object], entry: str) -> list[Case]:
 
 
 def _arguments(value: object) -> list[object]:
-    """Return the arguments of a call: a list, or a text with one JSON value a line."""
+    """Return a call's arguments from a list, or from a text with one JSON value a line."""
     if isinstance(value, list):
         return value
     if not isinstance(value, str):
@@ -328,14 +328,14 @@ def _arguments(value: object) -> list[object]:
 
 
 def _text(value: object) -> str:
-    """Return standard input or output: a text, or a list of its lines. Raises UnknownTestsError for null."""
+    """Return a text, also from a list of its lines. Raises UnknownTestsError for null."""
     if value is None or (isinstance(value, list) and None in value):
         raise UnknownTestsError("an input or output is null; it must be a text, or a list of lines")
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def same_text(given: str, expected: str) -> bool:
-    """Return whether two outputs have the same words; one expected with a decimal point may differ by `TOLERANCE`."""
+    """Return whether two outputs have the same words; decimals may differ by `TOLERANCE`."""
     ours, theirs = given.split(), expected.split()
     return len(ours) == len(theirs) and all(map(_same_word, ours, theirs))
 
@@ -348,10 +348,12 @@ def _same_word(given: str, expected: str) -> bool:
 
 
 def same_value(given: object, expected: object) -> bool:
-    """Return whether a result is the expected one: any sequence is a list, a set one in any order; an int is no bool.
+    """Return whether a result is the expected one.
 
-    given: in the form of `mega_rl.sandbox.inside.values`; it is never made a set or dict again, for keys of a program
-    may all have one hash. Raises ValueError, TypeError or KeyError for what has no form.
+    Any sequence equals a list, a set one in any order; an int equals no bool.
+
+    given: in the form of `sandbox.inside.values`; it is never made a set or dict again, for keys of a program may all
+    have one hash. Raises ValueError, TypeError or KeyError for an unknown form.
     """
     if isinstance(expected, list):
         items = _items(given, len(expected))
@@ -371,7 +373,7 @@ def same_value(given: object, expected: object) -> bool:
 
 
 def _items(given: object, count: int) -> Sequence[object] | None:
-    """Return the items of a list or another collection, None of anything else and of a range of another length."""
+    """Return the items of a collection; None of anything else and of a range of another length."""
     if isinstance(given, list):
         return given
     if not isinstance(given, dict):

@@ -1,6 +1,6 @@
-"""Values of the outcomes: weighted sums of named components, and the score of responses that could not be scored.
+"""Values of outcomes: weighted sums of named components, and scores in place of failures.
 
-In metrics and columns of users the components are parts: `reward/<part>`.
+Users know the components as parts: the metrics `reward/<part>`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMED = 5  # failed responses in the log of one batch
 
 
 class RewardComponents:
-    """Names and weights of a reward's components. The first response of a data source settles its names."""
+    """Names and weights of a reward's components, settled by each data source's first response."""
 
     def __init__(self, weights: Mapping[str, float] | None = None, *, reader: str = "", sources: Sequence[str] = ()):
         """
@@ -38,13 +38,13 @@ class RewardComponents:
         self._weights = dict(weights or {})
         self._reader = reader
         self._sources = tuple(sources) or ("",)
-        self._settled: dict[str, tuple[str, ...]] = {}  # by source; () for numbers
-        self._names: tuple[str, ...] = ()  # of all sources, in alphabetical order
+        self._settled: dict[str, tuple[str, ...]] = {}  # names, under each source; () for numbers
+        self._names: tuple[str, ...] = ()  # all sources', in alphabetical order
 
     def settle(self, items: Sequence[Item], outcomes: Sequence[Outcome], everyone: Ranks) -> None:
-        """Settle names by the first score of the lowest rank that has one; collective while some are not known.
+        """Settle names by the first score of the lowest rank that has one.
 
-        Raises UserError on all ranks alike where settings do not go with them.
+        Collective while some names are not known. Raises UserError on all ranks alike for settings that do not fit.
         """
         unknown = [source for source in self._sources if source not in self._settled]
         for source in unknown:
@@ -89,9 +89,10 @@ class RewardComponents:
         return outcome
 
     def columns(self, score: Score, prompt: Prompt) -> list[float]:
-        """Return the reward, then its components: [1 + K]; NaN each for a response that is left out.
+        """Return [1 + K]: the reward, then its components.
 
-        A number stands for every component. One that the prompt's source does not have is NaN, and in no sum.
+        All are NaN for a response that is left out. A number stands for every component. One that the prompt's source
+        does not have is NaN, and in no sum.
         """
         own = self._settled.get(self._source(prompt), ())
         if score is None:
@@ -126,8 +127,8 @@ def _names(score: float | dict[str, float]) -> tuple[str, ...]:
 class OnFailure:
     """Treatment of responses that could not be scored."""
 
-    score: float | None  # that they get, in every component; None: they are left out
-    max_share: float  # of a step's responses; more end the run
+    score: float | None  # theirs, in every component; None: they are left out
+    max_share: float  # share of a step's responses; more end the run
 
     def __str__(self) -> str:
         if self.score is None:

@@ -47,7 +47,7 @@ class RowLimits:
 
 
 class ModelScorer:
-    """Reward role of one replica by a frozen model with one output: its value at each row's last token."""
+    """Reward role of one replica: a frozen model's output at each row's last token."""
 
     def __init__(self, engine: ModelPasses, token_rows: TokenRows, *, limits: RowLimits, everyone: Ranks) -> None:
         """`engine` has a value head, the checkpoint's; `everyone` are all ranks."""
@@ -57,7 +57,7 @@ class ModelScorer:
         self._everyone = everyone
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
-        """Return the reward of each row, on the device of the rollout, without parts; collective over all ranks.
+        """Return the reward of each row, on the rollout's device; collective over all ranks.
 
         `prompts` is the step's global list, which `rollout.prompt_index` points into. Failed samples are not scored: 0.
 
@@ -110,7 +110,7 @@ def token_rows(
     rollout_template: object | None,
     reader: ResponseReader,
 ) -> TokenRows:
-    """Return the conversion of rollouts for the reward model: the sampled tokens if it shares them, else text.
+    """Return the conversion of rollouts for the reward model: sampled tokens, or text.
 
     `tokenizer` and chat `template` (None: it has none) are the reward model's; `rollout_template` is the one that made
     the prompts, None for plain text; `reader` has the actor's tokenizer and leaves special tokens out.
@@ -164,7 +164,7 @@ class TemplateConversion:
 
 
 def _rows_with_a_place(token_ids: Sequence[Sequence[int]]) -> Rollout:
-    """Return the rows, each with one more token 0 at its end, the only one on the mask.
+    """Return the rows with one more token 0 at the end, the only one on the mask.
 
     A value is that of the position before the token it is aligned to (see `mega_rl.types`), so an engine's output for
     this place is the model's output at the row's last token. Nothing before it sees the token that stands there.

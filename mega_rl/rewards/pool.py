@@ -1,4 +1,4 @@
-"""Reward functions in processes of their own, so that a response that hangs or crashes one costs only that response.
+"""Reward functions in processes, so that a response that hangs or crashes costs only itself.
 
 Each worker runs the program `pool_worker`. The rank's thread runs an event loop while it waits for scores. The pools of
 `concurrent.futures`, `multiprocessing` and pebble unpickle what workers send, know no deadline of a task or share one
@@ -34,7 +34,7 @@ from mega_rl.types import Prompt
 log = logging.getLogger(__name__)
 
 GRACE_S = 2.0  # for asynchronous calls that are cancelled at their deadline to end
-QUICK_S = 0.005  # of a response: sending several at a time saves more than sharing them evenly
+QUICK_S = 0.005  # below this for a response, sending several at a time saves more than sharing them evenly
 AHEAD = 16  # responses that a worker gets at a time while they are quick
 BEAT_S = 5.0  # between two reports that workers, which have deadlines, are at work
 
@@ -43,9 +43,9 @@ BEAT_S = 5.0  # between two reports that workers, which have deadlines, are at w
 class WorkerOrder:
     """Work of a pool's workers."""
 
-    functions: str | Mapping[str, str]  # as in reward.function, or reward.functions
+    functions: str | Mapping[str, str]  # the setting reward.function, or reward.functions
     timeout_s: float  # deadline of one call
-    memory_bytes: int = 0  # of address space; 0 is no limit
+    memory_bytes: int = 0  # address space; 0: no limit
 
 
 class RewardPool:
@@ -65,6 +65,8 @@ class RewardPool:
 
     def score(self, items: Sequence[Item], report: Report = ignore) -> list[Outcome]:
         """Return the outcomes. Raises RewardError when no worker can score, or a row cannot be sent."""
+        if not items:
+            return []
         messages = [self._message(item) for item in items]
         return self._loop.run_until_complete(self._score(_PoolBatch(items, messages), report))
 
@@ -73,6 +75,8 @@ class RewardPool:
         if self._loop.is_closed():
             return
         workers, self._workers = [worker for worker in self._workers if worker is not None], []
+        for task in asyncio.all_tasks(self._loop):  # from scoring that was interrupted
+            task.cancel()
         self._loop.run_until_complete(_gather(worker.end() for worker in workers))
         self._loop.close()
 
@@ -109,7 +113,7 @@ class RewardPool:
 
     async def _serve(self, number: int, batch: _PoolBatch) -> None:
         """Let one worker and its successors score responses until none waits. Raises RewardError."""
-        seconds = math.inf  # that a response took
+        seconds = math.inf  # for a response in the last group
         group: list[int] = []
         worker = self._workers[number]
         try:
@@ -159,6 +163,8 @@ class RewardPool:
             how = "sent what no worker sends"
         self.longest_s = max(self.longest_s, time.monotonic() - heard)
         await worker.end()
+        if not left:
+            return True
         # Asynchronous calls were running at the same time, and so were the responses of one call.
         suspects = [row for row in group if row in left and row in running] or [row for row in group if row in left][:1]
         name = running.get(suspects[0], "")
@@ -178,7 +184,7 @@ class _PoolBatch:
         self.outcomes: list[Outcome] = [RewardFailure("error", "not scored")] * len(items)
         self._waiting = deque(range(len(items)))
         self._alone: deque[int] = deque()  # to be tried one by one
-        self._tried: set[int] = set()  # that have crashed a worker alone
+        self._tried: set[int] = set()  # have crashed a worker by themselves
 
     @property
     def oldest(self) -> Prompt:
@@ -197,7 +203,7 @@ class _PoolBatch:
         self._waiting.extendleft(reversed(rows))
 
     def settle(self, rows: Sequence[int], failure: RewardFailure) -> None:
-        """Record the failure of one response; of several each is tried again alone.
+        """Record the failure of one response; try each of several again by itself.
 
         A crash is tried once more, since a worker may have died of the machine's lack of memory.
         """

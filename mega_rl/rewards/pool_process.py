@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 COMMAND = python_module("mega_rl.rewards.pool_worker")
 START_S = 300.0  # for imports of the function's file, from a busy file server
 MESSAGE_BYTES = 1 << 20  # longest message of a worker
-SHOWN_BYTES = 64 << 10  # of a worker's output in a minute; the rest is dropped
-TAIL_BYTES = 4000  # of the output, kept for errors
+SHOWN_BYTES = 64 << 10  # a worker's output in a minute; the rest is dropped
+TAIL_BYTES = 4000  # end of the output, kept for errors
 
 
 class WorkerEndedError(Exception):
@@ -33,11 +34,14 @@ class WorkerEndedError(Exception):
 
 
 class WorkerProcess:
-    """A worker process; it ends when the thread that starts it does, in whatever way, with all that it has started."""
+    """A worker process. It ends with the thread that starts it, and all that it has started ends, too."""
 
     def __init__(self, order: bytes, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the process; `ready` waits for it. Raises RewardError if it cannot be started."""
-        self._order, self._number = order, number
+        """Start the process and send it the order; `ready` waits until the function is loaded.
+
+        Raises RewardError if it cannot be started.
+        """
+        self._number = number
         self._channel, there = socket.socketpair()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         output, write_end = os.pipe()
@@ -61,13 +65,14 @@ class WorkerProcess:
         finally:
             os.close(write_end)
         self._output = _Output(output, number, loop)
+        with contextlib.suppress(OSError):  # ended already; `ready` says how
+            self._channel.sendall(order + b"\n")
 
     async def ready(self) -> None:
         """Wait until the function is loaded. Raises RewardError."""
         if self._streams is not None:
             return
         self._streams = await asyncio.open_connection(sock=self._channel, limit=MESSAGE_BYTES)
-        self.send(self._order)
         try:
             async with asyncio.timeout(START_S):
                 answer = await self.receive()
@@ -108,7 +113,7 @@ class WorkerProcess:
         self.leave()
 
     def leave(self) -> None:
-        """Close this end of the worker's pipes without waiting; its keeper then kills it with all it has started."""
+        """Close this end of the pipes without waiting; the keeper then kills the worker."""
         self._child.close()
         if self._streams is None:
             self._channel.close()
@@ -138,7 +143,7 @@ class WorkerProcess:
 
 
 class _Output:
-    """Reader of what a worker writes: the log gets some of it, and the last of it goes into errors."""
+    """Reader of a worker's output: the log gets some of it, errors show its end."""
 
     def __init__(self, descriptor: int, number: int, loop: asyncio.AbstractEventLoop) -> None:
         self._descriptor, self._number, self._loop = descriptor, number, loop
@@ -149,9 +154,9 @@ class _Output:
         loop.add_reader(descriptor, self._read)
 
     def tail(self) -> str:
-        """Return the cause of an end as a part of a sentence: what Python says of a crash, or a traceback's error.
+        """Return the cause of a worker's end as a part of a sentence.
 
-        Otherwise the end of the output; empty without any.
+        That is Python's report of a crash, else a traceback's error, else the end of the output; empty without any.
         """
         self._read()  # the last lines may have come with the end
         text = self._last.decode(errors="replace")
@@ -171,7 +176,7 @@ class _Output:
             self._descriptor = -1
 
     def _read(self) -> None:
-        """Read what there is; the log gets whole lines, and the rest of a line when the worker has ended."""
+        """Read the output so far and log its whole lines; at the end also the rest."""
         try:
             text = os.read(self._descriptor, 1 << 16) if self._descriptor >= 0 else b""
         except BlockingIOError:

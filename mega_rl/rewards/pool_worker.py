@@ -1,7 +1,7 @@
-"""Program of a reward worker: a process that calls the function, and its keeper, which ends all that it has started.
+"""Program of a reward worker: a process that calls the function, and its keeper.
 
-`python -m mega_rl.rewards.pool_worker` imports no torch. The keeper waits for the worker's end and for that of its own
-standard input, which the rank holds open. At the first of them it kills the worker and every process that descends from
+`python -m mega_rl.rewards.pool_worker` imports no torch. The keeper waits for the end of the worker and of its standard
+input, which the rank holds open. At the first of them it kills the worker and every process that descends from
 it, and ends. The worker is killed with the keeper, and the keeper hears of the rank's death twice, by its input and by
 a signal. Messages are lines of JSON, so nothing is unpickled.
 
@@ -52,7 +52,7 @@ class WorkerMessage(TypedDict, total=False):
 
 
 def main(channel: int) -> NoReturn:
-    """Run the keeper, and the worker as its child. channel: descriptor of the socket to the rank."""
+    """Run the keeper, and the worker as its child. channel: socket to the rank, a descriptor."""
     _control(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the worker become this process's children
     events = _catch_signals()
     _control(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -114,7 +114,10 @@ def _keep(worker: int, events: int) -> int:
 
 
 def _reaped(worker: int) -> int | None:
-    """Reap ended children; return the worker's exit code if it is among them. Raises ChildProcessError without any."""
+    """Reap ended children; return the worker's exit code if it has ended.
+
+    Raises ChildProcessError without children.
+    """
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:

@@ -1,4 +1,4 @@
-"""Reward role over texts: the ranks of a replica share its responses, score each once, and exchange the scores."""
+"""Reward role over texts: a replica's ranks share its responses and exchange the scores."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TextScorer:
         return self._components.rewards(self._replica.sum(columns.to(rollout.tokens.device)))
 
     def metrics(self) -> Metrics:
-        """Return and reset the metrics since the last call, equal on all ranks: failures by kind, times."""
+        """Return and reset the metrics since the last call, equal on all ranks."""
         taken, self._metrics = self._metrics, {}
         return taken
 
@@ -112,7 +112,7 @@ class TextScorer:
         return run_beside_meetings(work, self._everyone, stalled=watch.stalled)
 
     def _measure_latency(self, num_rows: int, seconds: float) -> None:
-        """Add the mean time of a response and that of the longest call over all ranks to the metrics; collective."""
+        """Measure a response's mean time and the longest call over all ranks; collective."""
         longest = self._everyone.max(torch.tensor(self._source.longest_s, dtype=torch.float64))
         self._source.longest_s = 0.0
         own = torch.tensor([float(num_rows), seconds if num_rows else 0.0], dtype=torch.float64)
@@ -156,7 +156,7 @@ class CalledRewards(CallWatch):
     def __init__(self, call: RewardCall) -> None:
         self.call = call
         self._items: Sequence[Item] = ()
-        self._rows: Sequence[int] = ()  # that a function was last called for
+        self._rows: Sequence[int] = ()  # last that a function was called for
         self._report: Report = ignore
 
     def score(self, items: Sequence[Item], report: Report = ignore) -> list[Outcome]:
@@ -181,7 +181,7 @@ class CalledRewards(CallWatch):
 
 
 class UsersAnswers:
-    """Answers that responses vote for: a user's function on every rank, whose failure on one is that of all."""
+    """Answers that responses vote for, by a user's function on every rank."""
 
     def __init__(self, function: Callable[[str], object], *, setting: str, everyone: Ranks, timeout_s: float) -> None:
         """
@@ -195,7 +195,7 @@ class UsersAnswers:
         self._timeout_s = timeout_s
 
     def __call__(self, responses: Sequence[str]) -> list[str | None]:
-        """Return the answer of each response of this rank, None where it has none; collective over all ranks.
+        """Return the answer of each response of this rank, or None; collective over all ranks.
 
         Raises:
             UserError: on every rank, where the function fails on any, or returns anything but a string or None.

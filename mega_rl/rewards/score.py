@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mega_rl.rewards.responses import Response
     from mega_rl.types import Prompt  # which imports torch
 
-SHOWN_CHARACTERS = 200  # of a value in an error
+SHOWN_CHARACTERS = 200  # longest value in an error
 LARGEST = 3.4028234663852886e38  # finite float32
 # Metrics below reward/ that every run may have. No component can have such a name. See docs/metrics.md.
 TAKEN = (
@@ -45,15 +45,15 @@ class ScoreSource(Protocol):
     longest_s: float  # seconds of the longest call or request since a caller set it to 0
 
     def score(self, items: Sequence[Item], report: Report) -> list[Outcome]:
-        """Return the outcome of each response. Raises RewardError where the source as a whole is at fault.
+        """Return the outcome of each response; calls `report` at the start of each call or request.
 
-        Calls `report` at the start of each call or request.
+        Raises RewardError where the source as a whole is at fault.
         """
         ...
 
 
 class RewardError(RunError):
-    """Rewards end the run: a service or model gave no score, or too many responses have none."""
+    """Rewards end the run: a service or model failed, or too many responses have no score."""
 
 
 class NotAScoreError(ValueError):

@@ -1,4 +1,4 @@
-"""Rewards from an HTTP service: its address and key, requests that are tried again, and batches of texts.
+"""Rewards from an HTTP service: address and key, requests with retries, batches of texts.
 
 Imports no torch.
 """
@@ -33,10 +33,10 @@ from mega_rl.rewards.score import (
     shortened,
 )
 
-TRIED_AGAIN = (408, 429)  # besides what the server calls its own fault: 500 and above
+TRIED_AGAIN = (408, 429)  # also the server's faults: 500 and above
 MAX_PAUSE_S = 30.0  # between tries, unless the service asks for more
 REFUSAL_BYTES = 4096  # read of an answer that is not a 200
-ANSWER_BYTES = 1 << 20  # of a whole answer, and for each of its scores:
+ANSWER_BYTES = 1 << 20  # longest answer without its scores, which may each have:
 SCORE_BYTES = 64
 
 
@@ -197,7 +197,7 @@ def _last(failures: list[str]) -> str:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds that the service asks to wait, in numbers or as a date; 0 where it names none."""
+    """Return the seconds that the service asks to wait, given as a number or a date."""
     text = headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit():
         return float(text[:9])

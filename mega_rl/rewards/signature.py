@@ -22,19 +22,22 @@ PLURALS = {
 } | {name: name for name in ("messages", "num_tokens", "turns", "token_ids", "prompt_ids")}  # fmt: skip
 RESPONSE_TEXTS = frozenset({"response", "turns", "transcript", "token_ids"})
 _ONLY_PLURALS = frozenset(plural for singular, plural in PLURALS.items() if plural != singular)
-_STRINGS = ((str, "str"), (list[str], "list[str]", Sequence[str], "Sequence[str]"))  # of one response, of several
+_STRINGS = (
+    (str, "str"),
+    (list[str], "list[str]", Sequence[str], "Sequence[str]"),
+)  # annotations for one response, for several
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _TRL = (
     "completions is a parameter of TRL, which gives texts or conversations; take the texts as responses, answers as "
     "answers and other columns from rows: docs/rewards.md, Several responses at a time"
 )
 
-Arguments = Mapping[str, object]  # of one response, by parameter
+Arguments = Mapping[str, object]  # one response's, by parameter
 
 
 @dataclass(frozen=True)
 class PlannedFunction:
-    """A reward function, the arguments that it takes, and the columns of the data that these need."""
+    """A reward function, the arguments that it takes, and the columns that these need."""
 
     function: Callable[..., object]
     parameters: tuple[str, ...]  # given by name, in the singular
@@ -49,7 +52,7 @@ class PlannedFunction:
         return inspect.iscoroutinefunction(self.function)
 
     def arguments(self, prompt: Prompt, response: Response) -> dict[str, object]:
-        """Return by name only what the function takes of a response; no answer of a row without one."""
+        """Return the arguments for a response by name; no answer of a row without one."""
         values = {
             "prompt": prompt.text,
             "response": response.text,

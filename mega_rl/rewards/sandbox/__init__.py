@@ -1,5 +1,5 @@
-"""Locked processes for programs that nobody has read: the answers of a policy, run against the tests of a row.
+"""Sandboxed execution of model-written programs against a row's tests.
 
-`local` runs a program under bubblewrap, `remote` at a service that speaks SandboxFusion's protocol; both return a
-`limits.Execution`. `harness` is a program for inside, which keeps tests and candidate in processes of their own.
+`local` runs a program under bubblewrap, `remote` at a service that speaks SandboxFusion's protocol. Both return a
+`limits.Execution`. `inside.harness` runs inside and keeps tests and candidate in separate processes.
 """

@@ -1,4 +1,4 @@
-"""Command line of bubblewrap for one run, and the program that takes the last rights away inside."""
+"""Command line of bubblewrap, and the program that drops the last rights inside."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _resource_limits(limits: Limits) -> list[str]:
 
 
 def choose_uid() -> int:
-    """Return a user id that no other process is likely to have, among those that root may take; 0 if not root."""
+    """Return a user id that root may take and probably no process has; 0 if not root."""
     if os.geteuid():
         return 0
     try:

@@ -16,13 +16,13 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one run; the program is killed with all that it has started when it exceeds one."""
+    """Bounds of one run; a program that exceeds one is killed with all it has started."""
 
     timeout_s: float = 6.0  # wall clock
     memory_bytes: int = 512 * MIB  # address space of each process, and resident memory of all together
     processes: int = 16  # threads count
-    output_bytes: int = 256 << 10  # of standard output, and of standard error
-    tmp_bytes: int = 16 * MIB  # of /tmp, and of /dev/shm
+    output_bytes: int = 256 << 10  # standard output, and as much of standard error
+    tmp_bytes: int = 16 * MIB  # size of /tmp, and of /dev/shm
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sandbox(Protocol):
     """A place that runs Python programs which may be hostile."""
 
     def run(self, program: str, stdin: bytes, *, timeout_s: float) -> Execution:
-        """Return what became of `program`, the text of a Python file, within `timeout_s`.
+        """Run `program`, the text of a Python file, for at most `timeout_s`.
 
         Raises SandboxError where the sandbox failed, and not the program.
         """

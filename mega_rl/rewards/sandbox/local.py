@@ -1,4 +1,4 @@
-"""A sandbox on this machine: bubblewrap, a filter of system calls, resource limits, and a watch over all of it."""
+"""A sandbox on this machine: bubblewrap, a filter of system calls, and limits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mega_rl.rewards.sandbox.watch import parent_of, used_bytes
 START_S = 20.0  # for bubblewrap to have made its namespaces, on a busy machine
 END_S = 10.0  # for a killed sandbox to be gone
 LOOK_S = 0.02  # between two looks at the memory
-SHOWN_BYTES = 400  # of an error of bubblewrap
+SHOWN_BYTES = 400  # longest error of bubblewrap in a message
 
 
 @dataclass(frozen=True)
 class LocalSandbox:
-    """Runs programs under bubblewrap, each in namespaces of its own that end with it."""
+    """Runs programs under bubblewrap, each in its own namespaces, which end with it."""
 
     tool: Tool
     limits: Limits
@@ -39,7 +39,7 @@ class LocalSandbox:
             return run.finish(stdin)
 
     def check(self) -> None:
-        """Run a program and one that starts too many processes. Raises SandboxError unless both end as they must."""
+        """Run a program and one that starts too many processes. Raises SandboxError."""
         outcome = self.run("print(6 * 7)", b"", timeout_s=START_S)
         if not outcome.succeeded or outcome.stdout != b"42\n":
             said = _readable(outcome.stderr) or f"{outcome.status}, exit code {outcome.return_code}"
@@ -144,7 +144,7 @@ class _Run:
                 os.close(init)
 
     def _exceeds_memory(self) -> bool:
-        """Return whether the sandbox uses more memory than it may; a look at a sandbox that has ended says nothing."""
+        """Return whether the sandbox uses too much memory; a look after its end says nothing."""
         if self._init is None or used_bytes(self._init_pid) <= self._limits.memory_bytes:
             return False
         return not self._gone(within_s=0)
@@ -162,7 +162,7 @@ class _Run:
         return _readable(self._process.stderr.read(1 << 16)) or f"exit code {self._process.wait()}"
 
     def finish(self, stdin: bytes) -> Execution:
-        """Feed the program, read what it writes, and return how it ended, by itself or killed for a limit."""
+        """Feed the program, read its output, and return its end, by itself or for a limit."""
         streams = _Streams(self._process, stdin, self._limits.output_bytes)
         deadline = self._begin + self._limits.timeout_s
         status: Status | None = None
@@ -188,7 +188,7 @@ class _Run:
         return Execution(status, code, bytes(streams.stdout), bytes(streams.stderr), seconds)
 
     def end(self) -> None:
-        """Kill all processes of the sandbox and wait until they are gone. Raises SandboxError if they are not."""
+        """Kill all processes of the sandbox and wait for their end. Raises SandboxError."""
         if self._init is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
@@ -208,7 +208,7 @@ class _Run:
 
 
 class _Streams:
-    """Standard streams of a sandbox, none of which can block this process; of each output a bounded part is kept."""
+    """Standard streams of a sandbox. None can block this process; each output is bounded."""
 
     def __init__(self, process: subprocess.Popen[bytes], stdin: bytes, limit: int) -> None:
         assert process.stdin is not None
@@ -234,7 +234,7 @@ class _Streams:
     def turn(self, seconds: float) -> None:
         """Move what can be moved, waiting for it for at most so long."""
         if not self._selector.get_map():
-            time.sleep(min(seconds, 0.002))  # the program has closed its streams and goes on
+            time.sleep(min(seconds, 0.002))  # the program has closed its streams and continues
             return
         for key, _ in self._selector.select(max(0.0, seconds)):
             stream = key.fileobj

@@ -25,7 +25,7 @@ def harness_text() -> str:
 
 
 def _program(name: str) -> str:
-    """Return the text of a program inside, with those of the modules next to it in the place of their imports."""
+    """Return the text of a program inside, with its modules in place of their imports."""
     text, parts = _IMPORT.sub("", _text(name)), dict.fromkeys(("values", *_IMPORT.findall(_text(name))))
     bodies = "".join(_IMPORT.sub("", _text(part)).replace(_FUTURE, "") for part in parts)
     return text.replace(_FUTURE, _FUTURE + bodies)
@@ -49,7 +49,7 @@ class Order:
         return cls(json.dumps({"token": token, "mode": mode, **content}).encode(), token)
 
     def verdict(self, outcome: Execution) -> dict[str, object]:
-        """Return what the harness says: {"value"}, {"passed"} or {"error"}; {"error"} where it said nothing."""
+        """Return the harness's verdict: {"value"}, {"passed"}, or {"error"}, also without one."""
         if not outcome.succeeded:
             return {"error": outcome.status if outcome.status != "finished" else f"exit code {outcome.return_code}"}
         last = outcome.stdout.rstrip(b"\n").rpartition(b"\n")[2]

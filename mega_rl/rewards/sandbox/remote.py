@@ -17,14 +17,14 @@ from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, SandboxError,
 from mega_rl.rewards.score import shortened
 from mega_rl.rewards.service import Poster, PostError
 
-ANSWER_BYTES = 1 << 20  # besides the two outputs, each of whose bytes takes up to six in JSON
+ANSWER_BYTES = 1 << 20  # without the two outputs, each of whose bytes takes up to six in JSON
 RETRIES = 3
-WAIT_S = 30.0  # for the service to take a request up, besides the program's time
+WAIT_S = 30.0  # for the service to take a request up, before the program's time
 
 
 @dataclass(frozen=True)
 class RemoteSandbox:
-    """Runs programs at a service, which locks them up; the limits that the protocol has go with each request."""
+    """Runs programs at a service, with the limits that its protocol has."""
 
     poster: Poster
     limits: Limits
@@ -57,7 +57,7 @@ class RemoteSandbox:
             raise self._failure(f"{outcome.status}, output {shortened(outcome.stdout)} of print(6 * 7)")
 
     def _outcome(self, answer: object) -> Execution:
-        """Return what became of a run by the service's answer. Raises SandboxError for its own failures."""
+        """Return a run's end from the service's answer. Raises SandboxError for the service's failures."""
         if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed", "SandboxError"):
             raise self._failure(f'no status "Success", "Failed" or "SandboxError": {shortened(answer)}')
         run = answer.get("run_result")

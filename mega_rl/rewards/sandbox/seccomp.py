@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     # the network, paths of sockets, and how much the kernel keeps for a socket
     "socket": (41, 198), "setsockopt": (54, 208),
 }  # fmt: skip
-ABSENT = {"clone3": (435, 435)}  # its flags are out of a filter's sight; libraries then call clone
+ABSENT = {"clone3": (435, 435)}  # seccomp cannot inspect clone3's struct; ENOSYS makes libc fall back to clone
 CLONE = (56, 220)
 SOCKETPAIR = (53, 199)
 IOCTL = (16, 29)
@@ -74,7 +74,7 @@ ARCHITECTURES = {"x86_64": Architecture(0, 0xC000003E), "aarch64": Architecture(
 
 
 def build_filter(machine: str | None = None) -> bytes:
-    """Return the filter of a machine, by default this one's. Raises SandboxError for one without a table."""
+    """Return the filter of a machine, by default this one's. Raises SandboxError."""
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise SandboxError(
@@ -85,7 +85,7 @@ def build_filter(machine: str | None = None) -> bytes:
 
 
 def _instructions(architecture: Architecture) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (code, jump if true, jump if false, constant); a jump counts the instructions that it leaves out."""
+    """Yield (code, jump if true, jump if false, constant); a jump counts skipped instructions."""
     column = architecture.column
     yield _LOAD, 0, 0, _ARCH
     yield _IF_EQUAL, 1, 0, architecture.audit

@@ -18,7 +18,7 @@ SUITES_A_RUN = 128  # suites tried over a stub in one sandbox; a few millisecond
 
 
 class UnknownTestsError(ValueError):
-    """A row's tests have no form that is known, or check nothing; the message says which there are."""
+    """A row's tests have an unknown form, or check nothing; the message lists the forms."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,7 +62,7 @@ def suite_of(tests: str, entry: str) -> Mapping[str, object]:
 
 
 def unfit(sandbox: Sandbox, suites: Sequence[Mapping[str, object]], timeout_s: float) -> Iterator[str]:
-    """Yield for each suite why no program can be judged by it, "" where nothing speaks against it.
+    """Yield for each suite why it cannot judge a program, or "".
 
     Each is tried over a stub, which has every name, as a function that raises. Raises SandboxError.
     """

@@ -1,4 +1,4 @@
-"""Memory that the processes of a sandbox use together, with what they keep in its temporary folders.
+"""Memory of all processes of a sandbox, with the files in its temporary folders.
 
 Processes end, their numbers are used again, and bubblewrap changes the root while this module looks. Each look
 therefore reads one thing through one descriptor: a process through its folder in /proc, a file system by its folder.
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import psutil
 
-INODE_BYTES = 1024  # of kernel memory for a file, however short
+INODE_BYTES = 1024  # kernel memory for a file, however short
 FOLDERS = ("tmp", "dev/shm")
 
 
 def used_bytes(init_pid: int) -> int:
-    """Return the resident memory of a process and of all that descend from it, and the size of their files.
+    """Return the resident memory of a process and its descendants, and their files' size.
 
     Shared pages count in each process. Without access to the sandbox's folders, their files do not count: those of a
     folder are limited by its size. The caller checks that `init_pid` has not ended meanwhile.
@@ -48,7 +48,7 @@ def parent_of(pid: int) -> int:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
-    """Yield a descriptor of a folder, which stays that of one process or file system whatever happens to the path."""
+    """Yield a descriptor of a folder, which stays the same whatever happens to the path."""
     folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield folder

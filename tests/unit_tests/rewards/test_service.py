@@ -44,8 +44,15 @@ class Answer:
 class Post:
     """What the server was sent."""
 
-    items: list[dict[str, Any]]
+    path: str
     headers: dict[str, str]
+    body: dict[str, Any]
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """Return the responses to score."""
+        items: list[dict[str, Any]] = self.body["items"]
+        return items
 
 
 def scores(*values: object) -> Answer:
@@ -83,7 +90,7 @@ class FakeService:
 
     def _handle(self, request: BaseHTTPRequestHandler) -> None:
         content = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
-        post = Post(content["items"], dict(request.headers))
+        post = Post(request.path, dict(request.headers), content)
         with self._lock:
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)

@@ -66,7 +66,7 @@ class CandidateServer:
         return lambda *arguments: self._call_back(number, arguments)
 
     def _call_back(self, number: int, arguments: Value) -> Value:
-        """Return what a function of the tests returns."""
+        """Call a function of the tests and return its result."""
         self._send("callback", [number, [self._encode(part) for part in arguments]])
         kind, *parts = json.loads(self._requests.readline())
         if kind == "raised":
@@ -90,7 +90,7 @@ def call(target: Value, arguments: list[Value], keywords: dict[str, Value]) -> l
 
 
 def operate(target: Value, name: str, arguments: list[Value]) -> Value:
-    """Return what an operator gives."""
+    """Return the result of an operator."""
     plain = name.strip("_")
     return getattr(builtins, plain)(target) if plain in BY_BUILTIN else getattr(target, name)(*arguments)
 

@@ -1,8 +1,8 @@
-"""Program that judges a candidate inside a sandbox: the tests in this process, the candidate in a child.
+"""Program that judges a candidate inside a sandbox: tests here, the candidate in a child.
 
-It reads an order from standard input, starts the candidate's program in an interpreter of its own, and talks with it in
+It reads an order from standard input, starts the candidate's program in another interpreter, and talks with it in
 JSON over pipes. The candidate's process never holds the tests, an expected value or the token, and has no descriptor of
-this one's: it answers calls. What it returns is data, so that no `__eq__` of its own decides anything.
+this one's: it answers calls. What it returns is data, so that none of its `__eq__` decides anything.
 
 An order: {"token", "mode": "call", "code", "entry", "arguments"}, {"token", "mode": "tests", "code", "suite": {"tests",
 "entry", "names", "modules"}}, or {"token", "mode": "stub", "suites"}. The last line of standard output is
@@ -34,7 +34,7 @@ BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", 
 
 
 class CandidateChannel:
-    """The candidate's process: requests to it, and the functions of the tests that it may call back."""
+    """Channel to the candidate's process, which may call back functions of the tests."""
 
     def __init__(self, code: str) -> None:
         self._process = subprocess.Popen(
@@ -53,7 +53,7 @@ class CandidateChannel:
         return name in self._names
 
     def ask(self, op: str, *parts: Value) -> Value:
-        """Return the candidate's answer; an exception of its own is raised here by the name of a builtin one.
+        """Return the candidate's answer; raises its exception as the builtin one of that name.
 
         StopIteration would end a loop of the tests, so it is RuntimeError unless it answers `__next__`.
         """
@@ -74,7 +74,7 @@ class CandidateChannel:
                 return decode(value, self._referred)
 
     def call(self, target: Value, arguments: Value, keywords: Value) -> Value:
-        """Return the result of a function of the candidate; lists, dicts and sets that it changed change here.
+        """Return the result of a candidate's function; arguments that it changed change here.
 
         Within an assert they change at its end.
         """
@@ -85,7 +85,7 @@ class CandidateChannel:
         return asked_for(value) if _is_asked_for(target) else value
 
     def keep_changes(self, keep: bool) -> None:
-        """Change the arguments of calls so far, and those of later ones at once or by the next call of this."""
+        """Change the arguments of calls so far; keep: later ones change at the next call of this."""
         changes, self._changes, self._keeps_changes = self._changes, [], keep
         for own, new in changes:
             if isinstance(own, list) and isinstance(new, list):
@@ -95,12 +95,12 @@ class CandidateChannel:
                 own.update(new)
 
     def name(self, name: str) -> Value:
-        """Return the candidate's value of a name; a name with a capital letter may give an object."""
+        """Return the candidate's value of a name; a capitalized name may give an object."""
         value = self.ask("name", name)
         return asked_for(value) if name[:1].isupper() else value
 
     def encode(self, value: Value) -> Value:
-        """Return a value's form in JSON. Raises TypeError for an object of the tests that is no data."""
+        """Return a value's form in JSON. Raises TypeError for an object of the tests."""
         return encode(value, self._refer)
 
     def _refer(self, value: Value) -> Value:
@@ -195,7 +195,7 @@ class Remote:
 
 
 def asked_for(value: Value) -> Value:
-    """Return the value; an object of the candidate is from now on where the tests want an object."""
+    """Return the value; mark an object of the candidate as wanted by the tests."""
     if isinstance(value, Remote):
         object.__setattr__(value, "_is_asked_for", True)
     return value
@@ -206,7 +206,7 @@ def _is_asked_for(remote: Remote) -> bool:
 
 
 def operate(remote: Remote, name: str, *arguments: Value) -> Value:
-    """Return what an operator of the candidate gives."""
+    """Return the result of an operator of the candidate."""
     return object.__getattribute__(remote, "_channel").ask("operate", remote, name, list(arguments))
 
 
@@ -228,7 +228,7 @@ for _plain in UNARY + OF_A_CONTAINER + BINARY:
 
 
 def judge_stub(suite: dict[str, Value], token: str) -> Value:
-    """Return the verdict of tests over the stub, from a process of their own that has a second for it."""
+    """Return the verdict of tests over the stub, from a process that has a second for it."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -246,7 +246,7 @@ def judge_stub(suite: dict[str, Value], token: str) -> Value:
 
 
 def call_entry(channel: CandidateChannel, entry: str, arguments: Value) -> Value:
-    """Return what the candidate's function returns, or the method of that name of its class Solution."""
+    """Call the candidate's function, or the method of that name on its `Solution` class."""
     if channel.has(entry):
         function = channel.ask("name", entry)
     elif channel.has("Solution"):

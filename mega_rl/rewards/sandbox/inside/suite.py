@@ -1,4 +1,4 @@
-"""Tests as Python text, run over the names of a candidate: asserts are counted, and what nobody calls is run."""
+"""Tests as Python text, run over a candidate's names; asserts are counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UnfitTestsError(Exception):
 
 
 class Suite(ast.NodeTransformer):
-    """Tests of a row over a channel to the candidate: which of their functions ran, and how many asserts."""
+    """A row's tests over a channel to the candidate; counts asserts and functions that ran."""
 
     def __init__(self, channel: Value) -> None:
         self.entered: set[int] = set()  # first lines of functions
@@ -54,7 +54,7 @@ class Suite(ast.NodeTransformer):
         return call
 
     def begin(self) -> None:
-        """Keep back what calls do to their arguments: it must not reach the other side of the assert."""
+        """Hold back changes of arguments: they must not reach the assert's other side."""
         self._channel.keep_changes(True)
 
     def end(self, begun: None, value: Value, decides: bool) -> Value:
@@ -67,7 +67,7 @@ class Suite(ast.NodeTransformer):
         return value
 
     def run(self, tests: str, entry: str, names: list[str], modules: list[str]) -> None:
-        """Run the text, then those of its functions and classes of tests that it has not run itself.
+        """Run the text, then its functions and classes of tests that have not run yet.
 
         Raises UnfitTestsError for tests that check nothing, and what a test raises.
         """
@@ -127,7 +127,7 @@ class Suite(ast.NodeTransformer):
 
 
 class Stub:
-    """A candidate that has every name, each a function that raises: tests that it passes check nothing."""
+    """Candidate whose every name is a function that raises; tests that it passes check nothing."""
 
     def has(self, name: str) -> bool:
         return True

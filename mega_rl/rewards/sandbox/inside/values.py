@@ -1,4 +1,4 @@
-"""Values of Python as JSON and back: data of builtin types alone, whatever the other side writes."""
+"""Python values as JSON and back: only builtin types, whatever the other side writes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ COLLECTIONS = (("tuple", tuple), ("set", set), ("frozenset", frozenset), ("itera
 
 
 def encode(value: Value, other: Callable[[Value], Value]) -> Value:
-    """Return a value's form in JSON, of a subclass of a builtin type as of that type; `other` gives that of an object.
+    """Return a value's form in JSON; `other` gives that of an object.
 
-    A list is a list; what JSON has not is an object with one entry, as {"tuple": [1, 2]}.
+    A subclass of a builtin type has that type's form. A list is a list; a type that JSON lacks is an object with one
+    entry, as {"tuple": [1, 2]}.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -40,9 +41,9 @@ def encode(value: Value, other: Callable[[Value], Value]) -> Value:
 
 
 def decode(value: Value, other: Callable[[str, Value], Value]) -> Value:
-    """Return a value from its form in JSON; `other` gives an object from the name and the parts of a form of its own.
+    """Return a value from its form in JSON; `other` makes an object from a form's name and parts.
 
-    Raises ValueError or TypeError for what is no form.
+    Raises ValueError or TypeError for an unknown form.
     """
     if isinstance(value, list):
         return [decode(part, other) for part in value]
