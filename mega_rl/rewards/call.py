@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from mega_rl.data.columns import RewardColumns
@@ -57,12 +58,12 @@ class RewardCall:
     timeout_s: float | None = None  # deadline of an asynchronous call, after which it is cancelled
     fatal: tuple[type[BaseException], ...] = (HungError,)  # exceptions of a function that are not its failure
 
-    @property
+    @cached_property
     def is_async(self) -> bool:
         """Return whether a function is asynchronous, so that `score` needs an event loop."""
         return any(function.is_async for function in self.functions)
 
-    @property
+    @cached_property
     def batched(self) -> bool:
         """Return whether a function takes several responses at a time."""
         return any(function.batched for function in self.functions)

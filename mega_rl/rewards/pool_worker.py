@@ -155,6 +155,7 @@ def _work(channel: socket.socket) -> None:
         call.run(json.loads(text), watch, runner.run)
         if call.is_async:
             watch.clean_up()
+        watch.flush()
 
 
 class _Messages(CallWatch):
@@ -164,9 +165,11 @@ class _Messages(CallWatch):
         """cleans_up: after each call, since no other is running."""
         self._channel, self._cleans_up = channel, cleans_up
         self._pid, self._kept = os.getpid(), _children()
+        self._unsent: list[WorkerMessage] = []
 
     def begin(self, rows: Sequence[int], name: str) -> None:
-        self._tell({"begin": list(rows), "function": name})
+        self._unsent.append({"begin": list(rows), "function": name})
+        self.flush()
 
     def end(self, rows: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         if self._cleans_up:
@@ -174,11 +177,15 @@ class _Messages(CallWatch):
         sent: list[dict[str, object]] = [
             {one.kind: one.what} if isinstance(one, RewardFailure) else {"score": one} for one in outcomes
         ]
-        self._tell({"end": list(rows), "outcomes": sent, "longest_s": self.longest_s})
+        self._unsent.append({"end": list(rows), "outcomes": sent, "longest_s": self.longest_s})
+        if not self._cleans_up:  # others are running: the next call may be far
+            self.flush()
 
-    def _tell(self, message: WorkerMessage) -> None:
+    def flush(self) -> None:
+        """Send the messages so far: the outcomes of a call go with the begin of the next."""
         self._exit_as_fork()
-        _send(self._channel, message)
+        _send(self._channel, *self._unsent)
+        self._unsent.clear()
 
     def clean_up(self) -> None:
         """Cancel the alarm, and kill the children that responses have left; those before the first stay.
@@ -211,8 +218,8 @@ def _children() -> frozenset[int]:
     return frozenset(child.pid for child in psutil.Process().children())
 
 
-def _send(channel: socket.socket, message: WorkerMessage) -> None:
-    channel.sendall(json.dumps(message).encode() + b"\n")
+def _send(channel: socket.socket, *messages: WorkerMessage) -> None:
+    channel.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in messages))
 
 
 def _control(option: int, value: int) -> None:

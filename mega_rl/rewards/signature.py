@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mega_rl.data.columns import RewardColumns
@@ -46,7 +47,7 @@ class PlannedFunction:
     batched: bool = False  # whether it takes lists, by the plurals of `parameters`, and returns one
     name: str = ""  # among several functions: the component that it gives
 
-    @property
+    @cached_property
     def is_async(self) -> bool:
         """Return whether the function is a coroutine function."""
         return inspect.iscoroutinefunction(self.function)

@@ -28,7 +28,18 @@ from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"[a-z]+/[a-z][a-z0-9_]*")
 # Packages in which a string of this form is a metric's name, and strings of it that are none.
-WRITERS = ("algorithms", "checkpoint", "data", "engines", "metrics", "models", "rollout", "trainer", "workers")
+WRITERS = (
+    "algorithms",
+    "checkpoint",
+    "data",
+    "engines",
+    "metrics",
+    "models",
+    "rewards",
+    "rollout",
+    "trainer",
+    "workers",
+)
 OTHERS = {
     "application/json",
     "actor/ratio",
