@@ -41,6 +41,7 @@ WRITERS = (
     "workers",
 )
 OTHERS = {
+    "dev/shm",
     "application/json",
     "actor/ratio",
     "rollout/logprob_diff",
