@@ -692,7 +692,7 @@ REWARDS = (
         "hung work is interrupted when it has ended, too",
         "        signal.signal(INTERRUPT, previous)\n",
         "        pass\n",
-        "parallel/test_agreement.py -k hung",
+        "parallel/test_agreement.py -k interrupted",
     ),
     fault(
         "rewards",
