@@ -20,13 +20,12 @@ from driver import Report, parser_of
 from mega_rl.cli.quickstart import sums
 from mega_rl.cli.quickstart.run import NUM_RANKS, TASKS, launch, setting
 from mega_rl.metrics.records import read_metrics
+from mega_rl.rewards.call import load_call
+from mega_rl.rewards.pool import RewardPool, WorkerOrder
+from mega_rl.rewards.responses import Response
+from mega_rl.rewards.role import CalledRewards
+from mega_rl.rewards.score import ScoreSource, ignore
 from mega_rl.types import Prompt
-from mega_rl.workers.reward import FunctionRewards, TextScorer, ignore
-from mega_rl.workers.reward_calls import Response
-from mega_rl.workers.reward_functions import resolve
-from mega_rl.workers.reward_pool.pool import RewardPool
-from mega_rl.workers.reward_pool.process import WorkerOrder
-from mega_rl.workers.reward_pool.scorer import PooledRewards
 
 SPEEDUP = 1.7  # of two workers over one
 GLUE_US = 500.0  # of a response that costs nothing
@@ -53,14 +52,14 @@ def nothing_of_several(responses):
 """
 
 
-def seconds(scorer: TextScorer, count: int) -> float:
+def seconds(scorer: ScoreSource, count: int) -> float:
     """Return how long `count` responses take."""
     items = [
         (Prompt(index=i, token_ids=(1,), text="1+1=", answer="2"), Response(str(i), num_tokens=1, finish="stop"))
         for i in range(count)
     ]
     begin = time.perf_counter()
-    assert scorer.score_texts(items, ignore) == [float(i) for i in range(count)]
+    assert scorer.score(items, ignore) == [float(i) for i in range(count)]
     return time.perf_counter() - begin
 
 
@@ -88,15 +87,12 @@ def shares_of_step(num_workers: int, steps: int, folder: Path) -> dict[str, floa
     return {name: statistics.median(one[name] for one in of_steps) for name in of_steps[0]}
 
 
-def with_workers(function: str, num_workers: int, work: Callable[[TextScorer], float]) -> float:
+def with_workers(function: str, num_workers: int, work: Callable[[ScoreSource], float]) -> float:
     """Return what `work` measures with these workers, which have started."""
-    call = FunctionRewards(resolve(function)).call
-    order = WorkerOrder(function, memory_bytes=0, batch_size=64 if call.batched else 0)
-    pool = RewardPool(order, num_workers=num_workers, timeout_s=60.0)
+    pool = RewardPool(load_call(function), WorkerOrder(function, timeout_s=60.0), num_workers=num_workers)
     try:
-        scorer = PooledRewards(call, pool)
-        seconds(scorer, 4 * num_workers)
-        return work(scorer)
+        seconds(pool, 4 * num_workers)
+        return work(pool)
     finally:
         pool.close()
 
@@ -126,7 +122,7 @@ def main() -> int:
             print(f"{options.count} responses, each {name} 50 ms: one worker {one:.2f} s, two {two:.2f} s, "
                   f"ratio {one / two:.2f} (target {SPEEDUP:g})")  # fmt: skip
         own = statistics.median(
-            seconds(FunctionRewards(resolve(f"{file}:nothing")), 2000) for _ in range(options.rounds)
+            seconds(CalledRewards(load_call(f"{file}:nothing")), 2000) for _ in range(options.rounds)
         )
         for workers, name in ((1, "nothing"), (2, "nothing"), (1, "nothing_of_several")):
             glue = with_workers(

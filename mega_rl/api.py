@@ -21,8 +21,8 @@ from mega_rl.operations.schedulers.slurm.tasks import become_rank
 from mega_rl.preflight import check_run
 
 if TYPE_CHECKING:
+    from mega_rl.rewards.builtin import RewardFunction
     from mega_rl.trainer import Trainer as Loop
-    from mega_rl.workers.reward_functions import RewardFunction
 
 
 Own = TypeVar("Own", bound=Registered)

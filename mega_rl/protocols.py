@@ -83,11 +83,6 @@ class TokenLoss(Protocol):
 Inspect = Callable[[Experience, TokenOutputs], Metrics]
 
 
-# (prompt, response token ids without the stop token that ended it, whether one did) of a sample that has just ended;
-# called on a thread of the rollout engine, must return at once and may not raise
-SampleListener = Callable[[Prompt, Sequence[int], bool], None]
-
-
 class StatefulModel(Protocol):
     """A model whose state a checkpoint keeps."""
 

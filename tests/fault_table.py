@@ -12,7 +12,8 @@ from tests.sandbox_faults import SANDBOX
 
 MATRIX = "verify/test_matrix.py"
 RESUME = "checkpoint/test_resume.py"
-POOL = "workers/reward_pool/test_pool.py"
+POOL = "rewards/test_pool.py"
+REWARDS = "rewards/test_role.py"
 INVARIANCE = "distributed/test_layout_invariance.py"
 
 
@@ -712,9 +713,9 @@ REWARDS = (
     fault(
         "rewards",
         "scores out of their rows",
-        "for row, (prompt, _), score in zip(rows, items, row_scores, strict=True):",
-        "for row, (prompt, _), score in zip(range(len(rows)), items, row_scores, strict=True):",
-        "workers/test_reward.py",
+        "for row, (prompt, _), score in zip(rows, items, scores, strict=True):",
+        "for row, (prompt, _), score in zip(range(len(rows)), items, scores, strict=True):",
+        REWARDS,
     ),
     fault(
         "rewards",
@@ -728,35 +729,35 @@ REWARDS = (
         "hung work is interrupted when it has ended, too",
         "        signal.signal(INTERRUPT, previous)\n",
         "        pass\n",
-        "parallel/test_agreement.py -k hung",
+        "parallel/test_agreement.py -k interrupted",
     ),
     fault(
         "rewards",
         "numbers are computed that nobody can compute",
         "if any(num_digits(expression) > MOST_DIGITS for expression in parsed):",
         "if any(num_digits(expression) < 0 for expression in parsed):",
-        "workers/test_reward_functions.py -k nobody",
+        "rewards/test_builtin.py -k nobody",
     ),
     fault(
         "rewards",
-        "a response waits behind one that hangs",
-        'if kind in ("timeout", "crash"):',
-        'if kind == "crash":',
-        POOL,
+        "a lost worker gets the next responses",
+        "                    worker = self._workers[number] = None\n",
+        "                    pass\n",
+        POOL + " -k guilty",
     ),
     fault(
         "rewards",
         "both sides of a fork answer",
-        "if os.getpid() != own:",
+        "if os.getpid() != self._pid:",
         "if os.getpid() < 0:",
         POOL,
     ),
     fault(
         "rewards",
         "processes of a response stay",
-        "        _end_children(kept)\n",
-        "",
-        POOL,
+        "        if self._cleans_up:\n",
+        "        if not self._cleans_up:\n",
+        POOL + " -k leaves",
     ),
     fault(
         "rewards",
@@ -768,23 +769,23 @@ REWARDS = (
     fault(
         "rewards",
         "a batch that fails costs all of its responses",
-        "        if len(items) > 1:\n            again.extend(items)\n",
-        "        if len(items) > 1:\n            for item in items:\n                self._finish(item, outcomes)\n",
-        "workers/reward_pool/test_batches.py -k one_by_one",
+        "        if len(rows) == 1:\n            return [result]\n",
+        "        if rows:\n            return [result] * len(rows)\n",
+        POOL + " -k one_by_one",
     ),
     fault(
         "rewards",
         "responses sent ahead are lost with their worker",
-        "worker, num_sent = None, 0",
-        "worker = None",
+        "batch.put_back([row for row in group if row in left and row not in suspects])",
+        "batch.put_back([])",
         POOL + " -k ahead",
     ),
     fault(
         "rewards",
         "a deadline is not of the function that was running",
-        "        self.note(name)\n",
-        '        self.note("")\n',
-        "workers/reward_pool/test_batches.py -k running",
+        'running |= {group[place]: str(message["function"])',
+        'running |= {group[place]: ""',
+        POOL + " -k running",
     ),
     fault(
         "rewards",
@@ -798,35 +799,21 @@ REWARDS = (
         "a response without a score is not counted",
         "            self._counts[outcome.kind] += 1\n",
         "",
-        "workers/reward_pool/test_scorer.py",
+        REWARDS,
     ),
     fault(
         "rewards",
         "failed responses counted on one rank",
         "sum(failed) > self._rule.max_share * total",
         "sum(failed) > self._rule.max_share * sum(own)",
-        "workers/reward_pool/test_scorer.py",
-    ),
-    fault(
-        "rewards",
-        "a response that one rank has begun is scored by two",
-        "others = [row for row in rows if not owner_of[row]]",
-        "others = list(rows)",
-        "workers/test_reward.py",
-    ),
-    fault(
-        "rewards",
-        "an early score is given twice",
-        "_, value = entries.popleft()",
-        "_, value = entries[0]",
-        "workers/reward_pool/test_scorer.py",
+        REWARDS,
     ),
     fault(
         "rewards",
         "the stop token is not counted",
-        "(ids,) if ids else (), len(ids) + finished, finished)",
-        "(ids,) if ids else (), len(ids), finished)",
-        "workers/test_reward.py",
+        "return Response(text, sum(own), finish, token_ids=kept)",
+        "return Response(text, len(kept), finish, token_ids=kept)",
+        REWARDS,
     ),
     fault(
         "rewards",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.fault import fault
 
 ESTIMATORS = "algorithms/test_group_advantages.py"
-WORKER = "workers/test_reward.py"
+WORKER = "rewards/test_role.py"
 SAMPLING = "trainer/test_dynamic_sampling.py"
 
 PARTS = (
@@ -33,8 +33,8 @@ PARTS = (
     fault(
         "parts",
         "a reward without the weights of its parts",
-        "sum(self.weights.get(name, 1.0) * parts[name] for name in own)",
-        "sum(parts[name] for name in own)",
+        "sum(self._weights.get(name, 1.0) * values[name] for name in own)",
+        "sum(values[name] for name in own)",
         WORKER,
     ),
     fault(
@@ -47,8 +47,8 @@ PARTS = (
     fault(
         "parts",
         "parts of the row before",
-        "columns[row] = torch.tensor(self._parts.columns(score, prompt))",
-        "columns[row - 1] = torch.tensor(self._parts.columns(score, prompt))",
+        "columns[row] = torch.tensor(self._components.columns(score, prompt))",
+        "columns[row - 1] = torch.tensor(self._components.columns(score, prompt))",
         WORKER,
     ),
     fault(
@@ -61,15 +61,15 @@ PARTS = (
     fault(
         "parts",
         "what a tool wrote is the policy's answer",
-        'return Response("\\n".join(turns), sampled.num_tokens',
-        "return Response(text, sampled.num_tokens",
+        'return Response("\\n".join(texts), sum(own)',
+        "return Response(text, sum(own)",
         WORKER,
     ),
     fault(
         "parts",
         "a tool's tokens count as sampled",
-        "return SampledResponse(kept, turns, sum(own), bool(",
-        "return SampledResponse(kept, turns, len(own), bool(",
+        "sum(own), finish, turns=texts",
+        "len(own), finish, turns=texts",
         WORKER,
     ),
     fault(

@@ -241,8 +241,8 @@ EXPERIENCE = (
     fault(
         "experience",
         "odd prompts are scored against the prompt before",
-        "[(prompts[indices[row]], self.read(",
-        "[(prompts[indices[row] - indices[row] % 2], self.read(",
+        "[(prompts[indices[row]], self._read(",
+        "[(prompts[indices[row] - indices[row] % 2], self._read(",
         LOCKSTEP,
     ),
     fault(

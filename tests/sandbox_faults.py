@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.fault import fault
 
-LOCAL = "sandbox/test_local.py"
-CASES = "workers/code/test_cases.py"
-SUITES = "workers/code/test_suites.py"
+LOCAL = "rewards/sandbox/test_local.py"
+CASES = "rewards/test_code.py"
+SUITES = "rewards/sandbox/test_suites.py"
 
 SANDBOX = (
     fault(
@@ -14,7 +14,7 @@ SANDBOX = (
         "namespaces may be made by clone",
         "yield _IF_BITS, 0, 1, NEW_NAMESPACES",
         "yield _IF_BITS, 0, 1, 0",
-        "sandbox/test_seccomp.py",
+        "rewards/sandbox/test_seccomp.py",
     ),
     fault(
         "sandbox",
@@ -36,7 +36,7 @@ SANDBOX = (
         "a judge that can be looked into",
         "prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)",
         "prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)",
-        "sandbox/test_hostile_programs.py",
+        "rewards/sandbox/test_hostile_programs.py",
     ),
     fault(
         "sandbox",
@@ -57,14 +57,14 @@ SANDBOX = (
         "the host's disk counted while bubblewrap changes the root",
         "if os.fstat(folder).st_dev in _host_devices():",
         'if os.stat(f"/proc/{init_pid}/root/{name}").st_dev in _host_devices():',
-        "sandbox/test_watch.py",
+        "rewards/sandbox/test_watch.py",
     ),
     fault(
         "sandbox",
         "the memory of another process of the same number",
         "if pid != init_pid and parent not in parents:",
         "if pid != init_pid and not parent:",
-        "sandbox/test_watch.py",
+        "rewards/sandbox/test_watch.py",
     ),
     fault(
         "sandbox",
@@ -79,14 +79,14 @@ SANDBOX = (
         "a failed assert that tests have swallowed",
         "self._failed = self._failed or not value",
         "self._failed = False",
-        "sandbox/test_hostile_programs.py",
+        "rewards/sandbox/test_hostile_programs.py",
     ),
     fault(
         "sandbox",
         "StopIteration of a program ends a loop of the tests",
         "raise (RuntimeError if ends_loop else error)(str(value[1]))",
         "raise error(str(value[1]))",
-        "sandbox/test_hostile_programs.py",
+        "rewards/sandbox/test_hostile_programs.py",
     ),
     fault("sandbox", "a tolerance of integers", 'is_decimal = "." in expected and', "is_decimal =", CASES),
 )

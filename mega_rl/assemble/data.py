@@ -32,9 +32,9 @@ from mega_rl.data.tokenizer_identity import check_bounds
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.protocols import Ranks
+from mega_rl.rewards.responses import ResponseReader
 from mega_rl.rollout.stop_tokens import check_stop_tokens
 from mega_rl.types import Prompt, PromptSet
-from mega_rl.workers.scoring.responses import ResponseReader
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks
+from mega_rl.rewards.builtin import final_answer
+from mega_rl.rewards.role import UsersAnswers
 from mega_rl.trainer.validation import AnswersOf, Evaluation, EvaluationPlan
 from mega_rl.types import Draws, PromptSet
-from mega_rl.workers.answers import UsersAnswers
-from mega_rl.workers.reward_functions import final_answer
 from mega_rl.workers.user_files import load_from_file
 
 

@@ -17,7 +17,7 @@ from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.data import agreed_fingerprint, load_data, read_tokens
 from mega_rl.assemble.evaluation import build_evaluation
 from mega_rl.assemble.plan import plan_run
-from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
+from mega_rl.assemble.rewards import read_rows_as, reward_role
 from mega_rl.assemble.roles import build_roles
 from mega_rl.assemble.rollouts import RolloutInputs, build_rollouts
 from mega_rl.assemble.run import device_bytes, rank_facts, session
@@ -31,6 +31,7 @@ from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Ranks
+from mega_rl.rewards.build import build_rewards
 from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.storage.disk import (
     make_folder,
@@ -78,10 +79,10 @@ def _run(
     plan = plan_run(config, accelerator)
     plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
     tokens = read_tokens(config, is_writer=world.rank == 0)
-    prepared = prepare_reward(config, tokens.tokenizer, tokens.reader, resources=resources)
-    columns = reward_columns(config, prepared)
+    rewards, rows_as = build_rewards(config.reward, resources=resources), read_rows_as(config, tokens)
+    columns = rewards.columns(config.data.answer_key)
     _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns, trains=False)
-    run_on_one(partial(check_sources, config, prepared, [], sets), world)
+    run_on_one(partial(rewards.check, [], sets, source_key=config.data.source_key), world)
     agreed_fingerprint([], sets, world)
     evaluation = build_evaluation(config, sets, world)
     servers = start_servers(
@@ -94,10 +95,7 @@ def _run(
             plan, accelerator, world, servers, roles,
             inputs=RolloutInputs(lambda step: []), resources=resources,
         )  # fmt: skip
-    scorer = build_reward(
-        config, prepared, roles,
-        reader=tokens.reader, everyone=world, listen=rollouts.listen,
-    )  # fmt: skip
+    scorer = reward_role(config, rewards, rows_as, roles, tokens=tokens, everyone=world)
     rollouts.devices.publish(rollouts.sync)
     replicas = roles.actor_engine.data_parallel
     prompts = sum(len(one.prompts) for one in sets)

@@ -16,7 +16,7 @@ from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.roles import Roles
 from mega_rl.assemble.sources import OwnRollouts, make_rollout_source
 from mega_rl.config.schema import Config
-from mega_rl.protocols import Ranks, RankState, RolloutSource, SampleListener, WeightSync
+from mega_rl.protocols import Ranks, RankState, RolloutSource, WeightSync
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
@@ -49,8 +49,6 @@ class Rollouts:
     sync: WeightSync
     devices: Residency
     pending: RankState | None = None  # state that a checkpoint keeps
-    # Adds a listener of samples as they end; one of an engine that ends them all at once hears of none.
-    listen: Callable[[SampleListener], None] = lambda listener: None
 
 
 @dataclass(frozen=True)
@@ -150,10 +148,6 @@ def _source(
         return worker, None
     made = make_rollout_source(inputs.own, plan, roles, everyone=world, engine=worker.engine, sync=sync)
     return made.source, made.state
-
-
-def _unheard(listener: SampleListener) -> None:
-    """Add no listener: it hears of no sample, and the reward scores them when all are there."""
 
 
 def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine:

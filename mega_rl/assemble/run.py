@@ -26,9 +26,9 @@ from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.trainer import Trainer
 from mega_rl.trainer.stop import StopRequest
-from mega_rl.workers.reward_functions import RewardFunction
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,10 @@ from mega_rl.assemble.plan import TRAINED_ROLES, RunPlan, plan_run
 from mega_rl.assemble.prompts.order import PromptOrder, prompt_order, source_lines
 from mega_rl.assemble.prompts.stream import TrainStreams, open_streams
 from mega_rl.assemble.records import build_recorder
-from mega_rl.assemble.rewards import build_reward, check_sources, prepare_reward, reward_columns
+from mega_rl.assemble.rewards import (
+    read_rows_as,
+    reward_role,
+)
 from mega_rl.assemble.roles import Roles, build_roles, role_facts
 from mega_rl.assemble.rollouts import RolloutInputs, Rollouts, build_rollouts
 from mega_rl.assemble.sources import OwnRollouts, load_data_source, load_rollout_source
@@ -53,6 +56,9 @@ from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink, Ranks, Scorer, WeightSync
+from mega_rl.rewards.build import RunRewards, build_rewards
+from mega_rl.rewards.builtin import RewardFunction
+from mega_rl.rewards.model import TokenRows
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.rollout.stop_tokens import name_stop_tokens
@@ -65,9 +71,6 @@ from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, Polic
 from mega_rl.trainer.validation import Evaluation
 from mega_rl.types import JsonObject, Prompt, Rollout
 from mega_rl.workers.ahead import OneStepAhead
-from mega_rl.workers.reward import TextScorer
-from mega_rl.workers.reward_functions import RewardFunction
-from mega_rl.workers.reward_model import TokenRows
 from mega_rl.workers.rollout import VocabularyGuard
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,8 @@ class _RunInputs:
     """Inputs that a run reads before its models."""
 
     tokens: Tokens
-    reward: TextScorer | TokenRows | None  # None: the run has no reward
+    rewards: RunRewards
+    rows_as: TokenRows | None  # of a reward model
     train: list[Prompt]  # empty of a run that streams them
     streams: TrainStreams | None
     evaluation: Evaluation  # of the held-out prompts
@@ -156,10 +160,10 @@ def _read_inputs(
     config, is_writer = plan.config, everyone.rank == 0
     tokens = read_tokens(config, is_writer=is_writer)
     own_rollouts, source = load_rollout_source(config, tokens), load_data_source(config)
-    reward = prepare_reward(config, tokens.tokenizer, tokens.reader, reward_function, resources=resources)
-    vocab_size, columns = plan.models["actor"].hf.vocab_size, reward_columns(config, reward)
+    rewards, rows_as = build_rewards(config.reward, reward_function, resources=resources), read_rows_as(config, tokens)
+    vocab_size, columns = plan.models["actor"].hf.vocab_size, rewards.columns(config.data.answer_key)
     train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
-    check = partial(check_sources, config, reward, held_out=held_out)
+    check = partial(rewards.check, held_out=held_out, source_key=config.data.source_key)
     streams = open_streams(config, tokens, vocab_size=vocab_size, columns=columns, ranks=everyone, check=check)
     if streams is None:
         run_on_one(partial(check, train), everyone)
@@ -169,7 +173,8 @@ def _read_inputs(
         warn_of_date(tokens.tokenizer, config.data.chat)
         if zero_rows := describe_zero_rows(Path(config.model.path), plan.engine.hidden_tokens, tokens.stop_ids):
             log.warning("%s", zero_rows)
-    return _RunInputs(tokens, reward, train, streams, build_evaluation(config, held_out, everyone), own_rollouts)
+    evaluation = build_evaluation(config, held_out, everyone)
+    return _RunInputs(tokens, rewards, rows_as, train, streams, evaluation, own_rollouts)
 
 
 def _restore(
@@ -249,9 +254,8 @@ def _connect(parts: _LoadedRun, sink: MetricsSink, meter: StepMeter, stop_reques
     """Return the loop around the loaded parts."""
     config, roles, rollouts, tokens = parts.plan.config, parts.roles, parts.rollouts, parts.inputs.tokens
     stage, log = Stages(meter, rollouts.devices), StepLog(sink, meter)
-    rewards = build_reward(
-        config, parts.inputs.reward, roles, reader=tokens.reader, everyone=parts.world, listen=rollouts.listen
-    )
+    inputs = parts.inputs
+    rewards = reward_role(config, inputs.rewards, inputs.rows_as, roles, tokens=tokens, everyone=parts.world)
     guard = build_guard(config, roles, rollouts.sync)
     if isinstance(rollouts.source, OneStepAhead):
         rollouts.source.compare = lambda sampled: guard(sampled, roles.actor.evaluate(sampled))

@@ -20,10 +20,10 @@ from mega_rl.accelerator import megatron_core
 from mega_rl.accelerator.patches import patches
 from mega_rl.config.checkout import made_by_make
 from mega_rl.errors import UserError
+from mega_rl.rewards.sandbox.bubblewrap import Tool
+from mega_rl.rewards.sandbox.limits import Limits, SandboxError
+from mega_rl.rewards.sandbox.local import LocalSandbox
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install, missing_tools
-from mega_rl.sandbox.bubblewrap import Tool
-from mega_rl.sandbox.limits import Limits, SandboxError
-from mega_rl.sandbox.local import LocalSandbox
 from mega_rl.versions import installed_version
 
 CORE = ("torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets", "math-verify", "psutil")

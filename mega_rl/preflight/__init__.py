@@ -4,7 +4,6 @@ Imports no torch, so that a mistake is reported at once.
 """
 
 from mega_rl.preflight.launcher import launched_world_size
-from mega_rl.preflight.rewards import REWARD_FUNCTIONS
 from mega_rl.preflight.run import check_run, preflight
 
-__all__ = ["REWARD_FUNCTIONS", "check_run", "launched_world_size", "preflight"]
+__all__ = ["check_run", "launched_world_size", "preflight"]

@@ -11,11 +11,10 @@ from mega_rl.config.schema.sandbox import runs_code
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import UserError
 from mega_rl.preflight.checkpoints import tensor_shape
-from mega_rl.workers.code.sandboxes import check_sandbox
-from mega_rl.workers.reward_calls import TAKEN
-from mega_rl.workers.reward_service import RewardService
-
-REWARD_FUNCTIONS = ("code_format", "code_tests", "exact_match", "has_final_answer", "math_verify", "number_match")
+from mega_rl.rewards.builtin import BUILTINS
+from mega_rl.rewards.code import check_sandbox
+from mega_rl.rewards.score import TAKEN
+from mega_rl.rewards.service import find_service
 
 
 def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
@@ -52,7 +51,7 @@ def _service(config: Config) -> Iterator[str]:
     reward = config.reward
     try:
         if reward.http.url.startswith(("http://", "https://")):  # a rule between settings refuses others
-            RewardService.find(reward.http.url, reward.http.key_file)
+            find_service(reward.http.url, reward.http.key_file)
     except UserError as error:
         yield str(error)
     if reward.http.timeout_s >= config.trainer.timeout_s:
@@ -92,7 +91,7 @@ def _room(config: Config) -> Iterator[str]:
 
 def _function(function: str, key: str = "reward.function") -> Iterator[str]:
     """Yield the problem of the reward function of a setting; a user's file is parsed, not run."""
-    if problem := missing_name(function, builtin=REWARD_FUNCTIONS, kind="function"):
+    if problem := missing_name(function, builtin=sorted(BUILTINS), kind="function"):
         yield f"{key}={function!r}: {problem}"
 
 

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mega_rl.sandbox.bubblewrap import Tool
-from mega_rl.sandbox.limits import Limits, SandboxError
-from mega_rl.sandbox.local import LocalSandbox
+from mega_rl.rewards.sandbox.bubblewrap import Tool
+from mega_rl.rewards.sandbox.limits import Limits, SandboxError
+from mega_rl.rewards.sandbox.local import LocalSandbox
 from tests.hostile_programs.campaign import LIMITS, PROGRAMS, Report, refused_when_busy, run_all, table
 from tests.hostile_programs.training import train
 

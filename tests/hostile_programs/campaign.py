@@ -21,10 +21,10 @@ from pathlib import Path
 import psutil
 
 import mega_rl
-from mega_rl.sandbox.limits import MIB, Execution, Limits, Sandbox, SandboxError
-from mega_rl.sandbox.watch import used_bytes
-from mega_rl.workers.code.cases import AssertCase, CallCase, Case, StdioCase, read_cases
-from mega_rl.workers.code.suites import UnknownTestsError, unfit
+from mega_rl.rewards.code import AssertCase, CallCase, Case, StdioCase, read_cases
+from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, Sandbox, SandboxError
+from mega_rl.rewards.sandbox.suites import UnknownTestsError, unfit
+from mega_rl.rewards.sandbox.watch import used_bytes
 from tests.hostile_programs.forging import FORGING
 from tests.hostile_programs.judging import JUDGING
 from tests.hostile_programs.programs import ESCAPED, Hostile

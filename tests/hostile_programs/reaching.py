@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_rl.sandbox.seccomp import REFUSED
+from mega_rl.rewards.sandbox.seccomp import REFUSED
 from tests.hostile_programs.programs import Hostile, attempts, family
 
 SOCKETS = attempts(

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mega_rl.config.schema import RewardSandboxConfig
-from mega_rl.workers.code.reward import CodeTests, specification
-from mega_rl.workers.reward_functions import resolve
+from mega_rl.rewards.builtin import resolve
+from mega_rl.rewards.code import CodeTests, specification
 
 SETTINGS = RewardSandboxConfig(memory_mib=128, processes=12, tmp_mib=8, output_kib=64, timeout_s=2.0, total_s=10.0)
 TESTS: CodeTests = resolve(specification(SETTINGS))  # type: ignore[assignment]

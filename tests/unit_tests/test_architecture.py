@@ -91,10 +91,10 @@ CHANGE_FOREIGN_MODULES = [
     "parallel/gloo.py",  # groups take their options from nowhere else
     "parallel/groups.py",
     "progress/terminal.py",
+    "rewards/sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
+    "rewards/sandbox/inside/suite.py",
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/launcher.py",
-    "sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
-    "sandbox/inside/suite.py",
     "workers/user_files.py",
 ]
 

@@ -14,21 +14,33 @@ from mega_rl.algorithms.distribution import QUANTILES as TOKEN_QUANTILES
 from mega_rl.algorithms.mismatch import LogprobMismatch
 from mega_rl.metrics.steps import TOKEN_PHASES
 from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.rewards.role import AbsentScorer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.trainer.step_metrics import LENGTH_QUANTILES as RESPONSE_QUANTILES
 from mega_rl.types import TRAINED_TOKENS
 from mega_rl.workers import residency
 from mega_rl.workers.models import SKIPPED
 from mega_rl.workers.residency import MemoryLayout
-from mega_rl.workers.reward import AbsentScorer
 from tests.helpers.fakes import FakeReward, FakeSink, held_out
 from tests.helpers.loops import FakeRun, RunSettings
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"[a-z]+/[a-z][a-z0-9_]*")
 # Packages in which a string of this form is a metric's name, and strings of it that are none.
-WRITERS = ("algorithms", "checkpoint", "data", "engines", "metrics", "models", "rollout", "trainer", "workers")
+WRITERS = (
+    "algorithms",
+    "checkpoint",
+    "data",
+    "engines",
+    "metrics",
+    "models",
+    "rewards",
+    "rollout",
+    "trainer",
+    "workers",
+)
 OTHERS = {
+    "dev/shm",
     "application/json",
     "actor/ratio",
     "rollout/logprob_diff",

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.preflight import REWARD_FUNCTIONS, host, known_bugs, launched_world_size, preflight
+from mega_rl.preflight import host, known_bugs, launched_world_size, preflight
+from mega_rl.rewards.builtin import BUILTINS
 from mega_rl.rollout.sglang.server.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
 from tests.unit_tests.converters.tiny_configs import TINY, YARN
@@ -377,7 +378,7 @@ def test_reward_functions() -> None:
     for name in ("score", "limit", "math", "p"):
         assert preflight(None, [*BASE, f"reward.function=reward.py:{name}"])
     bad = {
-        "exact": f"legal: {', '.join(REWARD_FUNCTIONS)} or path/to/file.py:function",
+        "exact": f"legal: {', '.join(sorted(BUILTINS))} or path/to/file.py:function",
         "reward.py": "name the function too, as reward.py:score; reward.py has score",
         "reward.py:": "name the function too, as reward.py:score; reward.py has score",
         "no.py:score": f"no.py: no such file (looked for {Path.cwd()}/no.py)",
@@ -538,12 +539,6 @@ def test_sources_that_are_not_used_are_not_looked_at() -> None:
     assert line.startswith("reward.function=no.py:f has no effect")
     (line,) = problems("reward.model.path=nowhere")
     assert line.startswith("reward.model.path=nowhere has no effect")
-
-
-def test_the_builtin_functions_are_those_of_the_reward_worker() -> None:
-    from mega_rl.workers.reward_functions import BUILTINS
-
-    assert set(REWARD_FUNCTIONS) == set(BUILTINS)
 
 
 def test_folders() -> None:

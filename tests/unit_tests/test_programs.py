@@ -23,13 +23,13 @@ PROGRAMS = (
     "mega_rl.operations.launcher.reaper",
     "mega_rl.operations.launcher.store",
     "mega_rl.processes",
+    "mega_rl.rewards.pool_worker",
     "mega_rl.rollout.sglang.server.launcher",
     "mega_rl.verify.rank",
-    "mega_rl.workers.reward_pool.program",
 )
 # The command line begins again as the user has started it; the harness starts the candidate of a sandbox, whose folder
 # holds nothing else.
-STARTS_PYTHON_ITSELF = ["cli/app.py", "environment.py", "sandbox/inside/harness.py"]
+STARTS_PYTHON_ITSELF = ["cli/app.py", "environment.py", "rewards/sandbox/inside/harness.py"]
 # Modules that each program imports, and one that libraries try to.
 NAMES = (
     "argparse",

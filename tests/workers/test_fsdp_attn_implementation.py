@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.workers.reward_model_cases import write_reward_model
+from tests.unit_tests.rewards.model_cases import write_reward_model
 from tests.workers.attention_cases import case
 
 ENGINES = ("megatron", "fsdp")

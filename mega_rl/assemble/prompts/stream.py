@@ -11,7 +11,6 @@ from pathlib import Path
 
 from mega_rl import progress
 from mega_rl.assemble.data import Tokens, chat_of, chat_template, warn_of_prompts
-from mega_rl.assemble.rewards import check_tests
 from mega_rl.config.schema import Config, SourceConfig
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.hub.names import dataset_name
@@ -22,6 +21,7 @@ from mega_rl.data.sampling.mixture import MixtureSampler, key_of, shares_of
 from mega_rl.data.stream import FileShard, StreamPlan, StreamReader, StreamSampler, StreamShard
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.protocols import Ranks
+from mega_rl.rewards.build import check_tests
 from mega_rl.types import Prompt
 
 ONLY = ""  # name of the stream of a run without a mixture

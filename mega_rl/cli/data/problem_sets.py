@@ -11,8 +11,8 @@ from typing import Any
 
 from mega_rl.data.hub.names import FolderName, Role, dataset_name, folder_name
 from mega_rl.errors import UserError
+from mega_rl.rewards.builtin import final_answer, plain_number
 from mega_rl.storage.disk import make_folder, replace_text
-from mega_rl.workers.reward_functions import final_answer, plain_number
 
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."  # what the reward math_verify looks for
 

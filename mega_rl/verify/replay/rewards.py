@@ -11,7 +11,6 @@ import torch
 
 from mega_rl import progress
 from mega_rl.assemble.data import load_data, read_tokens
-from mega_rl.assemble.rewards import prepare_reward, reward_columns
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
@@ -19,15 +18,12 @@ from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.records.reader import Array, Record
+from mega_rl.rewards.build import build_rewards
 from mega_rl.trainer.rows import scored_rows
 from mega_rl.types import Prompt, Rewards, Rollout
 from mega_rl.verify.replay.compare import ATOL, Difference, compare_tensor
 from mega_rl.verify.replay.plan import recorded_config
 from mega_rl.verify.replay.weights import origin_of
-from mega_rl.workers.reward import FunctionRewards, RewardWorker
-from mega_rl.workers.reward_pool.scorer import PooledRewards
-from mega_rl.workers.scoring.failures import FailureRule
-from mega_rl.workers.scoring.parts import PartRule
 
 
 def compare_rewards(record: Record, *, atol: float | None = None) -> list[Difference]:
@@ -76,22 +72,13 @@ def _local(config: Config) -> Config:
 def _scored(record: Record, config: Config, resources: ExitStack) -> tuple[Rewards, Rollout]:
     """Return the rewards of all rows as the run's function gives them now, and the rows."""
     tokens = read_tokens(config, is_writer=False)
-    prepared = prepare_reward(config, tokens.tokenizer, tokens.reader, resources=resources)
-    assert isinstance(prepared, FunctionRewards | PooledRewards), "of reward.source=function"
+    rewards = build_rewards(config.reward, resources=resources)
     vocab_size = read_hf_config(Path(config.model.path)).vocab_size
-    columns = reward_columns(config, prepared)
+    columns = rewards.columns(config.data.answer_key)
     data, _ = load_data(config, tokens, vocab_size=vocab_size, columns=columns)
     prompts = _prompts(record, {prompt.index: prompt for prompt in data})
-    pool = config.reward.pool
-    worker = RewardWorker(
-        prepared,
-        reader=tokens.reader,
-        replica=SingleRank(),
-        everyone=SingleRank(),
-        timeout_s=config.trainer.timeout_s,
-        parts=PartRule(config.reward.weights, "", tuple(config.reward.sources)),
-        failed=FailureRule(pool.failure_score if pool.on_failure == "score" else None, max_share=1.0),
-    )
+    alone, timeout_s = SingleRank(), config.trainer.timeout_s
+    scorer = rewards.scorer(tokens.reader, replica=alone, everyone=alone, timeout_s=timeout_s, max_failed_share=1.0)
     names = ("loss_mask", "finished", "prompt_index", "sample_index", "failed")
     rollout = Rollout.from_rows(
         _tensor(record, "tokens").long(),
@@ -99,7 +86,7 @@ def _scored(record: Record, config: Config, resources: ExitStack) -> tuple[Rewar
         lengths=_tensor(record, "lengths"),
         **{name: _tensor(record, name) for name in names if name in record.tensors},
     )
-    return worker.score(rollout, prompts), rollout
+    return scorer.score(rollout, prompts), rollout
 
 
 def _prompts(record: Record, data: dict[int, Prompt]) -> list[Prompt]:

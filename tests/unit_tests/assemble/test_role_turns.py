@@ -13,7 +13,7 @@ from mega_rl.metrics.records import read_metrics
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.assemble.turn_cases import run_all
-from tests.unit_tests.workers.reward_model_cases import write_reward_model
+from tests.unit_tests.rewards.model_cases import write_reward_model
 
 ENGINES = ("megatron", "fsdp")
 STEPS, SAVED = 3, 2

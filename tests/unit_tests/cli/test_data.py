@@ -16,7 +16,7 @@ from mega_rl.cli.app import main
 from mega_rl.cli.data.problem_sets import boxed, number_after_hashes
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
-from mega_rl.workers.reward_functions import math_verify
+from mega_rl.rewards.builtin import math_verify
 from tests.helpers.hub_server import Hub, dataset_card, go_offline, parquet_bytes, serve_hub, use_hub
 
 QUESTIONS = ["How many?", "  How much? "]

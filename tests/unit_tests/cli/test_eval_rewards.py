@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.cli.test_eval import ENVIRONMENT
-from tests.unit_tests.workers.reward_model_cases import transformers_scores, write_reward_model
-from tests.unit_tests.workers.test_reward_http import Post, lengths, serving
+from tests.unit_tests.rewards.model_cases import transformers_scores, write_reward_model
+from tests.unit_tests.rewards.test_service import Post, lengths, serving
 
 PROMPTS = ("1+1=", "2+30=")
 

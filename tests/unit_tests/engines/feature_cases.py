@@ -28,7 +28,7 @@ from tests.helpers.engines import exported, load_state, own_rows, running_engine
 from tests.helpers.loops import engines_of, step_metrics
 from tests.helpers.models import SMALL, TINY, random_experience, write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.engines.fsdp_cases import config_of, engine_of, same, state, train
-from tests.unit_tests.workers.reward_model_cases import write_reward_model
+from tests.unit_tests.rewards.model_cases import write_reward_model
 
 ENGINES = ("megatron", "fsdp")
 SOME = 9_000  # bytes of a bucket, of which the model needs several

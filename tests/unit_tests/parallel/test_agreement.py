@@ -21,7 +21,7 @@ from mega_rl.parallel.agreement import (
     run_on_one,
 )
 from mega_rl.parallel.comm import GroupRanks, SingleRank
-from mega_rl.workers.scoring.failures import RewardError
+from mega_rl.rewards.score import RewardError
 from tests.helpers.distributed import run_ranks
 
 

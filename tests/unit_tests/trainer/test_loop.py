@@ -15,6 +15,7 @@ from mega_rl.algorithms.advantages.returns import Distillation
 from mega_rl.algorithms.kl import AdaptiveKL
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.config.schema.algorithms import ADVANTAGES
+from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.loop import Event, StepLog
 from mega_rl.trainer.mismatch import RolloutMismatchError
@@ -22,8 +23,12 @@ from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
 from mega_rl.trainer.recording import _weights
 from mega_rl.types import Rewards, TokenOutputs
 from mega_rl.workers.models import ReferenceUpdates
-from mega_rl.workers.reward import AbsentScorer
-from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out
+from tests.helpers.fakes import (
+    FakePrompts,
+    FakeRanks,
+    FakeReward,
+    held_out,
+)
 from tests.helpers.loops import FakeRun, RunSettings
 
 

@@ -22,14 +22,14 @@ def record_plan(rank: int, path: str, fault: str = "") -> None:
 def faults() -> dict[str, Any]:
     """Things that the real trainer could get wrong, by name."""
     from mega_rl.parallel.divergence import TeacherHead
+    from mega_rl.rewards.components import RewardComponents
+    from mega_rl.rewards.role import TextScorer
     from mega_rl.trainer import collect, filters, policy_gradient
     from mega_rl.workers.models import LearningWorker
-    from mega_rl.workers.reward import RewardWorker
-    from mega_rl.workers.scoring.parts import PartRule
 
     built = policy_gradient.build_experience
     update, choose, teacher_logits = LearningWorker.update, filters.choose, TeacherHead.logits
-    score = RewardWorker.score
+    score, settings = TextScorer.score, RewardComponents.__init__
 
     def early(*args: Any, **kwargs: Any) -> Any:
         batch = built(*args, **kwargs)
@@ -46,16 +46,19 @@ def faults() -> dict[str, Any]:
         rewards = score(self, rollout, prompts)
         return rewards.with_columns(rewards.columns().roll(1, 0))
 
+    def unweighted(self: Any, weights: Any, **more: Any) -> None:
+        settings(self, None, **more)
+
     def last(spread: Any, count: int) -> Any:
         return len(spread) - 1 - choose(spread.flip(0), count).flip(0)
 
     return {
-        "rewards of the row before": patch.object(RewardWorker, "score", rolled),
+        "rewards of the row before": patch.object(TextScorer, "score", rolled),
         "advantages one token early": patch.object(policy_gradient, "build_experience", early),
         "rate of the next step": patch.object(LearningWorker, "update", late),
         "groups of equal rewards kept": patch.object(filters, "has_spread", _all_spread),
         "last groups instead of the first": patch.object(collect, "choose", last),
-        "weights of parts left out": patch.object(PartRule, "_weights", lambda rule: (1.0,) * len(rule.names or ())),
+        "weights of parts left out": patch.object(RewardComponents, "__init__", unweighted),
         "divergence of one temperature": patch.object(TeacherHead, "logits", cold),
     }
 

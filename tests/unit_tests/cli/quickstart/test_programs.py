@@ -19,8 +19,7 @@ from mega_rl.cli.quickstart.programs import (
 )
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError
-from mega_rl.workers.code.blocks import code_format
-from mega_rl.workers.code.cases import read_cases
+from mega_rl.rewards.code import code_format, read_cases
 from tests.helpers.sandboxes import local_sandbox
 
 PROBLEMS = make_problems(seed=0)

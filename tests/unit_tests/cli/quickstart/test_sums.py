@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from mega_rl.cli.quickstart.reward import points
 from mega_rl.cli.quickstart.sums import VOCABULARY, Sums, add, add_without_carry, make_sums, write_data, write_model
-from mega_rl.workers.reward_functions import resolve
+from mega_rl.rewards.builtin import resolve
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from mega_rl.cli.quickstart.word_problems import (
 )
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError
-from mega_rl.workers.reward_functions import has_final_answer, math_verify, number_match
+from mega_rl.rewards.builtin import has_final_answer, math_verify, number_match
 
 PROBLEMS = make_problems(1000, seed=0)
 

@@ -1,0 +1,88 @@
+"""A sandbox at a service that speaks SandboxFusion's protocol. Imports no torch.
+
+POST /run_code of {"code", "language": "python", "run_timeout", "compile_timeout", "memory_limit_MB", "stdin", "files",
+"fetch_files"} answers {"status": "Success" | "Failed" | "SandboxError", "message", "compile_result", "run_result":
+{"status": "Finished" | "Error" | "TimeLimitExceeded", "execution_time", "return_code", "stdout", "stderr"}, "files"}.
+Source: bytedance/SandboxFusion, sandbox/server/sandbox_api.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, SandboxError, Status
+from mega_rl.rewards.score import shortened
+from mega_rl.rewards.service import Poster, PostError
+
+ANSWER_BYTES = 1 << 20  # without the two outputs, each of whose bytes takes up to six in JSON
+RETRIES = 3
+WAIT_S = 30.0  # for the service to take a request up, before the program's time
+
+
+@dataclass(frozen=True)
+class RemoteSandbox:
+    """Runs programs at a service, with the limits that its protocol has."""
+
+    poster: Poster
+    limits: Limits
+
+    def run(self, program: str, stdin: bytes, *, timeout_s: float) -> Execution:
+        body = {
+            "code": program,
+            "language": "python",
+            "compile_timeout": timeout_s,
+            "run_timeout": timeout_s,
+            "memory_limit_MB": self.limits.memory_bytes // MIB,
+            "stdin": stdin.decode(errors="replace"),
+            "files": {},
+            "fetch_files": [],
+        }
+        limit = ANSWER_BYTES + 12 * self.limits.output_bytes
+        try:
+            content = asyncio.run(self.poster.post(json.dumps(body).encode(), limit=limit))
+            answer = json.loads(content)
+        except PostError as error:
+            raise SandboxError(f"{self._where()}: {error}") from None
+        except (ValueError, RecursionError):
+            raise self._failure(f"no JSON: {self.poster.readable(content)}") from None
+        return self._outcome(answer)
+
+    def check(self) -> None:
+        """Run a program. Raises SandboxError unless it ends as it must."""
+        outcome = self.run("print(6 * 7)", b"", timeout_s=min(20.0, self.limits.timeout_s))
+        if not outcome.succeeded or outcome.stdout != b"42\n":
+            raise self._failure(f"{outcome.status}, output {shortened(outcome.stdout)} of print(6 * 7)")
+
+    def _outcome(self, answer: object) -> Execution:
+        """Return a run's end from the service's answer. Raises SandboxError for the service's failures."""
+        if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed", "SandboxError"):
+            raise self._failure(f'no status "Success", "Failed" or "SandboxError": {shortened(answer)}')
+        run = answer.get("run_result")
+        if answer["status"] == "SandboxError" or not isinstance(run, dict):
+            raise self._failure(f"{answer['status']}: {shortened(answer.get('message'))}")
+        stdout, stderr = (_text(run, name) for name in ("stdout", "stderr"))
+        status: Status = "finished" if run.get("status") == "Finished" else "timeout"
+        if run.get("status") not in ("Finished", "TimeLimitExceeded"):
+            raise self._failure(f"run_result.status {shortened(run.get('status'))}")
+        if max(len(stdout), len(stderr)) > self.limits.output_bytes:
+            status = "output"
+        code = run.get("return_code")
+        if status == "finished" and type(code) is not int:
+            raise self._failure(f"a run that finished with return_code {shortened(code)}")
+        seconds = run.get("execution_time")
+        seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
+        return Execution(status, code if status == "finished" else None, stdout, stderr, seconds)
+
+    def _where(self) -> str:
+        return f"sandbox service {self.poster.address}"
+
+    def _failure(self, what: str) -> SandboxError:
+        return SandboxError(f"{self._where()} answered {what}")
+
+
+def _text(run: Mapping[str, object], name: str) -> bytes:
+    text = run.get(name)
+    return text.encode(errors="replace") if isinstance(text, str) else b""

@@ -1,0 +1,320 @@
+"""Reward functions get the arguments that they ask for, and give a score for each response."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.data.columns import RewardColumns
+from mega_rl.errors import UserError
+from mega_rl.rewards.build import source_problems
+from mega_rl.rewards.call import load_call
+from mega_rl.rewards.responses import Response
+from mega_rl.rewards.score import RewardFailure
+from mega_rl.rewards.signature import plan
+from mega_rl.types import Prompt
+from tests.unit_tests.rewards.reward_cases import FILE, called, kinds, some
+from tests.unit_tests.rewards.test_role import SOURCES, correct, form
+
+ROW = {"question": "3+4=", "label": "7", "difficulty": 2}
+PROMPT = Prompt(index=5, token_ids=(1,), text="3+4=", answer="7", messages=(("user", "3+4="),), row=ROW)
+TEXTS = ("3+4=", "8", "7")
+
+
+def everything(prompt, response, answer, row, messages, prompt_index, finish, num_tokens):  # type: ignore[no-untyped-def]
+    return prompt, response, answer, row, messages, prompt_index, finish, num_tokens
+
+
+def length_penalty(response: str, *, num_tokens: int, finish: str, limit: int = 2) -> Any:
+    return num_tokens, finish, limit
+
+
+def positional_and_facts(a, b, c, finish):  # type: ignore[no-untyped-def]
+    return a, b, c, finish
+
+
+def swapped(answer: str, response: str) -> Any:
+    return answer, response
+
+
+def keywords(*, response: str, row: dict[str, Any]) -> Any:
+    return response, row
+
+
+def other_names(question, completion, reference, row=None):  # type: ignore[no-untyped-def]
+    return question, completion, reference, row
+
+
+def settings(prompt, response, answer, scale=2.0, **rest):  # type: ignore[no-untyped-def]
+    return prompt, response, answer, scale, rest
+
+
+class Scorer:
+    def __call__(self, prompt: str, response: str, answer: str) -> Any:
+        return prompt, response, answer
+
+
+def returned(function: Callable[..., object], prompt: Prompt, response: str) -> object:
+    planned = plan(function)
+    return planned([planned.arguments(prompt, Response(response, num_tokens=3, finish="length"))])
+
+
+@pytest.mark.parametrize(
+    ("function", "value"),
+    [
+        (everything, (*TEXTS, ROW, [{"role": "user", "content": "3+4="}], 5, "length", 3)),
+        (length_penalty, (3, "length", 2)),
+        (positional_and_facts, (*TEXTS, "length")),
+        (swapped, ("7", "8")),
+        (keywords, ("8", ROW)),
+        (lambda response: response, "8"),
+        (other_names, (*TEXTS, ROW)),
+        (lambda a, b, c: (a, b, c), TEXTS),
+        (lambda *texts: texts, TEXTS),
+        (settings, (*TEXTS, 2.0, {})),
+        (Scorer(), TEXTS),
+        (partial(settings, scale=3.0), (*TEXTS, 3.0, {})),
+    ],
+)
+def test_arguments_go_by_the_signature(function: Callable[..., object], value: object) -> None:
+    assert returned(function, PROMPT, "8") == value
+
+
+def of_strings(responses: list[str], answers: list[str] = []) -> list[float]:  # noqa: B006
+    return [0.0] * len(responses) * len(answers)
+
+
+def of_a_list(response: str, answer: list[str]) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "columns"),
+    [
+        (everything, RewardColumns(answer=True, structured=True, every=True)),
+        (swapped, RewardColumns(answer=True, structured=False)),
+        (of_a_list, RewardColumns(answer=True, structured=True)),
+        (keywords, RewardColumns(answer=False, structured=True, every=True)),
+        (lambda response, answer="": 0.0, RewardColumns(answer=False, structured=True)),
+        (lambda a, b, c: 0.0, RewardColumns(answer=True, structured=True)),
+        (lambda a, b, c=None: 0.0, RewardColumns(answer=False, structured=True)),
+        (lambda *texts: 0.0, RewardColumns(answer=True, structured=True)),
+        (of_strings, RewardColumns(answer=False, structured=False)),
+        (lambda responses, turns, transcripts: responses, RewardColumns(answer=False, structured=True)),
+    ],
+)
+def test_columns_go_by_the_signature(function: Callable[..., object], columns: RewardColumns) -> None:
+    assert plan(function).columns == columns
+
+
+def test_row_without_an_answer_leaves_the_default() -> None:
+    without = Prompt(index=0, token_ids=(1,), text="a", answer=None)
+    for function in (lambda response, answer="none": answer, lambda a, b, c="none": c):
+        assert returned(function, without, "8") == "none"
+
+
+def test_answer_is_passed_as_it_is_and_a_row_as_a_copy() -> None:
+    prompt = Prompt(index=0, token_ids=(1,), text="a", answer={"tests": ["f(1) == 2"]}, row=ROW)
+    assert returned(lambda response, answer: answer, prompt, "") == {"tests": ["f(1) == 2"]}
+    returned(lambda response, row: row.clear(), prompt, "")
+    assert ROW
+
+
+def several(responses, answers, rows=None, num_tokens=(), limit=2):  # type: ignore[no-untyped-def]
+    return [(response, answers, rows, num_tokens, limit) for response in responses]
+
+
+def test_function_of_several_gets_lists() -> None:
+    planned = plan(several)
+    others = Prompt(index=6, token_ids=(1,), text="a", answer=None, row={"b": 1})
+    batch = [
+        planned.arguments(prompt, Response(text, num_tokens=3, finish="stop"))
+        for prompt, text in ((PROMPT, "8"), (others, "9"))
+    ]
+    assert batch[0] == {"response": "8", "answer": "7", "row": ROW, "num_tokens": 3}
+    rest = (["7", None], [ROW, {"b": 1}], [3, 3], 2)
+    assert planned(batch) == [("8", *rest), ("9", *rest)]
+    assert planned.columns == RewardColumns(answer=True, structured=True, every=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda: 0.0, r"has the signature .*, but is called as \(prompt, response, answer\)"),
+        (lambda a, b: 0.0, r"but is called as \(prompt, response, answer\)"),
+        (lambda a, b, c, d: 0.0, r"but is called as \(prompt, response, answer\)"),
+        (lambda prompt, answer: 0.0, r"but is called as \(prompt, response, answer\)"),
+        (lambda responses, answer: [], r"several responses at a time by responses, and answer of one; name it answers"),
+        (lambda prompt, responses, answers: [], r"and prompt of one; name it prompts"),
+        (lambda responses, level: [], r"but level has no meaning; legal: prompts, responses, "),
+        (lambda prompts, answers: [], r"by prompts, answers, but none of them is the responses; name a parameter resp"),
+        (lambda prompts, completions, **columns: [], r"but completions is a parameter of TRL, .*Several responses"),
+        (lambda completions, **columns: [], r"completions is a parameter of TRL"),
+    ],
+)
+def test_signature_that_fits_no_call_is_refused(function: Callable[..., object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        plan(function)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (1.0, "the reward function returned 1.0, which is not a list with a score for each response"),
+        ({"a": 1}, "the reward function returned {'a': 1}, which is not a list with a score for each response"),
+        ([1.0, 2.0], "the reward function returned 2 scores for 1 response"),
+    ],
+)
+def test_results_that_are_not_one_for_each_are_an_error(value: object, what: str) -> None:
+    assert called(lambda responses: value).score(some("8")) == [RewardFailure("error", what)]
+    assert called(lambda responses: iter([0.5])).score(some("8")) == [0.5]
+
+
+def test_synchronous_function_may_run_an_event_loop() -> None:
+    """A verifier that is asynchronous inside, as clients of services are."""
+
+    async def verdict() -> float:
+        await asyncio.sleep(0)
+        return 2.0
+
+    assert called(lambda response: asyncio.run(verdict())).score(some("8", "9")) == [2.0, 2.0]
+
+
+def test_asynchronous_calls_wait_at_the_same_time() -> None:
+    """Each of 40 responses waits for all 40 to have begun, and no more than allowed begin."""
+    begun: list[str] = []
+    running = [0, 0]
+
+    async def together(response: str) -> float:
+        begun.append(response)
+        while len(begun) < 40:
+            await asyncio.sleep(0.001)
+        return float(response)
+
+    async def counted(response: str) -> float:
+        running[0] += 1
+        running[1] = max(running)
+        await asyncio.sleep(0)
+        running[0] -= 1
+        return 1.0
+
+    assert called(together, concurrency=40).score(some(*map(str, range(40)))) == list(map(float, range(40)))
+    called(counted, concurrency=3).score(some(*"abcdefgh"))
+    assert running == [0, 3]
+
+
+SUM = Prompt(index=3, token_ids=(1,), text="1+1=", answer="2", source="sums/easy")
+CHAT = Prompt(index=4, token_ids=(2,), text="Hello!", answer=None, source="chat")
+
+
+def polite(response: str) -> float | None:
+    return None if response == "?" else float(len(response)) / 7
+
+
+def named(sources: Mapping[str, list[str]] | None = None, **others: Any) -> Any:
+    functions = {"correct": correct, "form": form, "polite": polite, **others}
+    return called(*functions.items(), sources=sources or {})
+
+
+def scored(source: Any, prompt: Prompt, text: str) -> Any:
+    (outcome,) = source.score([(prompt, Response(text, 1, "stop"))])
+    return outcome
+
+
+def test_each_function_gives_the_component_of_its_name() -> None:
+    """In alphabetical order; a function that names its own gives both names; those of the row's source are called."""
+    components = scored(named(), SUM, "It is 2")
+    assert components == {"correct": 1.0, "form_box": 0.25, "form_short": 1 - 7 / 8, "polite": 1.0}
+    assert list(components) == sorted(components)
+    of_sources = named(SOURCES)
+    assert scored(of_sources, SUM, "2") == {"correct": 1.0, "form_box": 0.25, "form_short": 0.875}
+    assert scored(of_sources, CHAT, "Hello!?") == {"polite": 1.0}
+    assert of_sources.call.arguments(CHAT, Response("x", 1, "stop")) == {"functions": ["polite"], "response": "x"}
+
+
+def test_one_function_leaves_a_response_out() -> None:
+    def unasked(response: str) -> float:
+        raise AssertionError("called after a function has left the response out")
+
+    assert scored(named(zzz=unasked), SUM, "?") is None
+
+
+@pytest.mark.parametrize(
+    ("others", "what"),
+    [
+        ({"broken": lambda response: 1 / 0}, "the reward function 'broken' raised ZeroDivisionError: "),
+        ({"broken": lambda response: "a"}, "the reward function 'broken' returned 'a', which is not a number"),
+        ({"form_box": polite}, "the reward function 'form_box' gives a part 'form_box', which another gives too"),
+        ({"group": lambda response: {"std_mean": 1}}, "part 'group_std_mean' has the name of another metric"),
+    ],
+)
+def test_errors_name_the_function(others: dict[str, Callable[..., object]], what: str) -> None:
+    outcome = scored(named(**others), SUM, "2")
+    assert isinstance(outcome, RewardFailure)
+    assert what in outcome.what
+
+
+def test_columns_of_several_functions() -> None:
+    """An answer where the functions of every source need one, all columns where one reads them."""
+    assert named().call.columns == RewardColumns(answer=True, structured=False)
+    assert named(SOURCES).call.columns.answer is False
+    assert named(SOURCES | {"chat": ["polite", "form"]}).call.columns.answer is True
+    assert named(rows=lambda response, row: 0.0).call.columns.every
+
+
+def test_sources_of_the_rows_are_those_of_the_settings() -> None:
+    call = named(SOURCES).call
+
+    def problems(*rows: Prompt, held_out: tuple[Prompt, ...] = ()) -> list[str]:
+        return source_problems(call, rows, held_out, key="data_source")
+
+    assert problems(SUM, CHAT) == problems(SUM, held_out=(CHAT,)) == problems(held_out=(CHAT,)) == []
+    assert source_problems(named().call, [SUM], [], key="data_source") == []
+    nameless, other = dataclasses.replace(SUM, source=""), dataclasses.replace(SUM, source="code")
+    assert problems(nameless, nameless, other, CHAT) == [
+        "reward.sources goes by the column 'data_source', which 2 of 4 rows have not; name the column in "
+        "data.source_key, or leave reward.sources out",
+        "reward.sources has no entry for 'code', which rows have as 'data_source'; add which of reward.functions score "
+        "them",
+        "reward.sources has an entry for 'sums/easy', which no row has as 'data_source'; rows have 'chat', 'code'",
+    ]
+    assert problems(dataclasses.replace(SUM, answer=None), CHAT) == [
+        "row 3 of the source 'sums/easy' has no answer, which a function of reward.sources takes; add one, or give "
+        "that parameter a default"
+    ]
+
+
+def test_some_functions_of_several_are_asynchronous() -> None:
+    """The components are those of the same functions that are not."""
+
+    async def slowly(response: str, answer: str) -> float:
+        await asyncio.sleep(0)
+        return correct(response, answer)
+
+    async def broken(response: str) -> float:
+        raise ValueError(response)
+
+    items = [(SUM, Response(text, 1, "stop")) for text in ("2", "12", "?", "3")]
+    assert named(correct=slowly).score(items) == named().score(items)
+    assert kinds(named(broken=broken).score(items[:1])) == ["error"]
+
+
+def test_functions_are_loaded_by_name(tmp_path: Path) -> None:
+    call = load_call({"a": f"{FILE}:several", "b": f"{FILE}:awaited", "c": "exact_match"})
+    assert (call.batched, call.is_async, [one.name for one in call.functions]) == (True, True, ["a", "b", "c"])
+    file = tmp_path / "rewards.py"
+    file.write_text("number = 1\ndef steps(response):\n    yield 1.0\ndef two(a, b):\n    return 1.0\n")
+    for name, why in (
+        ("number", "is of type int, not a function"),
+        ("steps", "is a generator; it must return a number itself"),
+        ("two", "has the signature (a, b), but is called as (prompt, response, answer)"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_call({"a": f"{file}:{name}"})
+        assert f"reward.functions.a={str(file) + ':' + name!r}: {why}" in str(caught.value)
