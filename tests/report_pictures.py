@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from mega_rl.report.document import page_of
+from mega_rl.report.content import page_of
 from mega_rl.report.runs import read_runs
 from mega_rl.report.server import ViewServer
 from tests.helpers.browser import chromium

@@ -28,9 +28,8 @@ from mega_rl.metrics.trackers import without_secrets
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.agreement import all_succeed
 from mega_rl.protocols import Ranks
-from mega_rl.records import folders
-from mega_rl.records.format import RecordDescription
-from mega_rl.records.writer import RecordWriter, Weights
+from mega_rl.records.format import FOLDER, RecordDescription
+from mega_rl.records.writer import RecordWriter, Weights, clear_records
 from mega_rl.trainer.recording import NoRecorder, RecordedStep, StepColumns, StepRecorder, StepSink
 from mega_rl.types import JsonObject
 from mega_rl.workers.turns import PARAMETERS
@@ -86,8 +85,8 @@ def build_recorder(
     settings = config.metrics.records
     if not settings.interval:
         return NoRecorder()
-    root = Path(config.trainer.run_dir) / folders.FOLDER
-    all_succeed(lambda: folders.clear(root, after=done) if everyone.rank == 0 else None, everyone)
+    root = Path(config.trainer.run_dir) / FOLDER
+    all_succeed(lambda: clear_records(root, after=done) if everyone.rank == 0 else None, everyone)
     writer = record_writer(root, roles, everyone=everyone, limit=settings.max_mib << 20)
     if settings.weights:
 

@@ -28,8 +28,8 @@ from mega_rl.engines.build import build_engine
 from mega_rl.engines.own_layout import OwnLayout
 from mega_rl.engines.weight_average import WeightAverage
 from mega_rl.metrics.flops import ModelWork
-from mega_rl.metrics.startup import RoleFacts
 from mega_rl.metrics.steps import WorkMeter
+from mega_rl.metrics.tables import RoleFacts
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups, another

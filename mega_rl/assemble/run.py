@@ -19,7 +19,7 @@ from mega_rl.health import records
 from mega_rl.health.flight_recorder import FlightRecorder
 from mega_rl.health.guard import Guard
 from mega_rl.health.heartbeat import RankFacts, beating
-from mega_rl.metrics.summary import show_summary
+from mega_rl.metrics.tables import show_summary
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.commits import check_commits

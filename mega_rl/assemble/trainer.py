@@ -49,9 +49,8 @@ from mega_rl.config.schema import Config, TrainerConfig
 from mega_rl.errors import UserError
 from mega_rl.metrics.flops import peak_flops
 from mega_rl.metrics.sinks import make_sink
-from mega_rl.metrics.startup import show_startup
-from mega_rl.metrics.steps import StepMeter, StepTraces
-from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.metrics.steps import PhaseTimer, StepMeter, StepTraces
+from mega_rl.metrics.tables import show_startup
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups

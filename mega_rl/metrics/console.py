@@ -1,4 +1,4 @@
-"""One line for each step on the terminal."""
+"""One line for each step on the terminal, and the first sampled responses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from mega_rl.types import Metrics
 
 logger = logging.getLogger(__name__)
 
-SEPARATOR = " | "
-# Metric, form and rank of a column: where a terminal is too narrow for all, those of the highest rank are left out.
+# Metric, format and rank of a column. A narrow terminal leaves out the columns of the highest ranks first.
 _COLUMNS = (
     ("reward/mean", "reward {:.4f}", 0),
     ("console/held_out_reward", "val {:.4f}", 0),
@@ -30,30 +29,28 @@ _COLUMNS = (
     ("console/step_s", "{:.2f} s", 1),
     ("console/beside_s", "+ {:.2f} s val, save", 6),
 )
-# Parts of a step that are no training: they come at intervals and would make the pace of steps look uneven.
+# Validation and saving come at intervals and would make the pace of steps look uneven.
 _BESIDE = ("time/validate_s", "time/checkpoint_s")
-LEAST_BESIDE_S = 0.05  # shorter ones are not worth a column
-MAX_SAMPLE_CHARACTERS = 400  # shown of a prompt or response
+LEAST_BESIDE_S = 0.05  # shorter times get no column
+MAX_SAMPLE_CHARACTERS = 400  # of a prompt or response
 
 
 def step_line(step: int, metrics: Metrics, *, parts: Sequence[str] = (), width: int | None = None) -> str:
     """Return "step 12 | reward 0.5312 | kl 0.0123 | length 213 | ... | 1240 tok/s | 3.20 s".
 
-    A metric that the step lacks has no column. Time and tokens per second are without validation and saving, which
-    follow apart. parts: of the reward by name, behind the reward. width: of the terminal, for which columns are left
-    out; None keeps all.
+    A metric that the step lacks has no column. Time and tokens per second exclude validation and saving, which have
+    their own column. parts: names of the reward's parts, shown behind the reward. width: of the terminal, which may
+    leave out columns; None keeps all.
     """
     numbers = metrics | _derived(metrics)
     of_parts = [(f"reward/{name}", f"{name} {{:.3f}}", 2) for name in parts]
     columns_of = (_COLUMNS[0], *of_parts, *_COLUMNS[1:])
     columns = [(rank, form.format(numbers[name])) for name, form, rank in columns_of if name in numbers]
-    while width is not None and columns and len(_joined(step, columns)) > width:
+    while True:
+        line = " | ".join([f"step {step}", *(text for _, text in columns)])
+        if width is None or not columns or len(line) <= width:
+            return line
         columns.remove(max(columns))
-    return _joined(step, columns)
-
-
-def _joined(step: int, columns: Sequence[tuple[int, str]]) -> str:
-    return SEPARATOR.join([f"step {step}", *(text for _, text in columns)])
 
 
 def _derived(metrics: Metrics) -> Metrics:
@@ -88,7 +85,7 @@ def sample_lines(row: Mapping[str, Any]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """Return a text as JSON escapes it, its middle left out where it is long."""
+    """Return a text as JSON escapes it, its middle left out if it is long."""
     line = json.dumps(text, ensure_ascii=False)
     half = MAX_SAMPLE_CHARACTERS // 2
     return line if len(line) <= MAX_SAMPLE_CHARACTERS else f"{line[:half]} ... {line[-half:]}"
@@ -100,10 +97,10 @@ def _part(key: str) -> str:
 
 
 class ConsoleSink:
-    """Sink that logs `step_line`, on a terminal in its width, and samples of the first step that is dumped."""
+    """Sink that logs `step_line` in the terminal's width, and samples of the first step that is dumped."""
 
     def __init__(self, *, samples: int = 0, console: Console | None = None) -> None:
-        """samples: how many are shown. console: standard error unless given."""
+        """samples: number to show. console: standard error unless given."""
         self._console = console or standard_error()
         self._samples = samples
         self._parts: list[str] = []

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model's passes, and what devices can do of them in a second."""
+"""Floating-point operations of a model's passes, and the peak of each kind of device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Head
 
-# Dense bf16 matrix products, TFLOP/s, from NVIDIA's data sheets; the first name that is in a device's own.
+# Dense bf16 matrix products, TFLOP/s, from NVIDIA's data sheets; the first name that a device's name contains counts.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -29,21 +29,24 @@ _LAYER, _OUTPUT = re.compile(r"\.layers\.(\d+)\."), -1
 
 
 class ModelWork:
-    """Floating-point operations of one model by the lengths of its sequences; a product and its sum are two.
+    """Floating-point operations of one model by the lengths of its sequences; a multiply-add counts as two.
 
-    Matrix products count with every token: of a mixture's experts the share that a token goes to, and of the vocabulary
-    the output layer alone. Attention counts with the pairs of tokens that see each other, in sequences of their own, as
-    packing keeps them. Norms, activations and what recomputation runs again count nothing.
+    Matrix products count with every token: experts by the share that a token goes to, and of the vocabulary only the
+    output layer. Attention counts with the pairs of tokens that see each other, each sequence separately, as packing
+    keeps them. Norms, activations and recomputation count nothing.
     """
 
     def __init__(self, hf: HFConfig, *, head: Head, layers: Collection[int] | None = None, output: bool = True) -> None:
-        """layers: those that count, None for all. output: whether the layer behind them counts, too."""
+        """layers: the layers that count, None for all. output: whether the output layer counts, too."""
         counted = range(hf.num_layers) if layers is None else layers
-        self._per_token = 2.0 * _elements(hf, head, counted, output=output)
+        elements = _elements_by_layer(hf, head)
+        self._per_token = 2.0 * (
+            sum(elements.get(layer, 0.0) for layer in counted) + (elements[_OUTPUT] if output else 0.0)
+        )
         sizes = (hf.head_dim, hf.head_dim)  # of queries and keys, and of values
         if hf.mla is not None:
             sizes = (hf.mla.qk_nope_head_dim + hf.mla.qk_rope_head_dim, hf.mla.v_head_dim)
-        self._per_pair = 2.0 * hf.num_heads * sum(sizes)  # of one layer
+        self._per_pair = 2.0 * hf.num_heads * sum(sizes)  # in one layer
         windows = hf.window.layers if hf.window is not None else ()
         self._windowed = sum(windows[i] for i in counted) if windows else 0
         self._window = hf.window.size if hf.window is not None else 0
@@ -60,19 +63,13 @@ class ModelWork:
         return total
 
     def update(self, lengths: Iterable[int]) -> float:
-        """Return the operations of a forward and a backward, in which each product has two others."""
+        """Return the operations of a forward and a backward, which has two products for each of the forward."""
         return 3.0 * self.forward(lengths)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the operations in a second that a device of this name is made for, in bf16; None where it is not known."""
+    """Return the peak operations per second of a device by its name, in bf16; None if not known."""
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
-
-
-def _elements(hf: HFConfig, head: Head, layers: Collection[int], *, output: bool) -> float:
-    """Return the elements of the matrices that a token meets in some layers, and in the output layer."""
-    by_layer = _elements_by_layer(hf, head)
-    return sum(by_layer.get(layer, 0.0) for layer in layers) + (by_layer[_OUTPUT] if output else 0.0)
 
 
 @lru_cache(maxsize=16)
@@ -90,6 +87,6 @@ def _elements_by_layer(hf: HFConfig, head: Head) -> dict[int, float]:
 
 
 def _pairs(length: int, window: int) -> float:
-    """Return the pairs of a token and one it sees, itself among them, in a sequence with a window."""
+    """Return the pairs of a token and a token that it sees, itself included, in a sequence with a window."""
     inside = min(length, window)
     return inside * (inside + 1) / 2 + (length - inside) * float(window)

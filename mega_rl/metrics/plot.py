@@ -7,15 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mega_rl.errors import UserError
-from mega_rl.metrics.records import read_metrics
+from mega_rl.metrics.records import read_series
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-# Title and the metrics drawn together, * for the name of a set of held-out prompts. A panel without any is left out.
+# Title and the metrics drawn together; * stands for the name of a set of held-out prompts. Empty panels are left out.
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Reward", ("reward/mean",)),
     ("Held-out reward", ("val/reward_mean", "val/*/reward_mean")),
@@ -27,23 +23,14 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Step time, s", ("time/step_s", "time/generate_s", "time/update_actor_s")),
 )
 _NUM_COLUMNS = 2
-_MARKED_STEPS = 40  # curves of fewer have a mark at each step
-
-
-def series(metrics_jsonl: Path) -> dict[str, list[tuple[int, float]]]:
-    """(step, value) points of every metric of a run, in order."""
-    points: dict[str, list[tuple[int, float]]] = {}
-    for record in read_metrics(metrics_jsonl):
-        for name, value in record.metrics.items():
-            points.setdefault(name, []).append((record.step, value))
-    return points
+_MARKED_STEPS = 40  # shorter curves have a mark at each step
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """Return the exponential moving average of values, as reports smooth: divided by the weight seen so far.
+    """Return the exponential moving average of values, divided by the weight seen so far.
 
     weight: of the average before each value, from 0 (the values themselves) to below 1. A value that is not finite
-    leaves the average as it is; before the first that is finite there is none, NaN.
+    leaves the average as it is; before the first finite value the average is NaN.
     """
     total = seen = 0.0
     averages = []
@@ -58,8 +45,8 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] = (), smooth: float = 0.0) -> None:
     """Draw runs' curves over their steps into a picture, the runs together in each panel.
 
-    files: metrics.jsonl of each run by what the legend calls it. picture: .png, .svg or .pdf. names: metrics that get a
-    panel each; without them the usual panels are drawn (reward, held-out reward, losses, ...). smooth: see `smoothed`;
+    files: metrics.jsonl of each run by its label in the legend. picture: .png, .svg or .pdf. names: metrics, a panel
+    for each; without them the usual panels are drawn (reward, held-out reward, losses, ...). smooth: see `smoothed`;
     above 0 the raw curve stays behind the smooth one.
 
     Raises:
@@ -69,9 +56,8 @@ def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    runs = {label: _series(file) for label, file in files.items()}
-    there = {name for points in runs.values() for name in points}
-    panels = _panels(there, names)
+    runs = {label: read_series(file) for label, file in files.items()}
+    panels = _panels({name for series in runs.values() for name in series}, names)
     if not panels:
         raise UserError(f"{', '.join(map(str, files.values()))}: no metric to draw yet")
     num_columns = min(_NUM_COLUMNS, len(panels))
@@ -80,11 +66,14 @@ def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] 
     FigureCanvasAgg(figure)
     for place, (title, drawn) in enumerate(panels, start=1):
         axes = figure.add_subplot(num_rows, num_columns, place)
-        for label, points in runs.items():
-            for name in (name for name in drawn if name in points):
-                steps, values = zip(*points[name], strict=True)
-                words = [word for word in (label * (len(runs) > 1), name * (len(drawn) > 1)) if word]
-                _draw(axes, steps, values, label=" ".join(words) or None, smooth=smooth)
+        for label, name in ((label, name) for label in runs for name in drawn if name in runs[label]):
+            words = " ".join(filter(None, (label * (len(runs) > 1), name * (len(drawn) > 1)))) or None
+            steps, values = runs[label][name].steps, runs[label][name].values
+            if smooth:
+                (line,) = axes.plot(steps, smoothed(values, smooth), label=words)
+                axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=1.0, zorder=1)
+            else:
+                axes.plot(steps, values, label=words, marker="." if len(steps) < _MARKED_STEPS else None)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step", fontsize=8)
         axes.grid(alpha=0.3)
@@ -94,28 +83,12 @@ def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] 
     figure.savefig(picture, dpi=110)
 
 
-def _draw(axes: Axes, steps: Sequence[int], values: Sequence[float], *, label: str | None, smooth: float) -> None:
-    """Draw a curve, or its smooth form with the raw one pale behind it."""
-    if not smooth:
-        axes.plot(steps, values, label=label, marker="." if len(steps) < _MARKED_STEPS else None)
-        return
-    (line,) = axes.plot(steps, smoothed(values, smooth), label=label)
-    axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=1.0, zorder=1)
-
-
-def _series(file: Path) -> dict[str, list[tuple[int, float]]]:
-    try:
-        return series(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
-
-
 def _panels(there: Collection[str], names: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return (title, metrics) of each panel that has a metric. Raises UserError for a name that no run has."""
     unknown = [name for name in names if name not in there]
     if unknown:
         near = get_close_matches(unknown[0], there, n=1)
-        hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(sorted(there)[:10])}, ..."
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(there)[:10])}, ..."
         raise UserError(f"--metrics: no run has {', '.join(unknown)}; {hint}")
     if names:
         return [(name, [name]) for name in names]

@@ -1,14 +1,18 @@
-"""The lines of metrics.jsonl, which stay valid JSON whatever a run computes. No torch."""
+"""The lines of metrics.jsonl, which stay valid JSON whatever a run computes."""
 
 from __future__ import annotations
 
 import json
 import math
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mega_rl.errors import UserError
 
 if TYPE_CHECKING:
     from mega_rl.types import Metrics
@@ -22,6 +26,19 @@ class StepMetrics:
 
     step: int
     metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over a run; both arrays have the same length."""
+
+    steps: array[int]
+    values: array[float]  # may be NaN or infinite
+
+    def until(self, step: int) -> Series:
+        """Return the part of the series up to a step."""
+        end = bisect_right(self.steps, step)
+        return Series(self.steps[:end], self.values[:end])
 
 
 def to_json_value(value: float) -> float | str:
@@ -49,7 +66,7 @@ def encode_step(step: int, metrics: Metrics) -> str:
 
 
 def decode_step(line: str) -> StepMetrics:
-    """Return the record of `encode_step`'s result; ValueError for a line that is not a record."""
+    """Return the record of `encode_step`'s result; ValueError for any other line."""
     record: Any = json.loads(line)
     match record:
         case {"step": int(step)}:
@@ -60,29 +77,34 @@ def decode_step(line: str) -> StepMetrics:
 
 
 def read_metrics(path: Path) -> Iterator[StepMetrics]:
-    """Yield the records of a metrics.jsonl in order; a last line torn by a crash is left out.
+    """Yield the records of a metrics.jsonl in order, without a last line that a crash tore.
 
     Raises ValueError, with the line number, for any other line that is not a record.
     """
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            record = _whole_record(line, where=f"{path} line {number}")
-            if record is None:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        try:
+            yield decode_step(line)
+        except ValueError as error:
+            if not line.endswith("\n"):
                 return
-            yield record
+            raise ValueError(f"{path} line {number}: {error}") from error
 
 
-def _whole_record(line: str, *, where: str) -> StepMetrics | None:
-    """Return the record of a line, None for one that a crash has torn; ValueError for any other line."""
+def read_series(path: Path) -> dict[str, Series]:
+    """Return every metric of a metrics.jsonl over its steps. Raises UserError for a damaged file."""
+    series: dict[str, Series] = {}
     try:
-        return decode_step(line)
-    except ValueError as error:
-        if not line.endswith("\n"):
-            return None
-        raise ValueError(f"{where}: {error}") from error
+        for record in read_metrics(path):
+            for name, value in record.metrics.items():
+                one = series.setdefault(name, Series(array("q"), array("d")))
+                one.steps.append(record.step)
+                one.values.append(value)
+    except (OSError, ValueError, OverflowError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    return series
 
 
 def held_out_reward(names: Iterable[str]) -> str | None:
-    """Return the metric of the reward on held-out prompts: of the set without a name, else of the first; or None."""
+    """Return the metric of the held-out reward: of the set without a name, else of the first set; or None."""
     rewards = [name for name in names if fnmatchcase(name, "val/*reward_mean") and name.count("/") <= 2]
     return min(rewards, key=lambda name: name.count("/"), default=None)

@@ -1,7 +1,7 @@
 """Sinks of a run's numbers: metrics.jsonl, TensorBoard, trackers, the console, dumped rollouts.
 
-A sink gets the first step that the run will do. What an earlier run in the same folder wrote from there on is
-removed, so a resumed run's files read as if it had never stopped; a run from step 1 (or 0) on is new and removes all.
+A sink knows the first step that the run will do. It removes the later steps that an earlier run in the same folder
+wrote, so a resumed run's files read as if it had never stopped. A run from step 1 (or 0) on is new and removes all.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ import yaml
 from mega_rl.config.schema import MetricsConfig
 from mega_rl.metrics.console import ConsoleSink
 from mega_rl.metrics.records import decode_step, encode_step, to_json_value
-from mega_rl.metrics.tracker_clients import TrackedRun
-from mega_rl.metrics.trackers import TrackerSink, without_secrets
+from mega_rl.metrics.trackers import TrackedRun, TrackerSink, without_secrets
 from mega_rl.protocols import MetricsSink
 from mega_rl.types import Metrics
 
 logger = logging.getLogger(__name__)
 
-# What a full disk, a vanished folder or a client of a tracker raise.
+# Errors of a full disk, a vanished folder or a tracker's client.
 _RUNTIME_FAILURES = (OSError, RuntimeError, ValueError)
 _DUMP_NAME = re.compile(r"(?:step|val)_(\d+)\.jsonl")
 
@@ -48,21 +47,21 @@ class NullSink:
 
 
 def _first_stale_step(resume_step: int) -> int:
-    """Records from this step on are removed by a run that starts with `resume_step`; step 0 is what precedes step 1."""
+    """Return the step from which on old records are removed; step 0 is the state before step 1."""
     return 0 if resume_step <= 1 else resume_step
 
 
 class JsonlSink(NullSink):
-    """One flushed line per step in metrics.jsonl; see `records` for its form.
+    """One flushed line per step in metrics.jsonl; see `records` for its format.
 
-    It is the run's record, so it is never given up: a line that cannot be written is reported and dropped, the file is
-    cut back to its last whole line, and the next step tries again. A file that is gone begins anew.
+    The sink never gives up: it reports and drops a line that it cannot write, cuts the file back to its last whole
+    line, and tries again at the next step. If the file was deleted, it begins a new one.
     """
 
     def __init__(self, path: Path, *, resume_step: int) -> None:
         self._path = path
         self._resume_step = resume_step
-        self._num_bytes: int | None = None  # of whole lines; None until the first step
+        self._num_bytes: int | None = None  # bytes of whole lines; None until the first step
         self._failing = False
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -74,7 +73,10 @@ class JsonlSink(NullSink):
                 self._num_bytes = None
             if self._num_bytes is None:
                 self._num_bytes = _drop_steps_from(self._path, _first_stale_step(self._resume_step))
-            _write_at(self._path, self._num_bytes, line)
+            with self._path.open("r+b") as file:
+                file.truncate(self._num_bytes)  # drops the rest of a failed write
+                file.seek(self._num_bytes)
+                file.write(line)
         except OSError as error:
             if not self._failing:
                 logger.error(
@@ -88,16 +90,8 @@ class JsonlSink(NullSink):
         self._failing = False
 
 
-def _write_at(path: Path, offset: int, line: bytes) -> None:
-    """Put `line` at `offset` and cut off what a failed write may have left there."""
-    with path.open("r+b") as file:
-        file.truncate(offset)
-        file.seek(offset)
-        file.write(line)
-
-
 def _drop_steps_from(path: Path, first_stale: int) -> int:
-    """Rewrite the file, in one atomic move, with the records of steps below `first_stale`; returns its bytes."""
+    """Rewrite the file, in one atomic move, with the records of steps below `first_stale`; return its bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = "".join(f"{line}\n" for line in lines if _is_record_before(line, first_stale)).encode()
@@ -118,8 +112,8 @@ def _is_record_before(line: str, step: int) -> bool:
 class TensorBoardSink(NullSink):
     """Scalars in TensorBoard event files; the config and sampled rollouts as texts.
 
-    They are written in the caller's thread: where the disk is full, the thread of TensorBoard's writer dies with a
-    traceback.
+    The caller's thread writes the files, because the thread of TensorBoard's own writer dies with a traceback when the
+    disk is full.
     """
 
     def __init__(self, directory: Path, *, resume_step: int, config_text: str = "") -> None:
@@ -145,14 +139,14 @@ class TensorBoardSink(NullSink):
             self._write(step, [self._summaries.text(name, _markdown_table(rows))])
 
     def _write(self, step: int, summaries: Sequence[object]) -> None:
-        """Append summaries to the file, which is made here, also when it is gone. Raises OSError."""
+        """Append summaries to the file; begin a file at the first call or if it was deleted. Raises OSError."""
         event = self._events.Event
         events = [event(step=step, summary=one) for one in summaries]
         if self._file is not None and not self._file.exists():
             logger.error("%s is gone with the events before step %d: new ones begin", self._directory, step)
             self._file = None
         if self._file is None:
-            # TensorBoard hides what earlier event files of the folder hold from the first event's step on.
+            # TensorBoard hides the steps of earlier event files from the first event's step on.
             purge_step, start = _first_stale_step(self._resume_step), self._events.SessionLog.START
             first = [event(file_version="brain.Event:2"), event(session_log=self._events.SessionLog(status=start))]
             if self._config_text:
@@ -184,7 +178,7 @@ def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class RolloutDump(NullSink):
-    """Rollouts as rollouts/step_000010.jsonl, those of validations as rollouts/val_000010.jsonl, for people to read."""
+    """Rollouts as rollouts/step_000010.jsonl and validations as rollouts/val_000010.jsonl, for people to read."""
 
     def __init__(self, directory: Path, *, resume_step: int) -> None:
         self._directory = directory
@@ -196,17 +190,15 @@ class RolloutDump(NullSink):
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Write the rows of this step, one line each; values are JSON's types, and numbers may be NaN or infinite."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(_json_row(row), ensure_ascii=False, allow_nan=False) for row in rows]
         path = self._directory / f"{'val' if validation else 'step'}_{step:06d}.jsonl"
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-def _json_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: to_json_value(value) if isinstance(value, float) else value for key, value in row.items()}
+        with path.open("w", encoding="utf-8") as file:
+            for row in rows:
+                strict = {key: to_json_value(v) if isinstance(v, float) else v for key, v in row.items()}
+                file.write(json.dumps(strict, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 class MultiSink:
-    """Several sinks as one. A sink that fails is reported once and left out from then on; training goes on."""
+    """Several sinks as one. A sink that fails is reported once and left out from then on; training continues."""
 
     def __init__(self, sinks: Sequence[MetricsSink]) -> None:
         self._sinks = list(sinks)
@@ -243,10 +235,10 @@ def make_sink(
     total_steps: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> MetricsSink:
-    """Return the sink of this rank: everything the config asks for where `is_writer`, nothing elsewhere.
+    """Return the sink of this rank: everything the config asks for if `is_writer`, else a sink that drops everything.
 
-    resume_step: the first step that the run will do, 1 when it is new. total_steps: of the run. settings: the whole
-    config, for those that keep it.
+    resume_step: the first step that the run will do, 1 when it is new. total_steps: number of steps of the run.
+    settings: the whole config, for sinks that keep it.
     """
     if not is_writer:
         return NullSink()
@@ -265,7 +257,6 @@ def make_sink(
         name=config.run_name or run_dir.resolve().name,
         run_dir=str(run_dir.resolve()),
         run_id="",
-        trainer_pid=os.getpid(),
         config=public,
     )
     for tracker in dict.fromkeys(config.trackers):

@@ -1,7 +1,8 @@
-"""Costs of a step on its devices: rate of computation, peak memory, and traces of chosen steps."""
+"""Costs of a step: wall-clock time by phase, rate of computation, peak memory, and traces of chosen steps."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mega_rl.metrics.timers import PhaseTimer
+from mega_rl import progress
 from mega_rl.protocols import Ranks
 from mega_rl.types import Metrics
 
@@ -22,9 +23,73 @@ PEAKS = {
 }
 
 
+class PhaseTimer:
+    """Wall-clock seconds of each named phase of a step, and the share of the step that the phases cover.
+
+    A step lasts from one call of `metrics` (or `reset`) to the next. Time spent after `metrics`, such as writing them,
+    belongs to the following step.
+    """
+
+    def __init__(
+        self,
+        *,
+        synchronize: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+        idle: Collection[str] = (),
+    ) -> None:
+        """
+        synchronize: waits for the accelerator; called at both ends of each phase.
+        idle: phases without work in this run, which are neither timed nor shown.
+        """
+        self._synchronize, self._clock, self._idle = synchronize, clock, frozenset(idle)
+        self._running: str | None = None
+        self._seconds: dict[str, float] = {}
+        self._step_start = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as `name` and show it as progress; entering a phase twice in one step adds up.
+
+        Raises RuntimeError when nested.
+        """
+        if self._running is not None:
+            raise RuntimeError(
+                f"phase {name!r} starts inside phase {self._running!r}: phases add up, so they do not nest"
+            )
+        if name in self._idle:
+            yield
+            return
+        self._synchronize()
+        self._running = name
+        start = self._clock()
+        try:
+            with progress.phase(name.replace("_", " ")):
+                yield
+                self._synchronize()
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._running = None
+
+    def reset(self) -> None:
+        """Begin a step now; drop the times so far."""
+        assert self._running is None, f"step ends inside phase {self._running!r}"
+        self._seconds = {}
+        self._step_start = self._clock()
+
+    def metrics(self) -> Metrics:
+        """`time/<phase>_s` of each phase, `time/step_s` and `time/coverage` (share of the step); begins a step."""
+        step_s = self._clock() - self._step_start
+        covered = sum(self._seconds.values())
+        record = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+        record["time/step_s"] = step_s
+        record["time/coverage"] = covered / step_s if step_s > 0.0 else 1.0
+        self.reset()
+        return record
+
+
 @dataclass
 class WorkMeter:
-    """Work of this rank's models, its share of a replica's: operations, and tokens by phase; `take` begins anew."""
+    """This rank's share of its replica's work: operations, and tokens by phase. `take` starts again at 0."""
 
     total: float = 0.0  # floating-point operations
     phase: str = ""  # in progress
@@ -54,7 +119,7 @@ class StepTraces:
         self._profiler: torch.profiler.profile | None = None
 
     def begin(self, step: int) -> None:
-        """Start a trace where one of this step is wanted."""
+        """Start a trace if this step is one of the chosen."""
         if step not in self._steps:
             return
         if self._memory:
@@ -63,7 +128,7 @@ class StepTraces:
         self._profiler.start()
 
     def end(self, step: int) -> None:
-        """Write what `begin` has started."""
+        """Write the trace that `begin` started."""
         if self._profiler is None:
             return
         self._profiler.stop()
@@ -82,8 +147,8 @@ class StepMeter:
 
     timer: PhaseTimer
     work: WorkMeter
-    ranks: Ranks  # all of the run
-    peak_flops: float | None  # of a device in a second; None where it is not known
+    ranks: Ranks  # all ranks of the run
+    peak_flops: float | None  # operations per second of a device; None if not known
     peak_memory: Callable[[], Mapping[str, int]]  # bytes by name since the last call; none on a CPU
     traces: StepTraces | None = None
     step: int = 0  # steps done
@@ -106,7 +171,10 @@ class StepMeter:
         self.timer.reset()
 
     def metrics(self) -> Metrics:
-        """Return the timer's metrics, rates and peaks, equal on all ranks but for times; ends the step; collective."""
+        """Return the timer's metrics, rates and peaks; ends the step; collective.
+
+        All but times are equal on all ranks.
+        """
         record = self.timer.metrics()
         self.step += 1
         if self.traces is not None:

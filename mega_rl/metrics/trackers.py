@@ -1,202 +1,274 @@
-"""Experiment trackers as metrics sinks: each client works in its own process, with a deadline for every answer."""
+"""Experiment trackers as sinks: Weights & Biases, MLflow and SwanLab, each through its own client on a thread.
+
+Accounts are the client's own affair: keys, entity, server and offline mode come from its environment variables and its
+login files.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import queue
-import signal
-import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-from mega_rl.environment import python_module
-from mega_rl.metrics.tracker_clients import TrackedRun
+import yaml
+
+from mega_rl.config.keys import flattened
 from mega_rl.types import Metrics
 
 logger = logging.getLogger(__name__)
 
-OFFLINE = {"wandb": "WANDB_MODE=offline", "swanlab": "SWANLAB_MODE=offline", "mlflow": "no MLFLOW_TRACKING_URI"}
+ANSWER_S = 120.0  # deadline of each call, the start of the run included
+FINISH_S = 60.0  # deadline of all that is left when a run ends
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Deadlines:
-    """Deadlines of a client in seconds."""
+class TrackedRun:
+    """A run as trackers show it."""
 
-    answer_s: float = 120.0  # for each message, the start of the run included
-    finish_s: float = 60.0  # for everything that is left when a run ends that the client has started
+    project: str
+    name: str
+    run_dir: str  # absolute; files go here unless the client's environment names another folder
+    run_id: str  # the tracker's run to continue; empty for a new one
+    config: dict[str, Any]  # {"optim": {"lr": 1e-6}, "engine": "megatron"}
+
+
+class TrackerClient(Protocol):
+    """One run of one tracker. Errors are the client's own, of any type."""
+
+    offline: str  # how to record without a network
+
+    def start(self, run: TrackedRun) -> tuple[str, str]:
+        """Begin a run, or continue `run.run_id`; return its id and the address or folder to look at."""
+        ...
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record the metrics of a step; values may be NaN or infinite."""
+        ...
+
+    def log_rollouts(self, step: int, rows: Sequence[Row], name: str) -> None:
+        """Record sampled rollouts, all with the same keys. name: "rollouts", or "val_rollouts" of a validation."""
+        ...
+
+    def finish(self, status: str) -> None:
+        """End the run as "finished", "failed" or "stopped", and wait until everything is written or sent."""
+        ...
+
+
+class WandbClient:
+    """Weights & Biases: rollouts as a table, the status as the exit code and in the summary."""
+
+    offline = "WANDB_MODE=offline"
+
+    def start(self, run: TrackedRun) -> tuple[str, str]:
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id or None,
+            resume="allow" if run.run_id else None,
+            config=run.config,
+            dir=os.environ.get("WANDB_DIR", run.run_dir),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        return self._run.id, self._run.url or str(Path(self._run.dir).parent)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_rollouts(self, step: int, rows: Sequence[Row], name: str) -> None:
+        columns: list[str | int] = [*rows[0]]
+        table = self._wandb.Table(columns=columns, data=[list(row.values()) for row in rows])
+        self._run.log({name: table}, step=step)
+
+    def finish(self, status: str) -> None:
+        self._run.summary["outcome"] = status
+        self._run.finish(exit_code=1 if status == "failed" else 0)
+
+
+class MlflowClient:
+    """MLflow: settings as parameters, rollouts as an artifact of JSON lines for each step."""
+
+    offline = "no MLFLOW_TRACKING_URI"
+    STATUS: ClassVar = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+    PARAMETERS: ClassVar = 100  # at most in one request to a server
+
+    def start(self, run: TrackedRun) -> tuple[str, str]:
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        if not address:
+            address = (Path(run.run_dir) / "mlruns").as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric: Callable[..., Any] = Metric
+        self._client = client = mlflow.MlflowClient(address)
+        if run.run_id:
+            client.update_run(run.run_id, status="RUNNING")
+            self._id: str = run.run_id
+        else:
+            experiment = client.get_experiment_by_name(run.project)
+            number = client.create_experiment(run.project) if experiment is None else experiment.experiment_id
+            self._id = client.create_run(number, run_name=run.name).info.run_id
+            settings = [Param(key, str(value)) for key, value in flattened(run.config).items()]
+            for start in range(0, len(settings), self.PARAMETERS):
+                client.log_batch(self._id, params=settings[start : start + self.PARAMETERS])
+        client.log_text(self._id, yaml.safe_dump(run.config, sort_keys=False), "config.yaml")  # also of a resumed run
+        return self._id, address
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        now = int(time.time() * 1000)
+        entries = [self._metric(name, value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=entries)
+
+    def log_rollouts(self, step: int, rows: Sequence[Row], name: str) -> None:
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self._client.log_text(self._id, text, f"{name}/step_{step:06d}.jsonl")
+
+    def finish(self, status: str) -> None:
+        self._client.set_terminated(self._id, status=self.STATUS[status])
+
+
+class SwanlabClient:
+    """SwanLab: rollouts as texts."""
+
+    offline = "SWANLAB_MODE=offline"
+    STATUS: ClassVar = {"finished": "success", "failed": "crashed", "stopped": "aborted"}
+
+    def start(self, run: TrackedRun) -> tuple[str, str]:
+        import swanlab
+
+        self._swanlab = swanlab
+        begun = swanlab.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id or None,
+            resume="allow" if run.run_id else "never",
+            config=run.config,
+            log_dir=os.environ.get("SWANLAB_LOG_DIR", str(Path(run.run_dir) / "swanlog")),
+        )
+        try:
+            return begun.id, begun.url
+        except ValueError:  # an offline run has no address
+            return begun.id, str(begun.dir)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._swanlab.log(dict(metrics), step=step)
+
+    def log_rollouts(self, step: int, rows: Sequence[Row], name: str) -> None:
+        texts = [self._swanlab.Text(json.dumps(row, ensure_ascii=False, indent=1)) for row in rows]
+        self._swanlab.log({name: texts}, step=step)
+
+    def finish(self, status: str) -> None:
+        self._swanlab.finish(state=self.STATUS[status], error="the run failed" if status == "failed" else None)
+
+
+CLIENTS: dict[str, Callable[[], TrackerClient]] = {
+    "mlflow": MlflowClient,
+    "swanlab": SwanlabClient,
+    "wandb": WandbClient,
+}
 
 
 class TrackerSink:
-    """Sends metrics, config and rollouts to one tracker; a client that fails or hangs is off, with one warning.
+    """Sends metrics, config and rollouts to one tracker; raises RuntimeError once its client has failed or hangs.
 
-    Nothing here waits for the client, except `close`, as long as `Deadlines` says.
+    The client works on a thread, in the order of the calls. Only `close` waits for it, at most `FINISH_S`.
     """
 
-    def __init__(
-        self,
-        tracker: str,
-        run: TrackedRun,
-        *,
-        resume_step: int,
-        total_steps: int | None,
-        deadlines: Deadlines | None = None,
-    ) -> None:
-        """tracker: a key of `tracker_clients.CLIENTS`. run: with an empty `run_id`; the run's folder keeps it.
+    def __init__(self, tracker: str, run: TrackedRun, *, resume_step: int, total_steps: int | None) -> None:
+        """tracker: a key of `CLIENTS`. run: with an empty `run_id`; the run's folder keeps the id.
 
-        resume_step: the first step that the run will do; 1 begins a new run of the tracker. total_steps: after which
-        the run counts as finished.
+        resume_step: the first step that the run will do; 1 begins a new run of the tracker. total_steps: the step after
+        which the run counts as finished.
         """
-        self._tracker = tracker
-        self._deadlines = deadlines or Deadlines()
-        self._folder = Path(run.run_dir) / "trackers"
+        self._tracker, self._client = tracker, CLIENTS[tracker]()
+        self._state = Path(run.run_dir) / "trackers" / f"{tracker}.json"
         self._last_step, self._total_steps = resume_step - 1, total_steps
-        self._unanswered: deque[float] = deque()  # times of sending
-        self._started = False
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._busy_since: float | None = None  # beginning of the call that the client works on
         self._failure = ""
-        self._off = False
-        self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._process = self._start_process()
-        for work in (self._write, self._read):
-            threading.Thread(target=work, name=f"{tracker} tracker", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name=f"{tracker} tracker", daemon=True)
+        self._thread.start()
         run_id = "" if resume_step <= 1 else self._earlier_run()
-        self._send({"do": "start", "run": {**asdict(run), "run_id": run_id}})
+        self._calls.put(partial(self._start, replace(run, run_id=run_id)))
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Send the metrics of a step."""
         self._last_step = step
-        self._send({"do": "log", "step": step, "metrics": {name: float(value) for name, value in metrics.items()}})
+        self._send(partial(self._client.log, step, {name: float(value) for name, value in metrics.items()}))
 
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
+    def dump_rollouts(self, step: int, rows: Sequence[Row], *, validation: bool = False) -> None:
         """Send sampled rollouts."""
         if rows:
             name = "val_rollouts" if validation else "rollouts"
-            self._send({"do": "rollouts", "step": step, "name": name, "rows": [dict(row) for row in rows]})
+            self._send(partial(self._client.log_rollouts, step, [dict(row) for row in rows], name))
 
     def close(self, *, failed: bool = False) -> None:
-        """End the tracker's run as failed, stopped early or finished, and its process."""
+        """End the tracker's run as failed, stopped early or finished."""
         complete = self._total_steps is None or self._last_step >= self._total_steps
-        self._send({"do": "finish", "status": "failed" if failed else "finished" if complete else "stopped"})
-        self._outbox.put(None)
-        if self._off:
-            return
-        limit = self._deadlines.finish_s if self._started else self._deadlines.answer_s
-        try:
-            code = self._process.wait(limit)
-        except subprocess.TimeoutExpired:
-            self._turn_off(f"has not ended {limit:g} s after the run")
-        else:
-            if code:
-                self._turn_off(self._failure or f"its process ended with exit code {code}")
+        status = "failed" if failed else "finished" if complete else "stopped"
+        self._send(partial(self._client.finish, status))
+        self._calls.put(None)
+        self._thread.join(FINISH_S)
+        if self._thread.is_alive() or self._failure:
+            raise self._error(self._failure or f"has not ended {FINISH_S:g} s after the run")
 
-    def _start_process(self) -> subprocess.Popen[str]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        package = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        with (self._folder / f"{self._tracker}.log").open("ab") as log:
-            return subprocess.Popen(
-                python_module("mega_rl.metrics.tracker_process", self._tracker),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                encoding="utf-8",
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C at the terminal is the trainer's
-            )
+    def _send(self, call: Callable[[], None]) -> None:
+        busy_since = self._busy_since
+        if self._failure:
+            raise self._error(self._failure)
+        if busy_since is not None and time.monotonic() - busy_since > ANSWER_S:
+            raise self._error(f"has not answered for {ANSWER_S:g} s")
+        self._calls.put(call)
+
+    def _error(self, reason: str) -> RuntimeError:
+        return RuntimeError(f"{self._tracker} {reason}; to record without a network: {self._client.offline}")
+
+    def _work(self) -> None:
+        """Make the calls one after the other until one fails; runs on the thread."""
+        while (call := self._calls.get()) is not None:
+            self._busy_since = time.monotonic()
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - a client may raise anything; training continues without it
+                self._failure = f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
+                return
+            self._busy_since = None
+
+    def _start(self, run: TrackedRun) -> None:
+        """Start the client and keep the id of the tracker's run for a resume."""
+        run_id, place = self._client.start(run)
+        logger.info("%s: %s", self._tracker, place)
+        part = self._state.with_suffix(".tmp")
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"run_id": run_id, "place": place}) + "\n", encoding="utf-8")
+            os.replace(part, self._state)
+        except OSError as error:
+            logger.warning("%s: a resumed run will begin a new one there: %s", self._tracker, error)
 
     def _earlier_run(self) -> str:
-        """Return the id of the tracker's run that this run goes on with; empty where none is known."""
+        """Return the id of the tracker's run to continue; empty if none is known."""
         try:
             return str(json.loads(self._state.read_text(encoding="utf-8"))["run_id"])
         except (OSError, ValueError, KeyError, TypeError):
             return ""
 
-    @property
-    def _state(self) -> Path:
-        return self._folder / f"{self._tracker}.json"
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        if self._off:
-            return
-        with self._lock:
-            oldest = self._unanswered[0] if self._unanswered else None
-            self._unanswered.append(time.monotonic())
-        if self._failure:
-            self._turn_off(self._failure)
-        elif oldest is not None and time.monotonic() - oldest > self._deadlines.answer_s:
-            self._turn_off(f"has not answered for {self._deadlines.answer_s:g} s")
-        else:
-            self._outbox.put(json.dumps(message) + "\n")
-
-    def _turn_off(self, reason: str) -> None:
-        self._off = True
-        self._outbox.put(None)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        logger.warning(
-            "%s is off for the rest of the run: %s; training goes on. Its log is %s. To record without a network: %s",
-            *(self._tracker, reason, self._folder / f"{self._tracker}.log", OFFLINE[self._tracker]),
-        )
-
-    def _write(self) -> None:
-        """Hand messages to the process; on a thread, because a pipe whose reader hangs is full one day."""
-        assert self._process.stdin is not None
-        try:
-            with self._process.stdin as pipe:
-                while (line := self._outbox.get()) is not None:
-                    pipe.write(line)
-                    pipe.flush()
-        except OSError:
-            pass  # the process is gone, which `_read` finds out
-
-    def _read(self) -> None:
-        """Take the answers of the process; on a thread."""
-        assert self._process.stdout is not None
-        with self._process.stdout as answers:
-            for line in answers:
-                answer = json.loads(line)
-                if "error" in answer:
-                    self._failure = answer["error"]
-                    return
-                with self._lock:
-                    self._unanswered.popleft()
-                if "run_id" in answer:
-                    self._started = True
-                    self._remember(answer)
-        # It has closed its end of the pipe, which does not say that it ends.
-        try:
-            end = f"its process ended with exit code {self._process.wait(self._deadlines.answer_s)}"
-        except subprocess.TimeoutExpired:
-            end = "its process answers no more"
-        with self._lock:
-            if self._unanswered:
-                self._failure = self._failure or end
-
-    def _remember(self, answer: Mapping[str, Any]) -> None:
-        """Keep the id of the tracker's run for a resume."""
-        logger.info("%s: %s", self._tracker, answer["place"])
-        try:
-            part = self._state.with_suffix(".tmp")
-            part.write_text(json.dumps({"run_id": answer["run_id"], "place": answer["place"]}) + "\n", encoding="utf-8")
-            os.replace(part, self._state)
-        except OSError as error:
-            logger.warning("%s: a resumed run will begin a new one there: %s", self._tracker, error)
-
 
 def without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config for others to see: addresses lose what follows their path, where keys may stand.
+    """Return a config for others to see: addresses lose their query, which may hold keys.
 
     Nothing else of a config is secret: passwords in addresses are refused, and keys come from files that it names.
     """

@@ -1,7 +1,7 @@
 """Phases and log lines on standard error: one live line on a terminal, plain lines elsewhere.
 
-The live area is a single line on purpose. Other ranks write to the same terminal from processes of their own, and one
-line can be erased by whoever writes next; it is drawn again below within an eighth of a second.
+The live area is a single line on purpose. Other ranks write to the same terminal from their own processes; they can
+erase one line before they write, and rank 0 draws it again below within an eighth of a second.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ from functools import cache
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.segment import Segment
 from rich.text import Text
 
-from mega_rl.progress.phases import Phase, close, listen
-from mega_rl.progress.printable import printable
+from mega_rl.progress import Phase, close, listen, printable
 
 REFRESHES_PER_SECOND = 8
-REMINDER_S = 60.0  # off a terminal, a log that is silent for so long says what is in progress
-SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-ASCII_SPINNER = "-\\|/"
+REMINDER_S = 60.0  # without a live line, a log that is silent for this long says what is in progress
+SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "-\\|/"
 BAR_WIDTH = 20
 TIME_WIDTH = len("08:04:33 ")  # in front of each line of the log
 ERASE_LINE = "\r\x1b[2K"
-LOGGERS = ("", "mega_rl", "mega_rl.config")  # whose levels commands set
+LOGGERS = ("", "mega_rl", "mega_rl.config")  # commands set the levels of these
 
 
 @cache
 def standard_error() -> Console:
-    """Return the one console of standard error: what another one wrote would tear the live line."""
+    """Return the one console of standard error; a second console would tear the live line."""
     return _StandardError(stderr=True)
 
 
@@ -46,7 +44,7 @@ class _StandardError(Console):
     """A console that outlives its reader, such as `| head`: the run continues and its lines are lost."""
 
     def on_broken_pipe(self) -> None:
-        """Send what comes to /dev/null; rich would end the program."""
+        """Send further output to /dev/null; rich would end the program."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
@@ -56,82 +54,64 @@ class Display:
     def __init__(self, console: Console | None = None, *, live: bool = True) -> None:
         """console: standard error unless given. live: whether a terminal gets the line."""
         self.console = console or standard_error()
+        self.written = time.monotonic()  # time of the last log line
         self._draws = live and self.console.is_terminal and not self.console.is_dumb_terminal
         self._phases: tuple[Phase, ...] = ()
         self._live: Live | None = None
-        self._reminder: _Reminder | None = None
-        self.written = time.monotonic()  # when the last line was
+        self._closed = threading.Event()
+        self._reminds = False
         self._lock = threading.RLock()
 
     def changed(self, phases: tuple[Phase, ...]) -> None:
-        """Draw the line from the first phase on, until there is none; elsewhere than on a terminal, remind of it."""
+        """Draw the line while there are phases; without a terminal, start reminders."""
         with self._lock:
             self._phases = phases
-            if not self._draws:
-                if self._reminder is None and phases:
-                    self._reminder = _Reminder(self)
-                    self._reminder.start()
-            elif phases and self._live is None:
-                self._start()
+            if self._draws and phases and self._live is None:
+                self._live = Live(
+                    get_renderable=self._line,
+                    console=self.console,
+                    refresh_per_second=REFRESHES_PER_SECOND,
+                    transient=True,
+                    redirect_stdout=sys.stdout.isatty(),
+                )
+                self._live.start(refresh=True)
+                self.console.show_cursor(True)  # a rank that is killed would leave the terminal without a cursor
             elif not phases and self._live is not None:
-                self._stop()
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The phases in progress, the outermost first."""
-        return self._phases
+                self._live.stop()
+                self._live = None
+            elif not self._draws and phases and not self._reminds:
+                self._reminds = True
+                threading.Thread(target=self._remind, name="progress reminder", daemon=True).start()
 
     def close(self) -> None:
-        """Erase the live line."""
-        with self._lock:
-            self._phases = ()
-            if self._reminder is not None:
-                self._reminder.end()
-                self._reminder = None
-            if self._live is not None:
-                self._stop()
+        """Erase the live line and end reminders."""
+        self._closed.set()
+        self.changed(())
 
     def write(self, line: str) -> None:
         """Write a line above the live one, not folded, so that a path can be copied."""
         self.written = time.monotonic()
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _start(self) -> None:
-        self._live = Live(
-            get_renderable=lambda: self,
-            console=self.console,
-            refresh_per_second=REFRESHES_PER_SECOND,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),
-        )
-        self._live.start(refresh=True)
-        # A rank may be killed at any time, and would leave the terminal without a cursor.
-        self.console.show_cursor(True)
+    def _line(self) -> RenderableType:
+        """Return the live line: a bar for the outermost phase that can be counted, if it has room, and the words."""
+        words = Text(live_line(self._phases, ascii_only=self.console.options.ascii_only), no_wrap=True)
+        width = self.console.width - 1  # the last column would wrap on some terminals
+        counted = next((phase for phase in self._phases if phase.total), None)
+        if counted is None or cell_len(words.plain) + BAR_WIDTH + 1 > width:
+            words.truncate(width, overflow="ellipsis")
+            return words
+        return Columns([ProgressBar(total=counted.total, completed=counted.done, width=BAR_WIDTH), words])
 
-    def _stop(self) -> None:
-        assert self._live is not None
-        self._live.stop()
-        self._live = None
-
-    def __rich_console__(self, console: Console, options: Any) -> Any:
-        line = live_line(self._phases, ascii_only=options.ascii_only)
-        width = options.max_width - 1  # the last column would wrap on some terminals
-        bar = _bar_of(self._phases)
-        if bar is not None and cell_len(line) + BAR_WIDTH + 1 <= width:
-            total = bar.total or 1.0
-            yield from console.render(
-                ProgressBar(total=total, completed=bar.done, width=BAR_WIDTH), options.update(width=BAR_WIDTH)
-            )
-            yield Segment(" ")
-            width -= BAR_WIDTH + 1
-        text = Text(line, no_wrap=True, overflow="ellipsis", end="")
-        text.truncate(width, overflow="ellipsis")
-        yield text
-
-
-def _bar_of(phases: tuple[Phase, ...]) -> Phase | None:
-    """Return the phase whose share done the bar shows: the outermost that can be counted."""
-    return next((phase for phase in phases if phase.total), None)
+    def _remind(self) -> None:
+        """Log what is in progress whenever the log has been silent for REMINDER_S; runs on a thread."""
+        while not self._closed.wait(REMINDER_S / 12):
+            phases = self._phases
+            silent_since = max([self.written, *(phase.began for phase in phases[:1])])
+            if phases and time.monotonic() - silent_since >= REMINDER_S:
+                self.written = time.monotonic()
+                without_spinner = live_line(phases, ascii_only=True)[2:]
+                logging.getLogger(__name__).info("still %s", without_spinner)
 
 
 def live_line(phases: tuple[Phase, ...], *, ascii_only: bool = False) -> str:
@@ -142,9 +122,9 @@ def live_line(phases: tuple[Phase, ...], *, ascii_only: bool = False) -> str:
     spinner = frames[int(phases[0].elapsed_s * REFRESHES_PER_SECOND) % len(frames)]
     repeated = [phase for phase in phases if phase.rounds]
     own = [phase for phase in phases if not phase.rounds and phase.thread == phases[0].thread]
-    beside = [phase for phase in phases if not phase.rounds and phase.thread != phases[0].thread]
+    others = [phase for phase in phases if not phase.rounds and phase.thread != phases[0].thread]
     parts = [f"{phase.name} {min(phase.done + 1, phase.total or 0):.0f}/{phase.total:.0f}" for phase in repeated]
-    parts += [_in_words(phase) for phase in own[-1:]] + [_in_words(phase, timed=False) for phase in beside]
+    parts += [_in_words(phase) for phase in own[-1:]] + [_in_words(phase, timed=False) for phase in others]
     parts += [left for phase in repeated[:1] if (left := _time_left(phase))]
     return f"{spinner} " + (" - " if ascii_only else " · ").join(parts)
 
@@ -156,17 +136,14 @@ def _in_words(phase: Phase, *, timed: bool = True) -> str:
         words.append(f"{phase.done / 1e6:,.0f}{of_total} MB")
     elif phase.total:
         words.append(f"{phase.done:,.0f}/{phase.total:,.0f} {phase.unit}".rstrip())
-    if phase.note:
-        words.append(phase.note)
-    if timed:
-        words.append(clock(phase.elapsed_s))
+    words += [phase.note] * bool(phase.note) + [clock(phase.elapsed_s)] * timed
     if phase.deadline_s is not None:
         words.append(f"of at most {clock(phase.deadline_s)}")
     return " ".join(words)
 
 
 def _time_left(phase: Phase) -> str:
-    """Return the time that the remaining rounds take at the pace so far; empty before the first round's end."""
+    """Return the time that the remaining rounds take at the pace so far; empty before the end of the first round."""
     done = phase.done - phase.first
     if done <= 0 or not phase.total or phase.done >= phase.total:
         return ""
@@ -222,29 +199,6 @@ class _Formatter(logging.Formatter):
         return "\n".join([line, *(f"  {printable(entry)}" for entry in traceback)])
 
 
-class _Reminder(threading.Thread):
-    """Thread that logs what is in progress when a log without a live line has been silent for REMINDER_S."""
-
-    def __init__(self, display: Display) -> None:
-        super().__init__(name="progress reminder", daemon=True)
-        self._display = display
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        """Look at the log's last line again and again until `end`."""
-        while not self._ended.wait(REMINDER_S / 12):
-            phases = self._display.phases
-            silent_since = max([self._display.written, *(phase.began for phase in phases[:1])])
-            if phases and time.monotonic() - silent_since >= REMINDER_S:
-                self._display.written = time.monotonic()
-                line = live_line(phases, ascii_only=True)[2:]  # without its spinner
-                logging.getLogger(__name__).info("still %s", line)
-
-    def end(self) -> None:
-        """End the thread of reminders."""
-        self._ended.set()
-
-
 class _Log:
     """A `Listener` of a program: the log's handler, and the display of rank 0."""
 
@@ -262,7 +216,7 @@ class _Log:
             self._display.changed(phases)
 
     def close(self) -> None:
-        """Log and show nothing more; the process logs as it did before."""
+        """Stop logging and showing; restore the process's own logging."""
         logging.captureWarnings(False)
         warnings.formatwarning = self._formatwarning
         for name, level in self._levels.items():
@@ -275,9 +229,9 @@ class _Log:
 def show_progress(*, live: bool = True, beside_ranks: bool = False) -> None:
     """Log to standard error and, on rank 0, show phases there, until `progress.close`.
 
-    Information comes from rank 0 alone, warnings of this package from every rank. Other packages' warnings, Python's
-    among them, are the same on all ranks and come from rank 0. live: whether a terminal gets a live line. beside_ranks:
-    this is their launcher, on whose terminal rank 0 draws that line.
+    Information comes only from rank 0, warnings of this package from every rank. Other packages' warnings and Python's
+    are the same on all ranks and come from rank 0. live: whether a terminal gets a live line. beside_ranks: this is the
+    launcher, on whose terminal rank 0 draws that line.
     """
     rank = os.environ.get("RANK", "0")
     close()
@@ -285,11 +239,10 @@ def show_progress(*, live: bool = True, beside_ranks: bool = False) -> None:
     handler = _Handler(_write_beside_rank_0 if display is None or beside_ranks else display.write)
     handler.setFormatter(_Formatter(rank))
     listen(_Log(handler, display))
-    root = logging.getLogger()
-    root.setLevel(logging.WARNING if rank == "0" else logging.ERROR)
+    logging.getLogger().setLevel(logging.WARNING if rank == "0" else logging.ERROR)
     logging.getLogger("mega_rl").setLevel(logging.INFO if rank == "0" else logging.WARNING)
 
 
 def _one_line(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """Return a Python warning as one line, with the file and line that it blames."""
+    """Return a Python warning as one line, with the file and line that caused it."""
     return f"{category.__name__}: {' '.join(str(message).split())} ({os.path.basename(filename)}:{lineno})"

@@ -1,10 +1,8 @@
-"""Form of a record: its tensors in the order in which a step computes them, and its description in record.json.
-
-No torch.
-"""
+"""Format of a record: its folder, its tensors in the order of computation, and its description in record.json."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -14,12 +12,14 @@ from mega_rl.errors import UserError
 from mega_rl.storage.strict_json import JsonFields, parse_object
 
 FORMAT = 1
+FOLDER = "records"  # in a run's folder
 RECORD_FILE, WEIGHTS = "record.json", "weights"
 MAX_RECORD_BYTES = 16 << 20
+_STEP = re.compile(r"step_([0-9]{6,12})")
 _SHARD = re.compile(r"replica_\d{5}\.(?:safetensors|jsonl)")
 
-# Tensors in causal order, each with what it is. Whose name is not in a record has no part in its step.
-# [N] are one number for each row, [N, S] one for each token, aligned to the token that it describes.
+# Tensors in causal order. A record lacks the tensors that its step did not compute.
+# [N] has one number for each row, [N, S] one for each token, aligned to the token that it describes.
 TENSORS: Mapping[str, str] = {
     "prompt_index": "[N] position of the row's prompt in the step's batch",
     "sample_index": "[N] number of the sample of its prompt",
@@ -68,21 +68,21 @@ class Shard:
 
 @dataclass(frozen=True)
 class RecordDescription:
-    """Content of record.json, but for the files."""
+    """Content of record.json, without the files."""
 
-    step: int  # from 1 on, as in metrics.jsonl: the weights of step - 1 computed it
-    prompts: int  # of the step's batch
+    step: int  # counted from 1, as in metrics.jsonl: the weights of step - 1 computed it
+    prompts: int  # number in the step's batch
     kl_coef: float  # before the step's updates
     reward_parts: tuple[str, ...]  # names of the columns of `reward_parts`
-    reward_weights: tuple[float, ...]  # of each part
-    config: JsonFields  # of the run, nested
+    reward_weights: tuple[float, ...]  # one for each part
+    config: JsonFields  # the run's settings, nested
     model: dict[str, str]  # identity by content of the checkpoint that the run began with
     weights: tuple[str, ...]  # roles whose weights are in the record
     layout: str
     world_size: int
     device: str  # "cpu" or "cuda"
     dtype: str  # "fp32" or "bf16"
-    versions: dict[str, str]  # of packages
+    versions: dict[str, str]  # by package
 
     @property
     def steps_before(self) -> int:
@@ -90,15 +90,23 @@ class RecordDescription:
         return self.step - 1
 
 
+def folder_of(root: Path, step: int) -> Path:
+    """Return the folder of the record of a step, counted from 1."""
+    return root / f"step_{step:06d}"
+
+
+def records(root: Path) -> list[Path]:
+    """Return the folders of complete records, oldest first."""
+    names = os.listdir(root) if root.is_dir() else []
+    steps = {int(match[1]): root / name for name in names if (match := _STEP.fullmatch(name))}
+    return [steps[step] for step in sorted(steps)]
+
+
 def to_json(description: RecordDescription, shards: list[Shard], tensors: Mapping[str, str]) -> JsonFields:
-    """Return the content of record.json; tensors: dtype of each, in the order of `TENSORS`."""
+    """Return the content of record.json; tensors: dtype of each."""
     listed = {name: tensors[name] for name in TENSORS if name in tensors}
-    return {
-        "format": FORMAT,
-        **asdict(description),
-        "tensors": listed,
-        "files": [asdict(shard) for shard in shards],
-    }
+    files = [asdict(shard) for shard in shards]
+    return {"format": FORMAT, **asdict(description), "tensors": listed, "files": files}
 
 
 def parse(text: bytes, path: Path) -> tuple[RecordDescription, list[Shard], dict[str, str]]:
@@ -119,22 +127,22 @@ def parse(text: bytes, path: Path) -> tuple[RecordDescription, list[Shard], dict
         tensors = {str(name): str(dtype) for name, dtype in raw["tensors"].items()}
         _check(description, shards, tensors)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{path}: is no record ({type(error).__name__}: {error}); it is damaged") from error
+        raise UserError(f"{path}: is not a record ({type(error).__name__}: {error}); it is damaged") from error
     return description, shards, tensors
 
 
 def _check(description: RecordDescription, shards: list[Shard], tensors: Mapping[str, str]) -> None:
-    """Raise ValueError for fields of other types, names of files that are none of a record, unknown tensors."""
+    """Raise ValueError for fields of other types, names that no file of a record has, unknown tensors."""
     of_type = {int: ("step", "prompts", "world_size"), dict: ("config", "model"), str: ("layout", "device", "dtype")}
     for kind, names in of_type.items():
         for name in names:
             if not isinstance(getattr(description, name), kind):
-                raise ValueError(f"{name} is no {kind.__name__}")
+                raise ValueError(f"{name} must be {kind.__name__}")
     if description.step < 1 or not set(description.weights) <= {"actor", "critic", "reference"}:
         raise ValueError("step or weights are out of range")
     for shard in shards:
         if not _SHARD.fullmatch(shard.file) or not isinstance(shard.nbytes, int) or not isinstance(shard.rows, int):
-            raise ValueError(f"file {shard.file!r} is none of a record")
+            raise ValueError(f"file {shard.file!r} does not belong to a record")
     unknown = set(tensors) - set(TENSORS)
     if unknown or not shards:
         raise ValueError(f"unknown tensors {sorted(unknown)}" if unknown else "no files")

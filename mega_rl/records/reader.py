@@ -1,4 +1,4 @@
-"""Reader of records: numpy arrays and rows of texts, checked against their checksums. No torch.
+"""Reader of records: numpy arrays and rows of texts, checked against their checksums.
 
 from mega_rl.records.reader import read_record
 
@@ -40,23 +40,25 @@ class Record:
 
     @cached_property
     def rows(self) -> list[JsonFields]:
-        """Return the rows for people, in the order of `tensors`; empty of a record without texts. Raises UserError."""
+        """Return the rows for people, in the order of `tensors`; none if there are no texts. Raises UserError."""
         rows = []
-        for shard in self.files:
-            if shard.file.endswith(".jsonl"):
-                rows += [_row(line, self.folder / shard.file) for line in _read(self.folder, shard).splitlines()]
+        for shard in (shard for shard in self.files if shard.file.endswith(".jsonl")):
+            try:
+                rows += [parse_object(line) for line in _read(self.folder, shard).splitlines()]
+            except ValueError as error:
+                raise UserError(f"{self.folder / shard.file}: {error}; the record is damaged") from error
         return sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
 
 
 def read_record(folder: str | Path) -> Record:
-    """Read a record's tensors. Raises UserError for a folder that is none, or is damaged."""
+    """Read a record's tensors. Raises UserError for a folder that is not a record, or is damaged."""
     folder = Path(folder)
     path = folder / RECORD_FILE
     try:
         text = path.read_bytes() if path.stat().st_size <= MAX_RECORD_BYTES and not path.is_fifo() else b""
     except OSError as error:
         raise UserError(
-            f"{folder}: is no record ({RECORD_FILE}: {error.strerror}); give a folder as RUN/records/step_000001"
+            f"{folder}: is not a record ({RECORD_FILE}: {error.strerror}); give a folder as RUN/records/step_000001"
         ) from error
     description, files, dtypes = parse(text, path)
     names = [name for name in TENSORS if name in dtypes]
@@ -70,13 +72,13 @@ def read_record(folder: str | Path) -> Record:
 
 
 def _shard(folder: Path, shard: Shard) -> dict[str, Array]:
-    """Return the tensors of one replica's rows. Raises UserError for bytes that are not those of the record."""
+    """Return the tensors of one replica's rows. Raises UserError for a damaged file."""
     path = folder / shard.file
     data = _read(folder, shard)
     tensors = {}
     for name, entry in read_entries(path).items():
         if name not in TENSORS or entry.dtype not in _DTYPES or entry.shape[:1] != (shard.rows,):
-            raise UserError(f"{path}: {name} {entry.dtype} {list(entry.shape)} is none of a record; it is damaged")
+            raise UserError(f"{path}: {name} {entry.dtype} {list(entry.shape)} does not fit a record; it is damaged")
         count = int(np.prod(entry.shape))
         flat: Array = np.frombuffer(data, dtype=_DTYPES[entry.dtype], count=count, offset=entry.offset)
         tensors[name] = flat.reshape(entry.shape)
@@ -84,19 +86,19 @@ def _shard(folder: Path, shard: Shard) -> dict[str, Array]:
 
 
 def _read(folder: Path, shard: Shard) -> bytes:
-    """Return the bytes of a file. Raises UserError where they are not those that were written."""
+    """Return the bytes of a file. Raises UserError if they differ from the written ones."""
     path = folder / shard.file
     try:
         data = path.read_bytes() if path.stat().st_size == shard.nbytes and not path.is_symlink() else b""
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); the record is damaged") from error
     if len(data) != shard.nbytes or hashlib.sha256(data).hexdigest() != shard.sha256:
-        raise UserError(f"{path}: is not the file that was written, by its checksum; the record is damaged")
+        raise UserError(f"{path}: differs from the file that was written, by its checksum; the record is damaged")
     return data
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    """Return the rows of all replicas, filled up with zeros to the widest."""
+    """Return the rows of all replicas, padded with zeros to the widest."""
     width = max((part.shape[1] for part in parts if part.ndim > 1), default=0)
     widened = [
         np.pad(part, [(0, 0), (0, width - part.shape[1]), *[(0, 0)] * (part.ndim - 2)])
@@ -105,10 +107,3 @@ def _joined(parts: Sequence[Array]) -> Array:
         for part in parts
     ]
     return np.concatenate(widened)
-
-
-def _row(line: bytes, path: Path) -> JsonFields:
-    try:
-        return parse_object(line)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}; the record is damaged") from error

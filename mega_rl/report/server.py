@@ -1,9 +1,9 @@
-"""A viewer of a run that goes on: its report on the loopback address, brought up to date from the run's files.
+"""A viewer of a live run: its report on the loopback address, kept up to date from the run's files.
 
-A browser shows the page to whoever has the token of the address that `mega-rl view` prints: the first request carries
-it and gets it back as a cookie that no other site can send and no program of a page can read. The server listens on
-127.0.0.1 alone, answers to that name and to localhost alone, and offers a page and its data: no path of a request ever
-becomes one of a file.
+A browser sees the page only with the token of the address that `mega-rl view` prints. The first request carries it and
+gets it back as a cookie that no other site can send and no program of a page can read. The server listens only on
+127.0.0.1, answers only to that name and to localhost, and offers a page and its data: no path of a request ever becomes
+the path of a file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,16 +22,17 @@ from urllib.parse import parse_qs, urlsplit
 
 from mega_rl.errors import UserError
 from mega_rl.health.overview import overview
-from mega_rl.report.document import content_of, render
+from mega_rl.report.content import content_of
+from mega_rl.report.page import render
 from mega_rl.report.runs import CONFIG, METRICS, read_runs
 from mega_rl.storage.strict_json import JsonFields
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-NAMES = (LOOPBACK, "localhost")  # that a browser may call the server: another may be a site that resolves to it
+NAMES = (LOOPBACK, "localhost")  # legal Host headers: another name may be a site that resolves to this address
 REQUEST_TIMEOUT_S = 10.0
-REST = 4  # times as long as reading took is at least the time until files are read again
+REST = 4  # files are read again after at least this many times the duration of the last reading
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -48,34 +50,43 @@ class LiveRuns:
         """Read the runs. Raises UserError."""
         self._folders = list(folders)
         self._lock = threading.Lock()
-        self._seen = _state(self._folders)
-        self._number = 1
-        self._content = content_of(read_runs(self._folders))
-        self._next = 0.0
+        self._seen = self._stamps()
+        self._content, self._number = content_of(read_runs(self._folders)), 1
+        self._next = 0.0  # time of the next reading, at the earliest
 
     def content(self) -> JsonFields:
         """Return the newest content with its `number`, and `ranks`, the lines of `mega-rl doctor --run`."""
+        ranks: list[str] = []
+        for folder in self._folders:
+            with suppress(UserError, OSError):
+                ranks += overview(folder)[0]
         with self._lock:
-            self._refresh()
-            return {**self._content, "number": self._number, "ranks": _ranks(self._folders)}
+            stamps, start = self._stamps(), time.monotonic()
+            if stamps != self._seen and start >= self._next:
+                try:
+                    self._content = content_of(read_runs(self._folders))
+                    self._number += 1
+                except UserError as error:
+                    logger.warning("%s; the page keeps what was read before", error)
+                self._seen = stamps
+                self._next = time.monotonic() + REST * (time.monotonic() - start)
+            return {**self._content, "number": self._number, "ranks": ranks}
 
     def changes(self, number: int) -> JsonFields:
-        """Return the content if it is newer than that of a number, else only `number` and `ranks`."""
+        """Return the content if it is newer than content `number`, else only `number` and `ranks`."""
         content = self.content()
         return content if content["number"] != number else {key: content[key] for key in ("number", "ranks")}
 
-    def _refresh(self) -> None:
-        state = _state(self._folders)
-        start = time.monotonic()
-        if state == self._seen or start < self._next:
-            return
-        try:
-            self._content = content_of(read_runs(self._folders))
-            self._number += 1
-        except UserError as error:
-            logger.warning("%s; the page keeps what was read before", error)
-        self._seen = state
-        self._next = time.monotonic() + REST * (time.monotonic() - start)
+    def _stamps(self) -> list[tuple[int, int]]:
+        """Return values that change whenever a run has written something that a report shows."""
+        stamps = []
+        for path in (folder / name for folder in self._folders for name in (METRICS, CONFIG, "rollouts", "records")):
+            try:
+                status = path.stat()
+                stamps.append((status.st_mtime_ns, status.st_size))
+            except OSError:
+                stamps.append((0, 0))
+        return stamps
 
 
 class ViewServer(ThreadingHTTPServer):
@@ -103,10 +114,6 @@ class ViewServer(ThreadingHTTPServer):
         """Return the name of the cookie: browsers share cookies between the ports of a host."""
         return f"mega_rl_view_{self.server_port}"
 
-    def page(self) -> str:
-        """Return the page with the newest content."""
-        return render(self.runs.content(), refresh_s=self.refresh_s)
-
 
 class _PageHandler(BaseHTTPRequestHandler):
     """Requests of a browser: the page and its data, for those who have the token."""
@@ -120,23 +127,25 @@ class _PageHandler(BaseHTTPRequestHandler):
         try:
             url = urlsplit(self.path)
         except ValueError:
-            return self._say(400, "this is no address")
+            return self._answer(400, "the address of the request is malformed\n")
         query = parse_qs(url.query)
-        given = query.get("token", [""])[-1]
-        if _name_of(self.headers.get("Host", "")) not in NAMES:
-            self._say(403, "this server answers to 127.0.0.1 and localhost alone")
-        elif url.path == "/" and given and self._fits(given):
-            self._send_away()
+        host = self.headers.get("Host", "")
+        if (host.rpartition(":")[0] if ":" in host else host) not in NAMES:  # a tunnel may have another port
+            self._answer(403, "this server answers only to 127.0.0.1 and localhost\n")
+        elif url.path == "/" and self._fits(query.get("token", [""])[-1]):
+            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self._answer(303, "", Location="/", **{"Set-Cookie": cookie})
         elif not self._fits(self._cookie()):
-            self._say(403, "open the address that mega-rl view has printed: it carries the token")
+            self._answer(403, "open the address that mega-rl view has printed: it carries the token\n")
         elif url.path == "/":
-            self._answer(200, "text/html; charset=utf-8", self.server.page())
+            page = render(self.server.runs.content(), refresh_s=self.server.refresh_s)
+            self._answer(200, page, kind="text/html; charset=utf-8")
         elif url.path == "/data":
             number = query.get("number", ["0"])[-1]
             changes = self.server.runs.changes(int(number) if number.isdecimal() and len(number) < 10 else 0)
-            self._answer(200, "application/json", json.dumps(changes, allow_nan=False))
+            self._answer(200, json.dumps(changes, allow_nan=False), kind="application/json")
         else:
-            self._say(404, "there is only /")
+            self._answer(404, "there is only /\n")
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep requests, whose addresses carry the token, out of the terminal."""
@@ -151,55 +160,11 @@ class _PageHandler(BaseHTTPRequestHandler):
             return ""
         return morsel.value if morsel else ""
 
-    def _send_away(self) -> None:
-        """Give the token as a cookie and lead to the address without it."""
-        self.send_response(303)
-        self.send_header("Location", "/")
-        cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-        self.send_header("Set-Cookie", cookie)
-        self._end(b"")
-
-    def _say(self, status: int, text: str) -> None:
-        self._answer(status, "text/plain; charset=utf-8", text + "\n")
-
-    def _answer(self, status: int, kind: str, text: str) -> None:
+    def _answer(self, status: int, text: str, *, kind: str = "text/plain; charset=utf-8", **headers: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self._end(text.encode())
-
-    def _end(self, body: bytes) -> None:
-        for name, value in _HEADERS.items():
+        body = text.encode()
+        sent = {"Content-Type": kind, **headers, **_HEADERS, "Content-Length": str(len(body))}
+        for name, value in sent.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-
-def _name_of(host: str) -> str:
-    """Return the name of a Host header, without the port: a tunnel may have another one."""
-    return host.rpartition(":")[0] if ":" in host else host
-
-
-def _state(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return what changes whenever a run has written something that a report shows."""
-    names = (METRICS, CONFIG, "rollouts", "records")
-    return [_stamp(folder / name) for folder in folders for name in names]
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except OSError:
-        return (0, 0)
-    return (status.st_mtime_ns, status.st_size)
-
-
-def _ranks(folders: Sequence[Path]) -> list[str]:
-    """Return the table of ranks of each run that has records of them."""
-    lines: list[str] = []
-    for folder in folders:
-        try:
-            lines += overview(folder)[0]
-        except (UserError, OSError):
-            continue
-    return lines

@@ -66,7 +66,6 @@ READ_THE_ENVIRONMENT = [
     "hub/node.py",
     "launcher/launch.py",
     "launcher/peers.py",
-    "metrics/tracker_clients.py",
     "metrics/trackers.py",
     "parallel/groups.py",
     "preflight/launcher.py",

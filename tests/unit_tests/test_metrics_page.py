@@ -12,8 +12,7 @@ import pytest
 
 from mega_rl.algorithms.distribution import QUANTILES as TOKEN_QUANTILES
 from mega_rl.algorithms.mismatch import LogprobMismatch
-from mega_rl.metrics.steps import TOKEN_PHASES
-from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.metrics.steps import TOKEN_PHASES, PhaseTimer
 from mega_rl.rollout.sglang.weights.sync import PHASES
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.step_metrics.responses import QUANTILES as RESPONSE_QUANTILES

@@ -23,7 +23,6 @@ PROGRAMS = (
     "mega_rl.launcher.leash",
     "mega_rl.launcher.store",
     "mega_rl.launcher.warden",
-    "mega_rl.metrics.tracker_process",
     "mega_rl.rollout.sglang.server.launcher",
     "mega_rl.verify.rank",
     "mega_rl.workers.reward_pool.program",

@@ -9,7 +9,7 @@ import typer
 
 from mega_rl import progress
 from mega_rl.errors import UserError
-from mega_rl.report.document import page_of
+from mega_rl.report.content import page_of
 from mega_rl.report.runs import read_runs
 from mega_rl.storage import disk
 

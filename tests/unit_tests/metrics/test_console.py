@@ -33,19 +33,19 @@ ALL = (
 )
 
 
-def test_line_holds_the_important_numbers_and_times_training_apart_from_the_rest() -> None:
+def test_line_holds_the_important_numbers() -> None:
     assert step_line(12, METRICS) == ALL
     assert step_line(0, {"val/reward_mean": 0.5}) == "step 0 | val 0.5000"
     assert step_line(0, {"val/math/reward_mean": 0.1, "val/b/reward_mean": 0.2}) == "step 0 | val 0.1000"
     assert step_line(0, {"val/math/reward_mean": 0.1, "val/reward_mean": 0.2}) == "step 0 | val 0.2000"
 
 
-def test_a_run_without_reference_shows_no_kl() -> None:
+def test_run_without_reference_shows_no_kl() -> None:
     assert "kl" not in step_line(12, {name: value for name, value in METRICS.items() if name != "kl/ref"})
 
 
 @pytest.mark.parametrize("width", [30, 60, 71, 91, 120])
-def test_a_narrow_line_keeps_the_columns_that_matter_most(width: int) -> None:
+def test_narrow_line_keeps_the_important_columns(width: int) -> None:
     line = step_line(12, METRICS, width=width)
     assert len(line) <= width
     assert line.startswith("step 12 | reward 0.5312")
@@ -53,7 +53,7 @@ def test_a_narrow_line_keeps_the_columns_that_matter_most(width: int) -> None:
     assert all(column in columns for column in line.split(" | ")), "in the order of the whole line"
 
 
-def test_a_terminal_gets_lines_that_do_not_wrap_and_a_file_gets_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_terminal_lines_are_narrowed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mega_rl")
     for terminal in (True, False):
         ConsoleSink(console=Console(file=io.StringIO(), force_terminal=terminal, width=80)).log(12, METRICS)
@@ -62,7 +62,7 @@ def test_a_terminal_gets_lines_that_do_not_wrap_and_a_file_gets_all(caplog: pyte
     assert whole == ALL
 
 
-def test_named_parts_get_columns_and_the_first_samples_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_get_columns_and_samples_are_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mega_rl")
     row = {
         "step": 1, "prompt_index": 4, "sample_index": 0, "rendered_prompt": "p" * 900 + "END", "response": "5\n\x1b[2J",

@@ -20,7 +20,7 @@ TOLERANCE = 0.002
 @pytest.mark.parametrize(
     "family", ["qwen3", "llama", "gemma3_text", "mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"]
 )
-def test_a_forward_and_a_backward_are_what_torch_counts(family: str, tmp_path: Path) -> None:
+def test_operations_equal_the_count_of_torch(family: str, tmp_path: Path) -> None:
     """Whole attention, as eager kernels compute it; MLA, shared and routed experts, tied output layers."""
     path = write_tiny_checkpoint(tmp_path, family=family, tied=family in ("qwen3", "gemma3_text"))
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", experts_implementation="eager")
@@ -35,25 +35,25 @@ def test_a_forward_and_a_backward_are_what_torch_counts(family: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, 1), (7, 7), (7, 3), (3, 7), (64, 8)])
-def test_pairs_are_those_of_a_causal_mask(length: int, window: int) -> None:
+def test_pairs_equal_a_causal_mask(length: int, window: int) -> None:
     mask = torch.ones(length, length).tril() * torch.ones(length, length).triu(1 - window)
     assert _pairs(length, window) == float(mask.sum())
 
 
-def test_packed_sequences_count_apart_and_an_update_counts_three_forwards(tmp_path: Path) -> None:
+def test_packed_sequences_count_separately(tmp_path: Path) -> None:
     work = ModelWork(read_hf_config(write_tiny_checkpoint(tmp_path, family="qwen3")), head="lm")
     assert work.forward([10, 20]) == work.forward([10]) + work.forward([20]) < work.forward([30])
     assert work.forward([30]) < work.forward([30], causal=False)
     assert work.update([10, 20]) == 3 * work.forward([10, 20])
 
 
-def test_a_value_head_has_no_vocabulary(tmp_path: Path) -> None:
+def test_value_head_has_no_vocabulary(tmp_path: Path) -> None:
     hf = read_hf_config(write_tiny_checkpoint(tmp_path, family="llama"))
     policy, critic = (ModelWork(hf, head=head).forward([1]) for head in ("lm", "value"))
     assert policy - critic == 2 * hf.hidden_size * (hf.vocab_size - 1)
 
 
-def test_devices_by_the_name_that_torch_gives() -> None:
+def test_devices_are_known_by_torch_names() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from mega_rl.cli.app import app, main
 from mega_rl.errors import UserError
-from mega_rl.metrics.plot import plot_runs, series, smoothed
+from mega_rl.metrics.plot import plot_runs, smoothed
+from mega_rl.metrics.records import read_series
 from mega_rl.metrics.sinks import JsonlSink
 
 
@@ -25,12 +26,13 @@ def write_run(path: Path, *, steps: int) -> None:
 
 def test_series_are_by_metric_in_step_order(tmp_path: Path) -> None:
     write_run(tmp_path / "metrics.jsonl", steps=3)
-    points = series(tmp_path / "metrics.jsonl")
-    assert points["val/reward_mean"] == [(0, 0.1), (3, 0.9)]
-    assert points["reward/mean"] == [(1, 1 / 3), (2, 2 / 3), (3, 1.0)]
+    series = read_series(tmp_path / "metrics.jsonl")
+    assert list(series["val/reward_mean"].steps) == [0, 3]
+    assert list(series["reward/mean"].values) == [1 / 3, 2 / 3, 1.0]
+    assert list(series["reward/mean"].until(2).steps) == [1, 2]
 
 
-def test_plot_is_a_png_also_with_values_that_are_no_numbers(tmp_path: Path) -> None:
+def test_plot_draws_values_that_are_not_finite(tmp_path: Path) -> None:
     write_run(tmp_path / "metrics.jsonl", steps=4)
     picture = tmp_path / "plots" / "run.png"
     plot_runs({"": tmp_path / "metrics.jsonl"}, picture)
@@ -49,13 +51,13 @@ def test_named_sets_are_drawn_together(tmp_path: Path) -> None:
         assert f"<!-- {text} -->" in texts
 
 
-def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
+def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     JsonlSink(tmp_path / "metrics.jsonl", resume_step=1).log(1, {"sync/bytes": 1.0})
     with pytest.raises(UserError, match="no metric to draw"):
         plot_runs({"": tmp_path / "metrics.jsonl"}, tmp_path / "run.png")
 
 
-def test_the_command_draws_runs_together_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_draws_runs_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write_run(tmp_path / name / "metrics.jsonl", steps=3)
@@ -78,7 +80,7 @@ def test_the_command_draws_runs_together_and_says_where(tmp_path: Path, capsys: 
         (["torn"], "torn/metrics.jsonl: cannot be read: torn/metrics.jsonl line 1: "),
     ],
 )
-def test_a_plot_that_cannot_be_drawn_says_why(
+def test_failed_plot_says_why(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -94,14 +96,14 @@ def test_a_plot_that_cannot_be_drawn_says_why(
     assert f"error: {message}" in capsys.readouterr().err
 
 
-def test_a_smooth_curve_does_not_begin_at_zero() -> None:
+def test_smooth_curve_does_not_begin_at_zero() -> None:
     """Each value is the mean of those so far with weights 0.5 ** age; what is no number has no part in it."""
     assert smoothed([4.0, 2.0, math.nan, 0.0], 0.5) == pytest.approx([4.0, 8.0 / 3.0, 8.0 / 3.0, 8.0 / 7.0])
     assert smoothed([1.0, 5.0], 0.0) == [1.0, 5.0]
     assert math.isnan(smoothed([math.inf, 1.0], 0.5)[0])
 
 
-def test_smoothing_draws_another_picture_with_the_raw_curve(tmp_path: Path) -> None:
+def test_raw_curve_stays_behind_smooth_one(tmp_path: Path) -> None:
     lines = [{"step": step, "reward/mean": (-1.0) ** step} for step in range(1, 30)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, smooth in (("raw", 0.0), ("smooth", 0.9)):

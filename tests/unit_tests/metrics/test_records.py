@@ -11,7 +11,7 @@ import pytest
 from mega_rl.metrics.records import decode_step, encode_step, read_metrics
 
 
-def test_numbers_come_back_and_the_line_is_strict_json() -> None:
+def test_numbers_come_back_from_strict_json() -> None:
     metrics = {"reward/mean": 0.1, "a/nan": math.nan, "a/inf": math.inf, "a/minus_inf": -math.inf, "a/count": 3}
     line = encode_step(7, metrics)
     assert "\n" not in line
@@ -45,7 +45,7 @@ def test_other_lines_are_refused(line: str) -> None:
         decode_step(line)
 
 
-def test_reading_leaves_out_a_torn_end_and_names_a_bad_line(tmp_path: Path) -> None:
+def test_torn_end_is_left_out_when_reading(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     whole = "".join(encode_step(step, {"a/b": step}) + "\n" for step in (1, 2))
     path.write_text(whole + encode_step(3, {"a/b": 3})[:-4])

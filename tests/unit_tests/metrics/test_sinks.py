@@ -1,11 +1,11 @@
-"""Sinks: what they write, how a resumed run goes on, and that their failures stay theirs."""
+"""Sinks: their files, resumed runs, and failures that stay in the sink."""
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,7 +18,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mega_rl.config.schema import MetricsConfig
-from mega_rl.metrics import sinks
 from mega_rl.metrics.records import read_metrics
 from mega_rl.metrics.sinks import JsonlSink, MultiSink, NullSink, RolloutDump, TensorBoardSink, make_sink
 from mega_rl.types import Metrics
@@ -49,7 +48,7 @@ def test_every_step_is_on_disk_at_once(tmp_path: Path) -> None:
         assert records[-1].metrics["reward/mean"] == 0.5 * step
 
 
-def test_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
+def test_resumed_run_replaces_repeated_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = JsonlSink(path, resume_step=1)
     for step in range(6):
@@ -65,7 +64,7 @@ def test_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume_step", [0, 1])
-def test_new_run_in_an_old_folder_starts_empty(tmp_path: Path, resume_step: int) -> None:
+def test_new_run_in_old_folder_starts_empty(tmp_path: Path, resume_step: int) -> None:
     for _ in range(2):
         sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=resume_step)
         sink.log(0, {"val/reward_mean": 0.0})
@@ -73,35 +72,30 @@ def test_new_run_in_an_old_folder_starts_empty(tmp_path: Path, resume_step: int)
     assert steps_of(tmp_path / "metrics.jsonl") == [0, 1]
 
 
-def test_full_disk_loses_lines_but_not_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_full_disk_loses_only_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path, resume_step=1)
     sink.log(1, {"reward/mean": 1.0})
-    write_at = sinks._write_at
-
-    def half_written(path: Path, offset: int, line: bytes) -> None:
-        write_at(path, offset, line[: len(line) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(sinks, "_write_at", half_written)
-    sink.log(2, {"reward/mean": 2.0})
-    sink.log(3, {f"reward/mean_{i}": 3.0 for i in range(20)})  # half of it is longer than the next whole line
-    assert steps_of(path) == [1], "a torn end does not hide what came before it"
-    monkeypatch.setattr(sinks, "_write_at", write_at)
+    largest = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, largest[1]))  # half a line has room
+    try:
+        sink.log(2, {"reward/mean": 2.0})
+        sink.log(3, {f"reward/mean_{i}": 3.0 for i in range(20)})
+        assert steps_of(path) == [1], "a torn end does not hide what came before it"
+        assert not path.read_text().endswith("}\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, largest)
     sink.log(4, {"reward/mean": 4.0})
     assert steps_of(path) == [1, 4]
-    assert path.read_text().endswith("}\n"), "nothing is left of the lines that were lost"
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2, "said once when it begins and once when it ends"
-    assert "metrics of step 2 lost" in messages[0]
-    assert "No space left" in messages[0]
-    assert "from step 4 on" in messages[1]
+    assert path.read_text().endswith("}\n"), "nothing is left of the lost lines"
+    begin, end = caplog.messages
+    assert "metrics of step 2 lost" in begin
+    assert "File too large" in begin
+    assert "from step 4 on" in end
 
 
-def test_a_deleted_file_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run whose folder was deleted goes on, and loses no step from then on."""
+def test_deleted_file_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run whose folder was deleted continues, and loses no later step."""
     path = tmp_path / "run" / "metrics.jsonl"
     sink = JsonlSink(path, resume_step=1)
     sink.log(1, {"reward/mean": 1.0})
@@ -117,7 +111,13 @@ def test_a_deleted_file_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFix
 # -- TensorBoard ------------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_holds_the_scalars_and_a_resumed_run_hides_the_old_ones(tmp_path: Path) -> None:
+def events_of(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def test_tensorboard_hides_repeated_steps(tmp_path: Path) -> None:
     first = TensorBoardSink(tmp_path, resume_step=1)
     for step in (1, 2, 3):
         first.log(step, {"reward/mean": float(step)})
@@ -125,8 +125,7 @@ def test_tensorboard_holds_the_scalars_and_a_resumed_run_hides_the_old_ones(tmp_
     resumed = TensorBoardSink(tmp_path, resume_step=3)
     resumed.log(3, {"reward/mean": 30.0})
     resumed.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = events_of(tmp_path)
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
@@ -136,8 +135,7 @@ def test_tensorboard_holds_config_and_rollouts_as_texts(tmp_path: Path) -> None:
     sink.dump_rollouts(2, [{"prompt": "5=", "reward": 0.0}], validation=True)
     sink.log(2, {"reward/mean": 1.0})
     sink.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
+    events = events_of(tmp_path)
     names = ("config", "rollouts", "val_rollouts")
     texts = [events.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0] for name in names]
     assert texts == [
@@ -147,7 +145,7 @@ def test_tensorboard_holds_config_and_rollouts_as_texts(tmp_path: Path) -> None:
     ]
 
 
-def test_a_deleted_folder_of_events_begins_anew(
+def test_deleted_folder_of_events_begins_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     died: list[object] = []
@@ -162,12 +160,10 @@ def test_a_deleted_folder_of_events_begins_anew(
         f"{tmp_path / 'tb'} is gone with the events before step 2: new ones begin"
     ]
     assert not died
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("reward/mean")] == [2, 3]
+    assert [event.step for event in events_of(tmp_path / "tb").Scalars("reward/mean")] == [2, 3]
 
 
-def test_a_full_disk_costs_tensorboard_one_line(
+def test_full_disk_costs_tensorboard_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     died: list[object] = []
@@ -200,7 +196,7 @@ def test_rollouts_are_one_line_each(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rollouts" / "val_000010.jsonl").read_text(encoding="utf-8")) == row
 
 
-def test_resumed_run_drops_the_dumps_it_will_repeat_and_nothing_else(tmp_path: Path) -> None:
+def test_resumed_run_drops_only_repeated_dumps(tmp_path: Path) -> None:
     repeated = ["step_000020.jsonl", "step_000030.jsonl", "val_000020.jsonl"]
     kept = ["notes.txt", "step_000010.jsonl", "step_best.jsonl", "val_000019.jsonl"]
     for name in (*repeated, *kept):
@@ -233,7 +229,7 @@ class Recorder(NullSink):
 
 
 @pytest.mark.parametrize("method", ["log", "dump_rollouts", "close"])
-def test_a_sink_that_fails_is_reported_once_and_the_others_go_on(method: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_sink_is_reported_once(method: str, caplog: pytest.LogCaptureFixture) -> None:
     broken, healthy = Recorder(OSError("disk gone")), Recorder()
     multi = MultiSink([broken, healthy])
     arguments = {"log": (1, {}), "dump_rollouts": (1, []), "close": ()}[method]
@@ -247,7 +243,7 @@ def test_a_sink_that_fails_is_reported_once_and_the_others_go_on(method: str, ca
     ]
 
 
-def test_sinks_know_the_dumps_of_validations() -> None:
+def test_sinks_know_dumps_of_validations() -> None:
     one, two = Recorder(), Recorder()
     multi = MultiSink([one, two])
     multi.dump_rollouts(1, [])
@@ -255,12 +251,12 @@ def test_sinks_know_the_dumps_of_validations() -> None:
     assert one.calls == two.calls == [("dump", 1), ("val dump", 1)]
 
 
-def test_a_bug_in_a_sink_is_not_hidden() -> None:
+def test_bug_in_a_sink_is_not_hidden() -> None:
     with pytest.raises(KeyError):
         MultiSink([Recorder(KeyError("typo"))]).log(1, {})
 
 
-def test_writer_gets_everything_the_config_asks_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_writer_gets_all_sinks_of_the_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     sink = make_sink(MetricsConfig(), tmp_path, is_writer=True, resume_step=1)
     sink.log(1, {"reward/mean": 0.25})
@@ -276,7 +272,7 @@ def test_writer_gets_everything_the_config_asks_for(tmp_path: Path, caplog: pyte
 
 
 @pytest.mark.parametrize("off", [{"rollout_interval": 0}, {"rollout_samples": 0}])
-def test_what_is_off_is_not_written(tmp_path: Path, off: dict[str, int]) -> None:
+def test_sinks_that_are_off_write_nothing(tmp_path: Path, off: dict[str, int]) -> None:
     sink = make_sink(MetricsConfig(tensorboard=False, **off), tmp_path, is_writer=True, resume_step=1)  # type: ignore[arg-type]
     sink.log(1, {"reward/mean": 0.25})
     sink.dump_rollouts(1, [ROW])
@@ -294,7 +290,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert not caplog.records
 
 
-def test_without_the_tensorboard_package_the_run_goes_on(
+def test_run_continues_without_tensorboard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -305,9 +301,9 @@ def test_without_the_tensorboard_package_the_run_goes_on(
     assert any("tensorboard package is not installed" in record.getMessage() for record in caplog.records)
 
 
-def test_importing_the_package_pulls_in_nothing_heavy() -> None:
+def test_import_is_light() -> None:
     code = (
-        "import sys, mega_rl.metrics.sinks, mega_rl.metrics.timers, mega_rl.metrics.plot\n"
+        "import sys, mega_rl.metrics.sinks, mega_rl.metrics.steps, mega_rl.metrics.plot\n"
         "heavy = {'megatron', 'transformers', 'tensorboard', 'matplotlib'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -1,4 +1,4 @@
-"""What a step's meter reports, and the traces it writes."""
+"""A step's timer and meter, with a clock that the test moves, and the traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from mega_rl.metrics.steps import StepMeter, StepTraces, WorkMeter
-from mega_rl.metrics.timers import PhaseTimer
+from mega_rl.metrics.steps import PhaseTimer, StepMeter, StepTraces, WorkMeter
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import TokenOutputs
 from mega_rl.workers.metered import MeteredLearner, MeteredRollouts
@@ -19,42 +19,117 @@ from mega_rl.workers.models import AbsentWorker
 
 
 class Clock:
-    """A clock that the test sets."""
+    """A clock that the test moves."""
 
-    now = 0.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
 
 
+def spend(timer: PhaseTimer | StepMeter, clock: Clock, **seconds: float) -> None:
+    for name, length in seconds.items():
+        with timer.phase(name):
+            clock.now += length
+
+
 def meter_of(clock: Clock, *, peak: float | None = 10e12, traces: StepTraces | None = None) -> StepMeter:
     peaks: list[Mapping[str, int]] = [{"allocated": 7}, {"allocated": 5}]
-    return StepMeter(PhaseTimer(clock=clock), WorkMeter(), SingleRank(), peak, lambda: peaks.pop(0), traces)
+    meter = StepMeter(PhaseTimer(clock=clock), WorkMeter(), SingleRank(), peak, lambda: peaks.pop(0), traces)
+    if traces is None:
+        meter.reset()
+    return meter
 
 
-def run_step(meter: StepMeter, clock: Clock) -> dict[str, float]:
-    meter.reset()
-    for phase, seconds in {"generate": 5.0, "values": 1.0, "update_actor": 3.0}.items():
+def test_phases_add_up_to_the_step() -> None:
+    """A step begins when the last one was read; a phase without work is not reported."""
+    clock = Clock()
+    timer = PhaseTimer(clock=clock, idle=["values"])
+    spend(timer, clock, generate=3.0, update_actor=1.0, values=0.5)
+    spend(timer, clock, update_actor=4.0)
+    clock.now += 1.5
+    assert timer.metrics() == {
+        "time/generate_s": 3.0, "time/update_actor_s": 5.0, "time/step_s": 10.0, "time/coverage": pytest.approx(0.8),
+    }  # fmt: skip
+    spend(timer, clock, log=2.0)
+    assert timer.metrics() == {"time/log_s": 2.0, "time/step_s": 2.0, "time/coverage": 1.0}
+    clock.now += 7.0
+    timer.reset()
+    clock.now += 1.0
+    assert timer.metrics() == {"time/step_s": 1.0, "time/coverage": 0.0}
+    assert timer.metrics() == {"time/step_s": 0.0, "time/coverage": 1.0}
+
+
+def test_nested_phases_are_refused() -> None:
+    timer = PhaseTimer()
+    outer, inner = timer.phase("generate"), timer.phase("reward")
+    with pytest.raises(RuntimeError, match="'reward' starts inside phase 'generate'"), outer, inner:
+        pass
+    with timer.phase("reward"):
+        pass
+    assert {"time/generate_s", "time/reward_s"} <= timer.metrics().keys()
+
+
+def test_device_is_waited_for_at_both_ends() -> None:
+    clock = Clock()
+    calls: list[float] = []
+
+    def synchronize() -> None:
+        calls.append(clock.now)
+        clock.now += 10.0  # the queue drains while waiting
+
+    timer = PhaseTimer(synchronize=synchronize, clock=clock)
+    spend(timer, clock, update_actor=1.0)
+    assert calls == [100.0, 111.0]
+    assert timer.metrics()["time/update_actor_s"] == 11.0, "its own queue counts, the earlier queue does not"
+
+
+def test_failed_phase_is_closed() -> None:
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+
+    def fail() -> None:
+        clock.now += 2.0
+        raise KeyError("user")
+
+    with pytest.raises(KeyError), timer.phase("reward"):
+        fail()
+    assert timer.metrics()["time/reward_s"] == 2.0
+
+
+@pytest.mark.parametrize(("peak", "mfu"), [(10e12, 0.2), (None, None)])
+def test_rate_counts_only_phases_of_models(peak: float | None, mfu: float | None) -> None:
+    """8 TFLOP in 4 s, on a device that does 10 in a second; memory is only this step's peak."""
+    clock = Clock()
+    meter = meter_of(clock, peak=peak)
+    spend(meter, clock, generate=5.0, values=1.0, update_actor=3.0)
+    meter.work.total += 8e12
+    record = meter.metrics()
+    assert (record["perf/model_tflops"], record.get("perf/mfu")) == (2.0, mfu)
+    assert (record["memory/peak_allocated_bytes"], record["time/step_s"]) == (5, 9.0)
+
+
+def test_step_without_models_has_no_rate() -> None:
+    clock = Clock()
+    meter = meter_of(clock)
+    spend(meter, clock, generate=6.0, reward=2.0)
+    record = meter.metrics()
+    assert not {"perf/model_tflops", "perf/mfu"} & record.keys()
+    assert record["time/reward_fraction"] == 0.25
+
+
+def test_tokens_are_divided_by_their_phase() -> None:
+    """300 tokens in 2 s; phases without tokens or without a rate are not reported."""
+    clock = Clock()
+    meter = meter_of(clock)
+    for phase, seconds in (("values", 2.0), ("log", 1.0), ("ref_logprobs", 1.0)):
         with meter.phase(phase):
             clock.now += seconds
-    meter.work.total += 8e12
-    return dict(meter.metrics())
-
-
-def test_the_rate_is_of_the_phases_in_which_models_compute() -> None:
-    """8 TFLOP in 4 s, of a device that does 10 in a second; memory is this step's peak alone."""
-    clock = Clock()
-    record = run_step(meter_of(clock), clock)
-    assert (record["perf/model_tflops"], record["perf/mfu"]) == (2.0, 0.2)
-    assert record["memory/peak_allocated_bytes"] == 5
-    assert record["time/step_s"] == 9.0
-
-
-def test_no_share_of_a_peak_that_is_not_known() -> None:
-    clock = Clock()
-    record = run_step(meter_of(clock, peak=None), clock)
-    assert "perf/mfu" not in record
-    assert record["perf/model_tflops"] == 2.0
+            if phase != "ref_logprobs":
+                meter.work.count(100.0)
+                meter.work.count(200.0)
+    rates = {name: value for name, value in meter.metrics().items() if name.endswith("tokens_per_s")}
+    assert rates == {"perf/values_tokens_per_s": 150.0}
 
 
 def test_chosen_steps_are_traced(tmp_path: Path) -> None:
@@ -89,36 +164,6 @@ class Work:
         return 3.0 * sum(lengths)
 
 
-class Batch:
-    lengths = torch.tensor([4, 6])
-
-
-def test_a_rank_counts_its_share_of_what_its_replica_computes() -> None:
-    meter = WorkMeter()
-    learner = MeteredLearner(Learning(), Work(), meter, replica_size=2)  # type: ignore[arg-type]
-    assert isinstance(learner.evaluate(Batch()), TokenOutputs)  # type: ignore[arg-type]
-    assert meter.take() == 5.0
-    learner.update(Batch(), step=0)  # type: ignore[arg-type]
-    assert meter.take() == 0.0, "a step that trains nothing"
-    learner.update(Batch(), step=1)  # type: ignore[arg-type]
-    assert (meter.take(), meter.take()) == (15.0, 0.0)
-
-
-def test_tokens_of_a_phase_are_reported_by_its_time() -> None:
-    """300 tokens in 2 s; those of a phase whose rate says nothing are not reported, nor a phase without tokens."""
-    clock = Clock()
-    meter = meter_of(clock)
-    meter.reset()
-    for phase, seconds in (("values", 2.0), ("log", 1.0), ("ref_logprobs", 1.0)):
-        with meter.phase(phase):
-            clock.now += seconds
-            if phase != "ref_logprobs":
-                meter.work.count(100.0)
-                meter.work.count(200.0)
-    rates = {name: value for name, value in meter.metrics().items() if name.endswith("tokens_per_s")}
-    assert rates == {"perf/values_tokens_per_s": 150.0}
-
-
 class Sampler:
     """A source of two responses of 3 and 1 tokens; the second has a token of a tool."""
 
@@ -126,26 +171,17 @@ class Sampler:
         return SimpleNamespace(loss_mask=torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]], dtype=torch.bool))
 
 
-def test_a_rank_counts_its_share_of_sampled_tokens() -> None:
-    meter = WorkMeter()
+def test_rank_counts_its_share_of_the_replica() -> None:
+    meter, batch = WorkMeter(), SimpleNamespace(lengths=torch.tensor([4, 6]))
+    learner = MeteredLearner(Learning(), Work(), meter, replica_size=2)  # type: ignore[arg-type]
+    assert isinstance(learner.evaluate(batch), TokenOutputs)  # type: ignore[arg-type]
+    assert meter.take() == 5.0
+    learner.update(batch, step=0)  # type: ignore[arg-type]
+    assert meter.take() == 0.0, "this step trains nothing"
+    learner.update(batch, step=1)  # type: ignore[arg-type]
+    assert (meter.take(), meter.take()) == (15.0, 0.0)
+    meter.take_tokens()
     meter.phase = "generate"
     MeteredRollouts(Sampler(), meter, replica_size=2).generate([], step=0)  # type: ignore[arg-type]
     assert meter.take_tokens() == [2.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert not any(meter.take_tokens())
-
-
-def test_nothing_is_reported_of_a_step_without_models() -> None:
-    clock = Clock()
-    meter = meter_of(clock)
-    meter.reset()
-    assert not {"perf/model_tflops", "perf/mfu"} & meter.metrics().keys()
-
-
-def test_scoring_is_a_share_of_the_step() -> None:
-    clock = Clock()
-    meter = meter_of(clock)
-    meter.reset()
-    for phase, seconds in {"generate": 6.0, "reward": 2.0}.items():
-        with meter.phase(phase):
-            clock.now += seconds
-    assert meter.metrics()["time/reward_fraction"] == 0.25

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import io
 import json
 import logging
 import math
-import os
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,15 +21,13 @@ from mega_rl.config.loader import load
 from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config, MetricsConfig
 from mega_rl.errors import UserError
+from mega_rl.metrics import trackers
 from mega_rl.metrics.records import read_metrics
-from mega_rl.metrics.sinks import make_sink
-from mega_rl.metrics.tracker_clients import Started, TrackedRun
-from mega_rl.metrics.tracker_process import serve
-from mega_rl.metrics.trackers import Deadlines, TrackerSink, without_secrets
+from mega_rl.metrics.sinks import MultiSink, make_sink
+from mega_rl.metrics.trackers import TrackedRun, TrackerSink, without_secrets
 from mega_rl.preflight.host import check_packages
 from tests.helpers.selection import FULL
 
-pytestmark = pytest.mark.slow
 REAL_CLIENT = pytest.mark.skipif(not FULL, reason="make test-full: a dozen seconds for each client")
 
 ROWS = [{"prompt": "3+4=", "response": "7\nü", "reward": 1.0}, {"prompt": "1+1=", "response": "", "reward": 0.0}]
@@ -41,9 +39,9 @@ def metrics_of(step: int) -> dict[str, float]:
 
 
 def record_run(run_dir: Path, trackers: list[str], steps: Sequence[int], *, failed: bool = False) -> None:
-    """Log steps as a run does that begins, or goes on, with the first of them."""
+    """Log steps as a run does that begins, or resumes, with the first of them."""
     sink = make_sink(
-        MetricsConfig(tensorboard=False, trackers=trackers, project="sums"),
+        MetricsConfig(tensorboard=False, print_samples=0, trackers=trackers, project="sums"),
         run_dir,
         is_writer=True,
         resume_step=max(steps[0], 1),
@@ -98,8 +96,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @REAL_CLIENT
-def test_wandb_offline_holds_everything_and_a_resumed_run_goes_on(run_dir: Path) -> None:
+def test_wandb_offline_holds_all_of_a_resumed_run(run_dir: Path) -> None:
     files = sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     first, resumed = (read_wandb(file) for file in files)
     tracked: dict[int, dict[str, float]] = {}
@@ -128,8 +127,9 @@ def test_wandb_offline_holds_everything_and_a_resumed_run_goes_on(run_dir: Path)
     assert outcomes == [("stopped", [0]), ("failed", [1])]
 
 
+@pytest.mark.slow
 @REAL_CLIENT
-def test_mlflow_files_hold_everything_and_a_resumed_run_goes_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_files_hold_all_of_a_resumed_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
@@ -153,11 +153,12 @@ def test_mlflow_files_hold_everything_and_a_resumed_run_goes_on(run_dir: Path, m
     assert json.loads(row) == ROWS[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("swanlab") is None,
     reason="swanlab is not installed: it wants an older protobuf than constraints.txt has; make test-swanlab",
 )
-def test_swanlab_offline_holds_everything_and_a_resumed_run_goes_on(
+def test_swanlab_offline_holds_all_of_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SWANLAB_MODE", "offline")
@@ -195,133 +196,110 @@ def test_swanlab_offline_holds_everything_and_a_resumed_run_goes_on(
 
 # -- clients that fail or hang ----------------------------------------------------------------------------------------
 
-FAKE = """
-import time
-class Run:
-    id, url, dir, summary = "r1", "http://tracker/r1", ".", dict()
-    def log(self, values, step): print("logged", step, flush=True)
-    def finish(self, exit_code): print(self.summary, exit_code, flush=True); {finish}
-Settings = dict
-def init(**settings):
-    {init}
-    return Run()
-"""
+
+class Wandb(SimpleNamespace):
+    """A stand-in for the package: one run, which keeps its calls; `started` and `finished` are called by it."""
+
+    Settings, id, url, dir = dict, "r1", "http://tracker/r1", "."
+
+    def __init__(self, started: Callable[[], object] = dict, finished: Callable[[], object] = dict) -> None:
+        super().__init__(started=started, finished=finished, calls=[], summary={})
+
+    def init(self, **settings: Any) -> Wandb:
+        self.started()
+        self.calls.append((settings["id"], settings["resume"]))
+        return self
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.calls.append((step, values))
+
+    def finish(self, exit_code: int) -> None:
+        self.finished()
+        self.calls.append((self.summary["outcome"], exit_code))
 
 
 @pytest.fixture
-def fake_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that comes first where the tracker's process looks for wandb."""
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    return folder
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiSink]]:
+    """Return a function that makes the sink of a run with a stand-in for wandb; hanging calls end with the test."""
+    monkeypatch.setattr(trackers, "ANSWER_S", 0.2)
+    monkeypatch.setattr(trackers, "FINISH_S", 0.5)
+    made: list[Wandb] = []
+
+    def make(package: Wandb, *, resume_step: int = 1, total_steps: int = 9) -> MultiSink:
+        made.append(package)
+        monkeypatch.setitem(sys.modules, "wandb", package)
+        run = TrackedRun("p", "n", str(tmp_path / "run"), run_id="", config={})
+        return MultiSink([TrackerSink("wandb", run, resume_step=resume_step, total_steps=total_steps)])
+
+    hang.clear()
+    yield make
+    hang.set()
 
 
-def make_tracker(tmp_path: Path, deadlines: Deadlines, *, total_steps: int = 9) -> TrackerSink:
-    run = TrackedRun("p", "n", str(tmp_path / "run"), run_id="", trainer_pid=os.getpid(), config={})
-    return TrackerSink("wandb", run, resume_step=1, total_steps=total_steps, deadlines=deadlines)
+hang = threading.Event()
 
 
-def log_until_off(sink: TrackerSink, caplog: pytest.LogCaptureFixture) -> None:
-    deadline = time.monotonic() + 60
-    step = 0
-    while not caplog.records and time.monotonic() < deadline:
-        step += 1
-        sink.log(step, {"reward/mean": 0.0})
-        time.sleep(0.05)
+def refuse() -> None:
+    raise PermissionError("no key,\n  no run")
 
 
-def test_a_client_that_hangs_at_the_start_is_off_with_one_warning(
-    tmp_path: Path, fake_wandb: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("package", "reason"),
+    [
+        (Wandb(started=hang.wait), "wandb has not answered for 0.2 s"),
+        (Wandb(started=refuse), "wandb failed: PermissionError: no key, no run"),
+        (Wandb(finished=hang.wait), "wandb has not ended 0.5 s after the run"),
+        (Wandb(finished=refuse), "wandb failed: PermissionError: no key, no run"),
+    ],
+)
+def test_broken_client_costs_one_line(
+    use: Callable[..., MultiSink], package: Wandb, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (fake_wandb / "wandb.py").write_text(FAKE.format(init="time.sleep(600)", finish="pass"))
-    sink = make_tracker(tmp_path, Deadlines(answer_s=0.5))
-    log_until_off(sink, caplog)
-    sink.log(1000, {})
+    """Training neither waits nor fails, whether the client hangs or raises, at its start or at its end."""
+    sink = use(package)
+    if package.started is not dict:
+        for step in range(1, 1000):
+            sink.log(step, {"reward/mean": 0.0})
+            if caplog.records:
+                break
+            time.sleep(0.005)
+    else:
+        sink.log(1, {"reward/mean": 0.0})
     sink.close()
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "wandb is off for the rest of the run: has not answered for 0.5 s; training goes on. Its log is "
+    (message,) = caplog.messages
+    assert message == (
+        f"TrackerSink failed and is off for the rest of the run: RuntimeError: {reason}; to record without a network: "
+        "WANDB_MODE=offline"
     )
-    assert record.getMessage().endswith("wandb.log. To record without a network: WANDB_MODE=offline")
-    assert sink._process.wait(10) < 0, "its process is killed"
 
 
-def test_a_client_that_fails_is_off_with_its_own_words(
-    tmp_path: Path, fake_wandb: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (fake_wandb / "wandb.py").write_text(FAKE.format(init="raise PermissionError('no key,\\n  no run')", finish="pass"))
-    sink = make_tracker(tmp_path, Deadlines())
-    log_until_off(sink, caplog)
-    sink.close()
-    (record,) = caplog.records
-    assert "wandb is off for the rest of the run: PermissionError: no key, no run; training" in record.getMessage()
-
-
-def test_a_client_that_hangs_at_the_end_is_left(
-    tmp_path: Path, fake_wandb: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("resume_step", "failed", "outcome"),
+    [(1, False, ("stopped", 0)), (9, False, ("finished", 0)), (9, True, ("failed", 1))],
+)
+def test_outcome_of_a_run_is_recorded(
+    use: Callable[..., MultiSink], tmp_path: Path, caplog: pytest.LogCaptureFixture, resume_step: int, failed: bool,
+    outcome: tuple[str, int],
+) -> None:  # fmt: skip
+    """A resumed run continues the tracker's run; its id is in the run's folder."""
     caplog.set_level(logging.INFO, logger="mega_rl")
-    (fake_wandb / "wandb.py").write_text(FAKE.format(init="pass", finish="time.sleep(600)"))
-    sink = make_tracker(tmp_path, Deadlines(finish_s=0.5))
-    sink.log(1, {"reward/mean": 0.0})
-    deadline = time.monotonic() + 60
-    while not caplog.records and time.monotonic() < deadline:
-        time.sleep(0.05)
-    sink.close()
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages[0] == "wandb: http://tracker/r1"
-    assert "has not ended 0.5 s after the run" in messages[1]
-
-
-def test_a_run_that_does_its_last_step_is_finished(
-    tmp_path: Path, fake_wandb: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (fake_wandb / "wandb.py").write_text(FAKE.format(init="pass", finish="pass"))
-    sink = make_tracker(tmp_path, Deadlines(), total_steps=1)
-    sink.log(1, {"reward/mean": 0.0})
-    sink.close()
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    said = (tmp_path / "run" / "trackers" / "wandb.log").read_text()
-    assert said == "logged 1\n{'outcome': 'finished'} 0\n"
-    assert json.loads((tmp_path / "run" / "trackers" / "wandb.json").read_text())["run_id"] == "r1"
-
-
-class Recorder:
-    """A client that keeps what it is asked."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def start(self, run: TrackedRun) -> Started:
-        self.calls.append(run.run_id)
-        return Started(run_id="r1", place="here")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.calls.append((step, dict(metrics)))
-
-    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        self.calls.append((step, list(rows), name))
-
-    def finish(self, status: str) -> None:
-        self.calls.append(status)
-
-
-def test_the_process_knows_whether_the_trainer_ended_or_died() -> None:
-    run = dataclasses.asdict(TrackedRun("p", "n", ".", run_id="r0", trainer_pid=1, config={}))
-    messages = [{"do": "start", "run": run}, {"do": "log", "step": 3, "metrics": {"a": math.inf}}]
-    last = {"do": "finish", "status": "stopped"}
-    for ended, lines in ((False, messages), (True, [*messages, last])):
-        client, answers = Recorder(), io.StringIO()
-        assert serve(client, io.StringIO("".join(json.dumps(line) + "\n" for line in lines)), answers) == ended
-        assert client.calls == ["r0", (3, {"a": math.inf}), *(["stopped"] if ended else [])]
-        assert json.loads(answers.getvalue().splitlines()[0]) == {"done": 1, "run_id": "r1", "place": "here"}
+    state = tmp_path / "run" / "trackers" / "wandb.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"run_id": "r0"}')
+    package = Wandb()
+    sink = use(package, resume_step=resume_step)
+    sink.log(resume_step, {"reward/mean": math.inf})
+    sink.close(failed=failed)
+    begun = (None, None) if resume_step == 1 else ("r0", "allow")
+    assert package.calls == [begun, (resume_step, {"reward/mean": math.inf}), outcome]
+    assert json.loads(state.read_text())["run_id"] == "r1"
+    assert caplog.messages == ["wandb: http://tracker/r1"]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_client_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_client_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "swanlab" else object())
     config = load(None, ["metrics.trackers=[wandb,swanlab]"])
     assert list(check_packages(config)) == [
@@ -329,7 +307,7 @@ def test_a_missing_client_is_named_before_the_run(monkeypatch: pytest.MonkeyPatc
     ]
 
 
-def test_an_unknown_tracker_is_refused() -> None:
+def test_unknown_tracker_is_refused() -> None:
     with pytest.raises(UserError, match=r"metrics\.trackers=.*: each must be one of wandb, mlflow, swanlab"):
         load(None, ["metrics.trackers=[wandb,weights]"])
 

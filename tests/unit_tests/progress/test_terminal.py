@@ -16,8 +16,7 @@ import pytest
 from rich.console import Console
 
 from mega_rl import progress
-from mega_rl.progress import terminal
-from mega_rl.progress.phases import Phase
+from mega_rl.progress import Phase, terminal
 from mega_rl.progress.terminal import Display, clock, live_line, show_progress
 from tests.helpers.terminal import record
 
@@ -26,7 +25,7 @@ BUSY = """
 import time
 from mega_rl import progress
 from mega_rl.progress.terminal import show_progress
-from mega_rl.metrics.startup import RoleFacts, show_startup
+from mega_rl.metrics.tables import RoleFacts, show_startup
 import logging
 show_progress()
 with progress.rounds("step", 3) as steps, progress.phase("generate", total=8, unit="rows"):

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import UserError
-from mega_rl.records import folders
-from mega_rl.records.format import RECORD_FILE, RecordDescription
+from mega_rl.records.format import RECORD_FILE, RecordDescription, records
 from mega_rl.records.reader import read_record
-from mega_rl.records.writer import RecordWriter, Weights
+from mega_rl.records.writer import RecordWriter, Weights, clear_records, size_of
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
 from tests.helpers.fakes import FakeRanks
@@ -48,7 +47,7 @@ def writer(root: Path, *, limit: int = 64 * MIB) -> RecordWriter:
     return RecordWriter(root, limit, FakeRanks(), replica=0, is_first=True)
 
 
-def test_a_record_comes_back_by_prompts_and_samples(tmp_path: Path) -> None:
+def test_record_comes_back_by_prompts_and_samples(tmp_path: Path) -> None:
     assert writer(tmp_path)(replace(DESCRIPTION, step=7), columns(), rows())
     record = read_record(tmp_path / "step_000007")
     assert list(record.tensors) == ["prompt_index", "sample_index", "tokens", "loss_mask", "advantages"]
@@ -69,14 +68,14 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
     assert shown.stdout.strip() == "(4, 4) False"
 
 
-def test_a_long_run_never_exceeds_the_bound(tmp_path: Path) -> None:
+def test_long_run_keeps_to_the_bound(tmp_path: Path) -> None:
     limit = 3 * MIB
     record = writer(tmp_path, limit=limit)
     for step in range(1, 40):
         width = 10_000 + 1_000 * (step % 7)  # a step is of some 0.4 MiB
         assert record(replace(DESCRIPTION, step=step), columns(width=width), rows())
-        assert folders.size_of(tmp_path) <= limit
-    steps = [int(path.name.removeprefix("step_")) for path in folders.records(tmp_path)]
+        assert size_of(tmp_path) <= limit
+    steps = [int(path.name.removeprefix("step_")) for path in records(tmp_path)]
     assert steps == list(range(steps[0], 40))  # the newest
     assert len(steps) > 4
 
@@ -92,11 +91,11 @@ def test_weights_count_for_the_bound(tmp_path: Path) -> None:
     record = replace(writer(tmp_path, limit=limit), weights=Weights(1000, save))
     for step in range(1, 6):
         assert record(replace(DESCRIPTION, step=step), columns(), rows())
-        assert folders.size_of(tmp_path) <= limit
-    assert len(folders.records(tmp_path)) == 2
+        assert size_of(tmp_path) <= limit
+    assert len(records(tmp_path)) == 2
 
 
-def test_a_step_that_is_larger_than_the_bound_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_large_step_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = writer(tmp_path, limit=MIB)
     assert record(DESCRIPTION, columns(), rows())
     with caplog.at_level(logging.WARNING):
@@ -106,7 +105,7 @@ def test_a_step_that_is_larger_than_the_bound_is_not_recorded(tmp_path: Path, ca
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]  # the older one stays
 
 
-def test_a_write_that_fails_leaves_no_half_record(
+def test_failed_write_leaves_no_half_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(path: Path, text: str) -> None:
@@ -115,22 +114,23 @@ def test_a_write_that_fails_leaves_no_half_record(
     monkeypatch.setattr(disk, "write_text", full)
     with caplog.at_level(logging.WARNING):
         assert not writer(tmp_path)(DESCRIPTION, columns(), rows())
-    assert "No space left on device); training goes on" in caplog.text
+    assert "No space left on device); training continues" in caplog.text
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     assert writer(tmp_path)(DESCRIPTION, columns(), rows())
 
 
-def test_what_a_killed_run_left_and_later_steps_go_at_the_start(tmp_path: Path) -> None:
+def test_start_removes_remains_and_later_steps(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         writer(tmp_path)(replace(DESCRIPTION, step=step), columns(), rows())
-    folders.begin(tmp_path, 4)
+    (tmp_path / ".step_000004.tmp").mkdir()
+    (tmp_path / ".step_000003.removed").mkdir()
     (tmp_path / "notes.txt").write_text("of the user")
-    folders.clear(tmp_path, after=2)
+    clear_records(tmp_path, after=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_000001", "step_000002"]
 
 
-def test_a_step_that_is_done_again_replaces_its_record(tmp_path: Path) -> None:
+def test_repeated_step_replaces_its_record(tmp_path: Path) -> None:
     for shift in (0.0, 5.0):
         assert writer(tmp_path)(DESCRIPTION, columns(shift=shift), rows())
     assert read_record(tmp_path / "step_000001").tensors["advantages"][3, 0] == 5.0
@@ -141,17 +141,15 @@ def test_a_step_that_is_done_again_replaces_its_record(tmp_path: Path) -> None:
     ("file", "old", "new", "message"),
     [
         (RECORD_FILE, b'"format": 1', b'"format": 9', "format=9, this version reads 1"),
-        (RECORD_FILE, b"replica_00000.jsonl", b"../../../etc/passwd", "none of a record"),
+        (RECORD_FILE, b"replica_00000.jsonl", b"../../../etc/passwd", "does not belong to a record"),
         (RECORD_FILE, b'"advantages"', b'"advant"', "unknown tensors"),
-        (RECORD_FILE, b'"step": 1', b'"step": "x"', "is no record"),
+        (RECORD_FILE, b'"step": 1', b'"step": "x"', "is not a record"),
         (RECORD_FILE, b"{", b"", "not valid JSON"),
         ("replica_00000.safetensors", b"\x00\x00", b"\x00\x01", "by its checksum"),
         ("replica_00000.jsonl", b'"a"', b'"b"', "by its checksum"),
     ],
 )
-def test_a_damaged_record_is_refused_in_one_line(
-    tmp_path: Path, file: str, old: bytes, new: bytes, message: str
-) -> None:
+def test_damaged_record_is_refused_in_one_line(tmp_path: Path, file: str, old: bytes, new: bytes, message: str) -> None:
     writer(tmp_path)(DESCRIPTION, columns(), rows())
     path = tmp_path / "step_000001" / file
     path.write_bytes(path.read_bytes().replace(old, new, 1))

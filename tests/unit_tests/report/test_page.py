@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.report.document import page_of
+from mega_rl.report.content import page_of
 from mega_rl.report.runs import read_runs
 from tests.helpers.browser import Browser, chromium
 from tests.unit_tests.report.planted import HEALTHY, HOSTILE, dump, plant, record

@@ -12,26 +12,26 @@ from mega_rl.report.samples import NUM_ROWS, read_samples
 from tests.unit_tests.report.planted import HOSTILE, dump, plant, record
 
 
-def test_the_newest_dumps_come_first(tmp_path: Path) -> None:
+def test_newest_dumps_come_first(tmp_path: Path) -> None:
     run = plant(tmp_path / "a")
     for name in ("step_000020.jsonl", "val_000040.jsonl", "step_000060.jsonl"):
         dump(run, name)
-    sources = [row["source"] for row in read_samples(run).rows]
+    sources = [row["source"] for row in read_samples(run)[0]]
     assert sources == ["step 60", "validation of step 40", "step 20"]
 
 
-def test_a_sample_keeps_its_texts_and_numbers(tmp_path: Path) -> None:
+def test_sample_keeps_texts_and_numbers(tmp_path: Path) -> None:
     dump(plant(tmp_path / "a"))
-    (row,) = read_samples(tmp_path / "a").rows
+    ((row,), _) = read_samples(tmp_path / "a")
     assert row["response"] == HOSTILE
     assert row["numbers"]["reward"] == 0.5
     assert row["values"] == {}
 
 
-def test_tokens_of_a_record_have_values_on_the_loss_mask_alone(tmp_path: Path) -> None:
+def test_only_sampled_tokens_have_values(tmp_path: Path) -> None:
     record(plant(tmp_path / "a"))
     dump(tmp_path / "a")
-    rows = read_samples(tmp_path / "a").rows
+    rows = read_samples(tmp_path / "a")[0]
     assert [row["source"] for row in rows] == ["record of step 20", "record of step 20", "step 20"]
     values = rows[0]["values"]
     assert list(values) == ["advantage", "log-prob difference", "entropy estimate (-log p)", "log-prob over reference"]
@@ -42,57 +42,57 @@ def test_tokens_of_a_record_have_values_on_the_loss_mask_alone(tmp_path: Path) -
     assert values["log-prob over reference"][4] == pytest.approx(0.1, rel=1e-3)
 
 
-def test_entropies_of_a_record_take_the_place_of_their_estimate(tmp_path: Path) -> None:
+def test_recorded_entropies_replace_their_estimate(tmp_path: Path) -> None:
     record(plant(tmp_path / "a"), with_entropy=True)
-    values = read_samples(tmp_path / "a").rows[0]["values"]
+    values = read_samples(tmp_path / "a")[0][0]["values"]
     assert list(values) == ["advantage", "log-prob difference", "entropy", "log-prob over reference"]
     assert values["entropy"][4] == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("damage", ["record.json", "replica_00000.safetensors", "replica_00000.jsonl"])
-def test_a_damaged_record_is_named_and_left_out(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_record_is_named_and_left_out(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     place = record(plant(tmp_path / "a"))
     (place / damage).write_text("{}\n")
     dump(tmp_path / "a")
-    assert [row["source"] for row in read_samples(tmp_path / "a").rows] == ["step 20"]
+    assert [row["source"] for row in read_samples(tmp_path / "a")[0]] == ["step 20"]
     assert str(place) in caplog.text
 
 
-def test_a_record_does_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+def test_record_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
     place = record(plant(tmp_path / "a"))
     files = [{"file": "../../../secret.safetensors"}, {"file": "/secret.safetensors"}]
     content = json.loads((place / "record.json").read_text())
     (place / "record.json").write_text(json.dumps({**content, "files": files}))
-    assert read_samples(tmp_path / "a").rows == []
+    assert read_samples(tmp_path / "a")[0] == []
 
 
-def test_what_has_no_room_is_counted(tmp_path: Path) -> None:
+def test_samples_without_room_are_counted(tmp_path: Path) -> None:
     dump(plant(tmp_path / "a"), response="long " * 10_000, count=12)
-    samples = read_samples(tmp_path / "a", max_characters=50_000)
-    assert 0 < len(samples.rows) < 12
-    assert len(samples.rows) + samples.left_out == 12
-    assert len(json.dumps(samples.rows)) < 55_000
-    assert "characters left out" in samples.rows[0]["response"]
+    rows, left_out = read_samples(tmp_path / "a", max_characters=50_000)
+    assert 0 < len(rows) < 12
+    assert len(rows) + left_out == 12
+    assert len(json.dumps(rows)) < 55_000
+    assert "characters left out" in rows[0]["response"]
 
 
-def test_a_dump_that_is_no_json_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_dump_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dump(plant(tmp_path / "a"))
     (tmp_path / "a" / "rollouts" / "step_000030.jsonl").write_text("nonsense\n")
-    assert len(read_samples(tmp_path / "a").rows) == 1
+    assert len(read_samples(tmp_path / "a")[0]) == 1
     assert "step_000030.jsonl" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["rollouts/step_000099.jsonl", "records/step_000099/record.json"])
-def test_a_pipe_without_a_writer_is_left_out(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_pipe_without_writer_is_left_out(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
     dump(plant(tmp_path))
     (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
     os.mkfifo(tmp_path / place)
-    assert read_samples(tmp_path).rows
+    assert read_samples(tmp_path)[0]
     assert "left out of the report" in caplog.text
 
 
-def test_only_the_rows_that_are_shown_are_read(tmp_path: Path) -> None:
+def test_only_shown_rows_are_read(tmp_path: Path) -> None:
     row = json.dumps({"prompt": "p", "response": "r", "reward": 1.0}) + "\n"
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "step_000001.jsonl").write_text(row * NUM_ROWS + "no json\n")
-    assert len(read_samples(tmp_path).rows) == NUM_ROWS
+    assert len(read_samples(tmp_path)[0]) == NUM_ROWS

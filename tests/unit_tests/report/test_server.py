@@ -51,7 +51,7 @@ def cookie(server: ViewServer) -> str:
     return f"{server.cookie}={server.token}"
 
 
-def test_the_token_becomes_a_cookie_and_leaves_the_address(server: ViewServer) -> None:
+def test_token_becomes_a_cookie(server: ViewServer) -> None:
     status, headers, _ = ask(server, server.address.removeprefix(f"http://127.0.0.1:{server.server_port}"))
     assert (status, headers["Location"]) == (303, "/")
     assert headers["Set-Cookie"] == f"{cookie(server)}; HttpOnly; SameSite=Strict; Path=/"
@@ -64,14 +64,14 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(server: ViewServer) -
 
 
 @pytest.mark.parametrize("path", ["/", "/data", "/?token=", "/?token=wrong", "/data?token={}", "/?token=\xe9"])
-def test_nobody_without_the_token_sees_anything(server: ViewServer, path: str) -> None:
+def test_nothing_is_shown_without_the_token(server: ViewServer, path: str) -> None:
     status, _, text = ask(server, path.format(server.token).replace("\xe9", "%C3%A9"))
     assert status == 403
     assert "reward" not in text
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::1]:80", ""])
-def test_another_name_of_the_host_is_refused(server: ViewServer, host: str) -> None:
+def test_other_host_names_are_refused(server: ViewServer, host: str) -> None:
     assert ask(server, "/", Cookie=cookie(server), Host=host)[0] == 403
 
 
@@ -80,19 +80,19 @@ def test_paths_lead_to_no_file(server: ViewServer, path: str) -> None:
     assert ask(server, path, Cookie=cookie(server))[0] in (404, 400)
 
 
-def test_a_request_can_only_read(server: ViewServer) -> None:
+def test_requests_can_only_read(server: ViewServer) -> None:
     for method in ("POST", "PUT", "DELETE"):
         assert ask(server, "/", method, Cookie=cookie(server))[0] == 501
 
 
-def test_an_address_that_is_none_is_refused(server: ViewServer, capfd: pytest.CaptureFixture[str]) -> None:
+def test_malformed_address_is_refused(server: ViewServer, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as caller:
         caller.sendall(b"GET http://[bad/ HTTP/1.0\r\n\r\n")
         assert b" 400 " in caller.recv(1000).splitlines()[0]
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_cookie_that_is_none_is_refused(server: ViewServer) -> None:
+def test_malformed_cookie_is_refused(server: ViewServer) -> None:
     for value in ("nonsense", f"{server.cookie}=", f'{server.cookie}="\\', "a" * 1000):
         assert ask(server, "/", Cookie=value)[0] == 403
 
@@ -105,16 +105,16 @@ def test_only_news_is_sent(server: ViewServer) -> None:
     assert json.loads(text) == {"number": content["number"], "ranks": []}
 
 
-def test_it_listens_on_the_loopback_address_alone(server: ViewServer) -> None:
+def test_it_listens_only_on_loopback(server: ViewServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_a_port_that_is_taken_is_a_mistake(server: ViewServer, tmp_path: Path) -> None:
+def test_taken_port_is_named(server: ViewServer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--port=\d+: cannot be listened on"):
         ViewServer([tmp_path / "a"], port=server.server_port)
 
 
-def test_a_file_that_is_damaged_later_does_not_end_the_viewer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_later_damage_does_not_end_the_viewer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runs = LiveRuns([plant(tmp_path / "a")])
     before = runs.content()
     (tmp_path / "a" / "metrics.jsonl").write_text("nonsense\n")
@@ -131,7 +131,7 @@ def test_nothing_in_the_run_changes(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_a_page_begins_before_the_first_step(tmp_path: Path) -> None:
+def test_page_begins_before_the_first_step(tmp_path: Path) -> None:
     run = plant(tmp_path / "a")
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").unlink()
@@ -146,7 +146,7 @@ def test_a_page_begins_before_the_first_step(tmp_path: Path) -> None:
         assert browser.console == []
 
 
-def test_a_page_follows_its_run(tmp_path: Path) -> None:
+def test_page_follows_its_run(tmp_path: Path) -> None:
     run = plant(tmp_path / "a", steps=20)
     with serving(run) as server, chromium(tmp_path / "profile") as browser:
         browser.open(server.address)

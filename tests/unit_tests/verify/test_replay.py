@@ -277,7 +277,7 @@ def test_mistakes_are_one_line(replays: Replays, tmp_path: Path) -> None:
         prepare(record, "tp16", tmp_path / "b")
     result = CliRunner().invoke(app, ["replay", str(tmp_path)])
     assert isinstance(result.exception, UserError)
-    assert "is no record" in str(result.exception)
+    assert "is not a record" in str(result.exception)
 
 
 def test_a_plan_survives_its_file(replays: Replays, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config.keys import FIELDS, SECTIONS, is_mapping
-from mega_rl.report.rules import NOT_FINITE, RULES, SymptomRule, symptoms_of
-from mega_rl.report.runs import Series
+from mega_rl.metrics.records import Series
+from mega_rl.report.symptoms import NOT_FINITE, RULES, symptoms_of
 from tests.unit_tests.report.planted import HEALTHY, Curve
 
 STEPS = range(1, 101)
@@ -56,23 +56,23 @@ def series(curves: Mapping[str, Callable[[int], float]]) -> dict[str, Series]:
     return {name: Series(array("q", STEPS), array("d", map(curve, STEPS))) for name, curve in curves.items()}
 
 
-def test_a_healthy_run_has_no_symptom() -> None:
+def test_healthy_run_has_no_symptom() -> None:
     assert symptoms_of(series(HEALTHY)) == []
 
 
 def test_every_rule_is_planted() -> None:
-    assert [rule.name for rule in RULES] == list(SICK)
+    assert [rule["name"] for rule in RULES.values()] == list(SICK)
 
 
 @pytest.mark.parametrize("name", SICK)
-def test_a_rule_sees_its_symptom_and_no_other_does(name: str) -> None:
+def test_only_its_rule_sees_a_symptom(name: str) -> None:
     symptoms = symptoms_of(series({**HEALTHY, **SICK[name]}))
     assert [symptom.rule for symptom in symptoms] == [name]
     assert symptoms[0].metric in SICK[name]
     assert symptoms[0].step in STEPS
 
 
-def test_a_warning_says_since_when() -> None:
+def test_warning_says_since_when() -> None:
     (clipped,) = symptoms_of(series({**HEALTHY, **SICK["Updates are too large for their batch"]}))
     assert clipped.step == 40
     (spike,) = symptoms_of(series({**HEALTHY, **SICK["The gradient norm grows or has spikes"]}))
@@ -80,25 +80,22 @@ def test_a_warning_says_since_when() -> None:
     assert "200 at step 70" in spike.seen
 
 
-def test_what_is_not_finite_is_named_once_with_its_step() -> None:
+def test_first_metric_that_is_not_finite_is_named() -> None:
     bad = {
         "actor/loss": lambda step: math.nan if step > 30 else 1.0,
         "kl/ref": lambda step: math.inf if step > 40 else 0.1,
     }
     (symptom,) = symptoms_of(series({**HEALTHY, **bad}))
-    assert (symptom.rule, symptom.metric, symptom.step) == (NOT_FINITE.name, "actor/loss", 31)
+    assert (symptom.rule, symptom.metric, symptom.step) == (NOT_FINITE["name"], "actor/loss", 31)
     assert "1 other metric" in symptom.seen
 
 
-def test_a_warning_that_went_away_says_until_when() -> None:
+def test_past_symptom_says_until_when() -> None:
     cut_off = {"rollout/truncated_fraction": lambda step: 0.5 if step <= 70 else 0.0}
     (symptom,) = symptoms_of(series({**HEALTHY, **cut_off}))
     assert symptom.rule == "Responses are cut off"
     assert symptom.until is not None
     assert 60 < symptom.until <= 70
-
-
-def test_a_part_that_is_earned_once_is_no_symptom_any_more() -> None:
     (symptom,) = symptoms_of(series({**HEALTHY, "reward/exact": lambda step: float(step == 50)}))
     assert symptom.until is not None
     assert symptom.until < 50
@@ -109,7 +106,7 @@ def test_solved_tasks_may_lose_their_entropy() -> None:
     assert symptoms_of(series({**HEALTHY, **solved})) == []
 
 
-def test_a_run_of_few_steps_has_no_trend() -> None:
+def test_short_run_has_no_trend() -> None:
     short = {
         name: Series(one.steps[:4], one.values[:4])
         for name, one in series(SICK["The KL to the reference grows"]).items()
@@ -118,19 +115,19 @@ def test_a_run_of_few_steps_has_no_trend() -> None:
     assert symptoms_of({}) == []
 
 
-@pytest.mark.parametrize("rule", [*RULES, NOT_FINITE], ids=lambda rule: rule.name)
-def test_a_rule_stands_on_the_page_and_advises_settings_that_exist(rule: SymptomRule) -> None:
-    assert f"\n| {rule.row}" in PAGE
-    named = re.findall(r"\b[a-z]+(?:\.[a-z_]+)+\b", rule.action)
+@pytest.mark.parametrize("rule", [*RULES.values(), NOT_FINITE], ids=lambda rule: rule["name"])
+def test_rule_is_on_the_page_and_names_real_settings(rule: Mapping[str, str]) -> None:
+    assert f"\n| {rule['row']}" in PAGE
+    named = re.findall(r"\b[a-z]+(?:\.[a-z_]+)+\b", rule["action"])
     entries = {name for name in named if (mapping := name.rpartition(".")[0]) in FIELDS and is_mapping(mapping)}
     assert set(named) - entries <= FIELDS.keys() | SECTIONS.keys()
 
 
-def test_every_symptom_of_the_page_that_metrics_show_has_a_rule() -> None:
+def test_every_symptom_of_the_page_has_a_rule() -> None:
     table = PAGE.split("## It diverges")[1].split("## It is slow")[0]
     rows = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
     rows = [row for row in rows if row not in ("symptom", "---")]
     # A comparison of layouts, an error, a warning at the start: no metric shows them.
     elsewhere = ("the same, only under", '"the rollout model', "a warning at the start")
-    without = [row for row in rows if not any(row.startswith(rule.row) for rule in (*RULES, NOT_FINITE))]
+    without = [row for row in rows if not any(row.startswith(rule["row"]) for rule in (*RULES.values(), NOT_FINITE))]
     assert [row for row in without if not row.startswith(elsewhere)] == []
