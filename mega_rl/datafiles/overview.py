@@ -20,7 +20,7 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.data.sampling.mixture import shares_of
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
-from mega_rl.plan.request import smallest_world
+from mega_rl.plan.setup import smallest_world
 from mega_rl.preflight.data import check_data, check_validation
 from mega_rl.types import Prompt
 

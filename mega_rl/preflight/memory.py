@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.plan.changes import cheapest
-from mega_rl.plan.report import advice
+from mega_rl.plan.memory import judge
+from mega_rl.plan.search import advice, cheapest
 from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.plan.verdict import judge
 from mega_rl.preflight.launcher import gpus_are_hidden, ranks_of_this_host
 
 _LIBRARY = "libnvidia-ml.so.1"

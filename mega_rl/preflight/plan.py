@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.hardware import hardware_of
+from mega_rl.plan.cost import hardware_of
 from mega_rl.plan.report import as_json, as_text, make_plan
-from mega_rl.plan.request import parse_bytes, read_setup
 from mega_rl.plan.search import search
-from mega_rl.plan.setup import Machine
+from mega_rl.plan.setup import Machine, parse_bytes, read_setup
 from mega_rl.preflight.checkpoints import untrained
 from mega_rl.preflight.memory import smallest_gpu
 

@@ -55,7 +55,7 @@ def live(checkpoints: dict[str, Path]) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_formula_is_what_autograd_keeps(
+def test_formula_equals_what_autograd_keeps(
     name: str, live: dict[str, dict[str, float]], checkpoints: dict[str, Path]
 ) -> None:
     """All layers and the head, local layers, with the kernels of a GPU in place of a CPU's."""
@@ -91,7 +91,7 @@ def activation_bytes(
     return round(tokens * sum(kept(LayerShape(hf, layout, spec), recompute or Recompute()).values()))
 
 
-def test_real_models_have_the_known_sizes() -> None:
+def test_real_models_have_known_sizes() -> None:
     """Counted on a simulated device before, final norm and head's input included: 0.96 and 2.64 GB a layer."""
     for hf, layers, expected in ((QWEN3_0_6B, 2, 0.96), (QWEN3_8B, 4, 2.64)):
         ends = 2 * hf.hidden_size * 2 * TOKENS
@@ -99,13 +99,13 @@ def test_real_models_have_the_known_sizes() -> None:
         assert round(per_layer / 1e9, 2) == expected
 
 
-def test_less_is_kept_the_more_is_recomputed() -> None:
+def test_recomputation_keeps_less() -> None:
     modes = [Recompute(), Recompute("selective"), Recompute("selective", ("core_attn", "mlp")), Recompute("full")]
     sizes = [activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS, recompute=mode) for mode in modes]
     assert sizes == sorted(set(sizes), reverse=True)
 
 
-def test_parallelism_cuts_what_a_rank_keeps() -> None:
+def test_parallelism_cuts_activations() -> None:
     """Tensor parallelism leaves norms and their results whole unless sequence parallelism cuts them too."""
     one = activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS)
     tp = activation_bytes(QWEN3_8B, ParallelLayout(world_size=4, tp=4), TOKENS)
@@ -115,7 +115,7 @@ def test_parallelism_cuts_what_a_rank_keeps() -> None:
     assert te < one
 
 
-def test_padding_of_length_classes_counts_inside_attention_alone() -> None:
+def test_padding_counts_only_inside_attention() -> None:
     shape = LayerShape(hf_config(num_hidden_layers=2), ParallelLayout())
     padded = kept(replace(shape, padding=2.0), Recompute())
     plain = kept(shape, Recompute())

@@ -11,7 +11,7 @@ import pytest
 from mega_rl.config.keys import with_settings
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
-from mega_rl.plan.traffic import Passes, Traffic, pass_traffic, update_traffic
+from mega_rl.plan.traffic import Traffic, pass_traffic, update_traffic
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.plan.test_states import UNTIED
@@ -72,8 +72,8 @@ def test_every_rank_sends_what_the_plan_says(
     micros = ROWS * LENGTH // MICRO
     for rank, sent in enumerate(live[name]):
         pp_rank = setup.layout.coordinates(rank).pp_rank
-        training = [*pass_traffic(setup, model, Passes(0, micros), pp_rank), *update_traffic(setup, model, pp_rank)]
-        assert _by_group(pass_traffic(setup, model, Passes(micros, 0), pp_rank)) == sent["forward"], f"rank {rank}"
+        training = [*pass_traffic(setup, model, 0, micros, pp_rank), *update_traffic(setup, model, pp_rank)]
+        assert _by_group(pass_traffic(setup, model, micros, 0, pp_rank)) == sent["forward"], f"rank {rank}"
         assert _by_group(training) == sent["training"], f"rank {rank}"
 
 
