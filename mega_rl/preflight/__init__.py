@@ -1,9 +1,6 @@
-"""Checks before work starts: config, rules, and the files that the run will read.
+"""Checks before work starts: config, rules, and the files that the run will read; a mistake is reported at once."""
 
-Imports no torch, so that a mistake is reported at once.
-"""
-
-from mega_rl.preflight.launcher import launched_world_size
+from mega_rl.preflight.host import launched_world_size
 from mega_rl.preflight.rewards import REWARD_FUNCTIONS
 from mega_rl.preflight.run import check_run, preflight
 

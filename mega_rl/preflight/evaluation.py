@@ -5,33 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from mega_rl.config.schema import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    Config,
-    CurriculumConfig,
-    DataConfig,
-    DynamicSamplingConfig,
-    MetricsConfig,
-    MixtureConfig,
-    ModelConfig,
-    OptimConfig,
-    OverlongConfig,
-    ReferenceLayoutConfig,
-    StreamConfig,
-    TrainerConfig,
-)
+from mega_rl.config.keys import value_of, with_settings
+from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
-from mega_rl.preflight.launcher import launched_world_size
+from mega_rl.preflight.host import launched_world_size
 from mega_rl.preflight.run import check_run
 
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
+# Sections and settings that only training reads, which take their defaults, and the settings in them that are kept.
+_SECTIONS = ("model", "optim", "algorithm", "checkpoint", "metrics", "trainer")
+_OF_TRAINING = (
+    *("data.source", "data.source_settings", "data.val_size", "data.train_files"),
+    *("data.mixture", "data.curriculum", "data.stream"),
+    *("engine.megatron.moe.routing_replay", "engine.megatron.reference"),
+    *("rollout.dynamic_sampling", "rollout.sglang.partial_rollout", "rollout.sglang.return_routing", "reward.overlong"),
+)
+_KEPT = (
+    *(f"model.{name}" for name in ("path", "dtype", "fp32_head", "attn_implementation")),
+    *(f"trainer.{name}" for name in ("seed", "device", "deterministic", "timeout_s", "microbatch")),
+    "metrics.progress_bar",
+)
 
 
 def checked(config: Config, *, world_size: int | None, out: str, launchers: int = 1) -> Config:
     """Return `evaluation_config` of a config, with which an evaluation can start; arguments as of `check_run`.
 
-    Raises UserErrors with every mistake found, one line each; UserError for a folder that holds another's samples.
+    Raises UserErrors with every mistake, one line each; UserError for a folder that holds another's samples.
     """
     size = launched_world_size() if world_size is None else world_size
     earlier = [name for name in (SAMPLES, RESULTS) if (Path(out) / name).exists()]
@@ -49,76 +48,31 @@ def checked(config: Config, *, world_size: int | None, out: str, launchers: int 
 def evaluation_config(config: Config, *, world_size: int, out: str) -> Config:
     """Return the config that evaluates `model.path` on the held-out prompts of `config` and writes into `out`.
 
-    Of the model, the layout, rollouts, rewards and data nothing changes; what only training reads takes its default.
-    Without a temperature of its own, several samples of a prompt are drawn at that of rollouts.
+    Model, layout, rollouts, rewards and data stay. Several samples of a prompt are drawn at the temperature of rollouts
+    unless validation has its own.
     """
-    model, val, data = config.model, config.validation, config.data
-    megatron = config.engine.megatron
+    val, micro, defaults = config.validation, config.trainer.microbatch, Config()
     length = val.max_new_tokens or config.rollout.max_new_tokens
+    longest = config.data.max_prompt_tokens + length
     temperature = config.rollout.temperature if val.n > 1 and val.temperature == 0 else val.temperature
-    return replace(
-        config,
-        model=ModelConfig(
-            path=model.path,
-            dtype=model.dtype,
-            fp32_head=model.fp32_head,
-            attn_implementation=model.attn_implementation,
-        ),
-        engine=replace(
-            config.engine,
-            megatron=replace(
-                megatron, moe=replace(megatron.moe, routing_replay=False), reference=ReferenceLayoutConfig()
-            ),
-        ),
-        optim=OptimConfig(),
-        algorithm=AlgorithmConfig(advantage="reinforce_plus_plus"),  # needs no other model
-        data=_held_out(data),
-        rollout=replace(
-            config.rollout,
-            n=1,
-            max_new_tokens=length,
-            dynamic_sampling=DynamicSamplingConfig(),
-            sglang=replace(config.rollout.sglang, partial_rollout=False, return_routing=False),
-        ),
-        reward=replace(config.reward, overlong=OverlongConfig()),
-        validation=replace(val, temperature=temperature, max_new_tokens=0),
-        checkpoint=CheckpointConfig(resume="never"),
-        metrics=MetricsConfig(progress_bar=config.metrics.progress_bar),
-        trainer=_trainer(config, world_size=world_size, out=out, longest=data.max_prompt_tokens + length),
-    )
-
-
-def _trainer(config: Config, *, world_size: int, out: str, longest: int) -> TrainerConfig:
-    """Return the settings of one step that trains nothing; longest: tokens of a prompt and its response."""
-    trainer = config.trainer
-    micro = trainer.microbatch
-    return TrainerConfig(
-        run_dir=out,
-        steps=1,
-        prompts_per_step=world_size,
-        minibatch_size=world_size,
-        seed=trainer.seed,
-        val_interval=1,
-        device=trainer.device,
-        deterministic=trainer.deterministic,
-        timeout_s=trainer.timeout_s,
-        microbatch=replace(
-            micro,
-            max_tokens=max(micro.max_tokens, 2 * longest if micro.packing else 1),
-            skip_zero_advantages=False,
-        ),
-    )
-
-
-def _held_out(data: DataConfig) -> DataConfig:
-    """Return the data of an evaluation: held-out files alone."""
-    return replace(
-        data,
-        source="files",
-        source_settings={},
-        val_size=0,
-        train_files=[],
-        mixture=MixtureConfig(),
-        curriculum=CurriculumConfig(),
-        stream=StreamConfig(),
+    untrained = replace(config, **{section: value_of(defaults, section) for section in _SECTIONS})
+    return with_settings(
+        untrained,
+        {key: value_of(defaults, key) for key in _OF_TRAINING}
+        | {key: value_of(config, key) for key in _KEPT}
+        | {
+            "algorithm.advantage": "reinforce_plus_plus",  # needs no other model
+            "rollout.n": 1,
+            "rollout.max_new_tokens": length,
+            "validation.temperature": temperature,
+            "validation.max_new_tokens": 0,
+            "checkpoint.resume": "never",
+            "trainer.run_dir": out,
+            "trainer.steps": 1,
+            "trainer.prompts_per_step": world_size,
+            "trainer.minibatch_size": world_size,
+            "trainer.val_interval": 1,
+            "trainer.microbatch.max_tokens": max(micro.max_tokens, 2 * longest if micro.packing else 1),
+            "trainer.microbatch.skip_zero_advantages": False,
+        },
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from mega_rl.plan.report import as_json, as_text, make_plan
 from mega_rl.plan.search import search
 from mega_rl.plan.setup import Machine, parse_bytes, read_setup
 from mega_rl.preflight.checkpoints import untrained
-from mega_rl.preflight.memory import smallest_gpu
+from mega_rl.preflight.host import is_missing, smallest_gpu
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def plan_lines(recipe: Path, overrides: Sequence[str], options: PlanOptions) -> 
     given = parse_bytes(options.gpu_memory, option="--gpu-memory") if options.gpu_memory else None
     has_te = options.layers == "te"
     if options.layers == "auto":
-        has_te = importlib.util.find_spec("transformer_engine") is not None
+        has_te = not is_missing("transformer_engine")
     if options.rates and not options.gpu:
         raise UserError("--rate: needs the kind of GPU whose coefficient it replaces, as --gpu h200")
     hardware = hardware_of(options.gpu, options.rates) if options.gpu else None

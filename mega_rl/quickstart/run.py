@@ -16,7 +16,7 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.launcher.launch import Launch
 from mega_rl.launcher.launch import launch as start_ranks
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.preflight.launcher import refuse_tasks_of_srun
+from mega_rl.preflight.host import refuse_tasks_of_srun
 from mega_rl.progress.terminal import show_progress
 from mega_rl.quickstart import WARM_START
 from mega_rl.quickstart.tasks import setting, task_named

@@ -68,7 +68,7 @@ READ_THE_ENVIRONMENT = [
     "launcher/peers.py",
     "metrics/trackers.py",
     "parallel/groups.py",
-    "preflight/launcher.py",
+    "preflight/host.py",
     "progress/terminal.py",
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/kept.py",

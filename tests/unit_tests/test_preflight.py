@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.preflight import REWARD_FUNCTIONS, host, known_bugs, launched_world_size, preflight
+from mega_rl.preflight import REWARD_FUNCTIONS, checkpoints, host, launched_world_size, preflight
 from mega_rl.rollout.sglang.server.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
 from tests.unit_tests.converters.tiny_configs import TINY, YARN
@@ -215,11 +215,11 @@ def test_what_converts_but_does_not_train_yet(config: dict[str, object], line: s
 def test_a_fault_of_transformers_is_refused_with_the_release_that_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "deepseek_v2", **TINY["deepseek_v2"], "rope_scaling": {**YARN, **MSCALE}}
     Path("m/config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(known_bugs, "version", lambda name: {"transformers": "5.12.1"}[name])
+    monkeypatch.setattr(checkpoints, "version", lambda name: {"transformers": "5.12.1"}[name])
     (line,) = [problem for problem in problems() if "deepseek_v2" in problem]
     assert line.startswith("model.path: m: model_type=deepseek_v2 cannot be trained with the installed transformers: ")
     assert line.endswith("run 'pip install \"transformers>=5.15.0\"'")
-    monkeypatch.setattr(known_bugs, "version", lambda name: {"transformers": "5.15.0"}[name])
+    monkeypatch.setattr(checkpoints, "version", lambda name: {"transformers": "5.15.0"}[name])
     assert not any("deepseek_v2" in problem for problem in problems()), problems()
 
 
