@@ -51,22 +51,23 @@ class _StandardError(Console):
 class Display:
     """A `Listener` that draws one line while there are phases, and writes log lines above it."""
 
-    def __init__(self, console: Console | None = None, *, live: bool = True) -> None:
-        """console: standard error unless given. live: whether a terminal gets the line."""
+    def __init__(self, console: Console | None = None, *, live: bool = True, shows: bool = True) -> None:
+        """console: standard error unless given. live: a terminal gets the line. shows: phases are shown at all."""
         self.console = console or standard_error()
+        self.restore: Callable[[], None] = lambda: None  # called by `close`
         self.written = time.monotonic()  # time of the last log line
         self._draws = live and self.console.is_terminal and not self.console.is_dumb_terminal
         self._phases: tuple[Phase, ...] = ()
         self._live: Live | None = None
         self._closed = threading.Event()
-        self._reminds = False
+        self._shows, self._reminds = shows, False
         self._lock = threading.RLock()
 
     def changed(self, phases: tuple[Phase, ...]) -> None:
         """Draw the line while there are phases; without a terminal, start reminders."""
         with self._lock:
-            self._phases = phases
-            if self._draws and phases and self._live is None:
+            self._phases = phases if self._shows else ()
+            if self._draws and self._phases and self._live is None:
                 self._live = Live(
                     get_renderable=self._line,
                     console=self.console,
@@ -79,12 +80,13 @@ class Display:
             elif not phases and self._live is not None:
                 self._live.stop()
                 self._live = None
-            elif not self._draws and phases and not self._reminds:
+            elif not self._draws and self._phases and not self._reminds:
                 self._reminds = True
                 threading.Thread(target=self._remind, name="progress reminder", daemon=True).start()
 
     def close(self) -> None:
-        """Erase the live line and end reminders."""
+        """Erase the live line, end reminders, and restore the process's own logging."""
+        self.restore()
         self._closed.set()
         self.changed(())
 
@@ -199,33 +201,6 @@ class _Formatter(logging.Formatter):
         return "\n".join([line, *(f"  {printable(entry)}" for entry in traceback)])
 
 
-class _Log:
-    """A `Listener` of a program: the log's handler, and the display of rank 0."""
-
-    def __init__(self, handler: logging.Handler, display: Display | None) -> None:
-        self._handler, self._display = handler, display
-        self._levels = {name: logging.getLogger(name).level for name in LOGGERS}
-        self._formatwarning = warnings.formatwarning
-        logging.getLogger().addHandler(handler)
-        logging.captureWarnings(True)
-        warnings.formatwarning = _one_line
-
-    def changed(self, phases: tuple[Phase, ...]) -> None:
-        """Let the display show them."""
-        if self._display is not None:
-            self._display.changed(phases)
-
-    def close(self) -> None:
-        """Stop logging and showing; restore the process's own logging."""
-        logging.captureWarnings(False)
-        warnings.formatwarning = self._formatwarning
-        for name, level in self._levels.items():
-            logging.getLogger(name).setLevel(level)
-        logging.getLogger().removeHandler(self._handler)
-        if self._display is not None:
-            self._display.close()
-
-
 def show_progress(*, live: bool = True, beside_ranks: bool = False) -> None:
     """Log to standard error and, on rank 0, show phases there, until `progress.close`.
 
@@ -235,10 +210,23 @@ def show_progress(*, live: bool = True, beside_ranks: bool = False) -> None:
     """
     rank = os.environ.get("RANK", "0")
     close()
-    display = Display(live=live) if rank == "0" else None
-    handler = _Handler(_write_beside_rank_0 if display is None or beside_ranks else display.write)
+    display = Display(live=live, shows=rank == "0")
+    handler = _Handler(display.write if rank == "0" and not beside_ranks else _write_beside_rank_0)
     handler.setFormatter(_Formatter(rank))
-    listen(_Log(handler, display))
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    formatwarning, warnings.formatwarning = warnings.formatwarning, _one_line
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
+
+    def restore() -> None:
+        logging.captureWarnings(False)
+        warnings.formatwarning = formatwarning
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        logging.getLogger().removeHandler(handler)
+
+    display.restore = restore
+    listen(display)
     logging.getLogger().setLevel(logging.WARNING if rank == "0" else logging.ERROR)
     logging.getLogger("mega_rl").setLevel(logging.INFO if rank == "0" else logging.WARNING)
 

@@ -1,18 +1,21 @@
 """Rules that look for the symptoms of docs/debugging.md, "It diverges", in the metrics of a run. Pure functions.
 
-A rule is a table in symptoms.toml with a function of the same name here. The function gets the histories of all metrics
-and yields the signs that it sees, each with a metric and a step. Limits are wide: a healthy run has no sign.
+A rule is a table in symptoms.toml: its texts, and limits of metrics (`grows`, `above`, `below`, `share_above`), or a
+function of the same name here. It gets the histories of all metrics and yields the signs that it sees, each with a
+metric and a step. Limits are wide: a healthy run has no sign.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
+from itertools import chain
 from statistics import median
+from typing import Any
 
 from mega_rl.metrics.records import Series
 from mega_rl.report.page import reward_parts
@@ -63,8 +66,8 @@ Histories = Mapping[str, History]
 
 
 def logprob_mismatch(histories: Histories) -> Iterator[Sign]:
-    names = ("rollout/logprob_diff_mean", "rollout/logprob_diff_max")
-    yield from list(_growth(histories, names, 5.0, above=1e-3))[:1]
+    signs = (_growth(histories, f"rollout/logprob_diff_{which}", 5.0, 1e-3) for which in ("mean", "max"))
+    yield from list(chain(*signs))[:1]
 
 
 def skipped_steps(histories: Histories) -> Iterator[Sign]:
@@ -77,7 +80,7 @@ def skipped_steps(histories: Histories) -> Iterator[Sign]:
 def gradient_norm(histories: Histories) -> Iterator[Sign]:
     for name, history in _of(histories, ("actor/grad_norm", "critic/grad_norm"), trend=True):
         if history.grows(5.0, above=0.0):
-            yield from _growth(histories, (name,), 5.0, above=0.0)
+            yield from _growth(histories, name, 5.0, 0.0)
             continue
         late = list(zip(history.values, history.steps, strict=True))[len(history.values) // 5 :]
         size = median(map(abs, history.values))
@@ -93,11 +96,6 @@ def clipped(histories: Histories) -> Iterator[Sign]:
             yield name, history.since(0.999), "every gradient is scaled down to optim.clip_grad"
 
 
-def large_updates(histories: Histories) -> Iterator[Sign]:
-    for name, limit in (("actor/clip_fraction_high", 0.3), ("actor/clip_fraction_low", 0.3), ("actor/ppo_kl", 0.1)):
-        yield from _beyond(histories, name, limit, f"in the last steps, more than {limit:g}")
-
-
 def ratio(histories: Histories) -> Iterator[Sign]:
     for name, history in _of(histories, ("actor/ratio_mean",), trend=True):
         if abs(history.end - 1.0) > 0.1:
@@ -107,7 +105,7 @@ def ratio(histories: Histories) -> Iterator[Sign]:
 def kl(histories: Histories) -> Iterator[Sign]:
     for name, history in _of(histories, ("kl/ref",), trend=True):
         if history.end > 1.1 * history.before_end:
-            yield from _growth(histories, (name,), 3.0, above=0.2)
+            yield from _growth(histories, name, 3.0, 0.2)
 
 
 def entropy(histories: Histories) -> Iterator[Sign]:
@@ -151,15 +149,6 @@ def pays_for_length(histories: Histories) -> Iterator[Sign]:
             yield name, cut.steps[-1], f"responses that were cut off get {cut.end:.3g}, finished ones {ended.end:.3g}"
 
 
-def equal_rewards(histories: Histories) -> Iterator[Sign]:
-    yield from _share_above(histories, "reward/equal_groups_fraction", 0.9, "prompts whose samples all got one reward")
-
-
-def uniform_groups(histories: Histories) -> Iterator[Sign]:
-    yield from _share_above(histories, "reward/best_groups_fraction", 0.8, "prompts that are always answered best")
-    yield from _share_above(histories, "reward/worst_groups_fraction", 0.8, "prompts that are never answered well")
-
-
 def part_never_earned(histories: Histories) -> Iterator[Sign]:
     for name, history in _of(histories, reward_parts(histories), trend=True):
         if not any(history.values):
@@ -179,33 +168,14 @@ def stuck(histories: Histories) -> Iterator[Sign]:
             yield name, equal.since(0.5), f"{seen}, {equal.end:.0%} of groups have equal rewards"
 
 
-def truncated(histories: Histories) -> Iterator[Sign]:
-    yield from _share_above(histories, "rollout/truncated_fraction", 0.2, "responses that the length limit cut off")
-
-
-def repeated(histories: Histories) -> Iterator[Sign]:
-    yield from _growth(histories, ("rollout/repeated_fraction",), 3.0, above=0.1)
-
-
-def critic(histories: Histories) -> Iterator[Sign]:
-    seen = "in the last steps: worse than a constant"
-    yield from _beyond(histories, "values/explained_variance", -0.2, seen, below=True)
-
-
-def stale(histories: Histories) -> Iterator[Sign]:
-    seen = "in the last steps: less than half of the tokens carry the gradient"
-    yield from _beyond(histories, "importance/effective_fraction", 0.5, seen, below=True)
-    yield from _share_above(histories, "rollout/stale_tokens_fraction", 0.9, "tokens that older weights sampled")
-
-
 def _of(histories: Histories, names: Sequence[str], *, trend: bool = False) -> Iterator[tuple[str, History]]:
     """Yield those of the metrics that the run has; with `trend` only long enough histories."""
     there = [(name, histories[name]) for name in names if name in histories]
     yield from ((name, history) for name, history in there if history.has_trend or not trend)
 
 
-def _growth(histories: Histories, names: Sequence[str], factor: float, *, above: float) -> Iterator[Sign]:
-    for name, history in _of(histories, names):
+def _growth(histories: Histories, name: str, factor: float, above: float) -> Iterator[Sign]:
+    for _, history in _of(histories, (name,)):
         if history.grows(factor, above=above):
             step = history.since((history.beginning + history.end) / 2)
             yield name, step, f"{history.end:.3g} in the last steps, {history.beginning:.3g} in the first"
@@ -214,13 +184,22 @@ def _growth(histories: Histories, names: Sequence[str], factor: float, *, above:
 def _beyond(histories: Histories, name: str, limit: float, seen: str, *, below: bool = False) -> Iterator[Sign]:
     for _, history in _of(histories, (name,), trend=True):
         if history.end < limit if below else history.end > limit:
-            yield name, history.since(limit, below=below), f"{history.end:.3g} {seen}"
+            yield name, history.since(limit, below=below), f"{history.end:.3g} in the last steps{seen}"
 
 
 def _share_above(histories: Histories, name: str, limit: float, noun: str) -> Iterator[Sign]:
     for _, history in _of(histories, (name,)):
         if len(history.values) >= 5 and min(history.values[-5:]) > limit and history.end > limit:
             yield name, history.since(limit), f"{history.end:.0%} of {noun}"
+
+
+# By the key of a rule's limits in symptoms.toml; each entry of a limit is the arguments behind the histories.
+LIMITS: dict[str, Callable[..., Iterator[Sign]]] = {
+    "grows": _growth,
+    "above": _beyond,
+    "below": partial(_beyond, below=True),
+    "share_above": _share_above,
+}
 
 
 def correlation(one: Sequence[float], other: Sequence[float]) -> float:
@@ -246,8 +225,8 @@ class Symptom:
     page: str = "docs/debugging.md, It diverges"
 
 
-# By function: "name", "row" (beginning of the symptom's row in docs/debugging.md), "meaning", "action".
-RULES: dict[str, dict[str, str]] = tomllib.loads(files("mega_rl.report").joinpath("symptoms.toml").read_text("utf-8"))
+# By key: "name", "row" (beginning of the symptom's row in docs/debugging.md), "meaning", "action", and limits.
+RULES: dict[str, dict[str, Any]] = tomllib.loads(files("mega_rl.report").joinpath("symptoms.toml").read_text("utf-8"))
 NOT_FINITE = {
     "name": "A metric is not finite",
     "row": "a metric is NaN or infinite",
@@ -271,11 +250,18 @@ def symptoms_of(series: Mapping[str, Series]) -> list[Symptom]:
 def _seen_at_end(series: Mapping[str, Series]) -> list[Symptom]:
     histories = {name: History(one) for name, one in series.items()}
     there = {name: history for name, history in histories.items() if history.values}
-    here = sys.modules[__name__]
-    return [_symptom(rule, *sign) for key, rule in RULES.items() for sign in getattr(here, key)(there)]
+    return [_symptom(rule, *sign) for key, rule in RULES.items() for sign in _signs(key, rule, there)]
 
 
-def _symptom(rule: Mapping[str, str], metric: str, step: int, seen: str) -> Symptom:
+def _signs(key: str, rule: Mapping[str, Any], histories: Histories) -> Iterator[Sign]:
+    for limit, look in LIMITS.items():
+        for entry in rule.get(limit, ()):
+            yield from look(histories, *entry)
+    if not LIMITS.keys() & rule.keys():
+        yield from globals()[key](histories)
+
+
+def _symptom(rule: Mapping[str, Any], metric: str, step: int, seen: str) -> Symptom:
     return Symptom(rule["name"], metric, step, seen, rule["meaning"], rule["action"])
 
 

@@ -39,20 +39,13 @@ def written(directory: Path) -> list[str]:
 # -- metrics.jsonl ----------------------------------------------------------------------------------------------------
 
 
-def test_every_step_is_on_disk_at_once(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl", resume_step=1)
-    for step in range(3):
-        sink.log(step, {"reward/mean": 0.5 * step, "actor/loss": math.nan})
-        records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-        assert [record.step for record in records] == list(range(step + 1))
-        assert records[-1].metrics["reward/mean"] == 0.5 * step
-
-
 def test_resumed_run_replaces_repeated_steps(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    """Every step is on the disk at once; a run that begins again starts empty."""
+    path = tmp_path / "run" / "metrics.jsonl"
     first = JsonlSink(path, resume_step=1)
     for step in range(6):
-        first.log(step, {"reward/mean": 1.0})
+        first.log(step, {"reward/mean": 1.0, "actor/loss": math.nan})
+        assert steps_of(path) == list(range(step + 1))
     with path.open("a") as file:
         file.write('{"step": 6, "met')  # the crash
     resumed = JsonlSink(path, resume_step=4)
@@ -61,15 +54,9 @@ def test_resumed_run_replaces_repeated_steps(tmp_path: Path) -> None:
     assert [(r.step, r.metrics["reward/mean"]) for r in read_metrics(path)] == [
         (0, 1.0), (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("resume_step", [0, 1])
-def test_new_run_in_old_folder_starts_empty(tmp_path: Path, resume_step: int) -> None:
-    for _ in range(2):
-        sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=resume_step)
-        sink.log(0, {"val/reward_mean": 0.0})
-        sink.log(1, {"reward/mean": 0.0})
-    assert steps_of(tmp_path / "metrics.jsonl") == [0, 1]
+    for resume_step in (0, 1):
+        JsonlSink(path, resume_step=resume_step).log(0, {"val/reward_mean": 0.0})
+        assert steps_of(path) == [0]
 
 
 def test_full_disk_loses_only_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,42 +132,33 @@ def test_tensorboard_holds_config_and_rollouts_as_texts(tmp_path: Path) -> None:
     ]
 
 
-def test_deleted_folder_of_events_begins_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("full", [False, True], ids=["deleted", "full disk"])
+def test_lost_events_cost_tensorboard_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     died: list[object] = []
     monkeypatch.setattr(threading, "excepthook", died.append)
-    sink = MultiSink([TensorBoardSink(tmp_path / "tb", resume_step=1)])
+    folder = tmp_path / "tb"
+    sink = MultiSink([TensorBoardSink(folder, resume_step=1), JsonlSink(tmp_path / "m.jsonl", resume_step=1)])
     sink.log(1, {"reward/mean": 1.0})
-    shutil.rmtree(tmp_path / "tb")
+    if full:
+        (events,) = folder.iterdir()
+        events.unlink()
+        events.symlink_to("/dev/full")
+    else:
+        shutil.rmtree(folder)
     for step in (2, 3):
         sink.log(step, {"reward/mean": 1.0})
     sink.close()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'tb'} is gone with the events before step 2: new ones begin"
-    ]
-    assert not died
-    assert [event.step for event in events_of(tmp_path / "tb").Scalars("reward/mean")] == [2, 3]
-
-
-def test_full_disk_costs_tensorboard_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    died: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", died.append)
-    sink = MultiSink([TensorBoardSink(tmp_path / "tb", resume_step=1), JsonlSink(tmp_path / "m.jsonl", resume_step=1)])
-    sink.log(1, {"reward/mean": 1.0})
-    (events,) = (tmp_path / "tb").iterdir()
-    events.unlink()
-    events.symlink_to("/dev/full")
-    for step in (2, 3):
-        sink.log(step, {"reward/mean": 1.0})
-    sink.close()
-    assert [record.getMessage() for record in caplog.records] == [
+    assert caplog.messages == [
         "TensorBoardSink failed and is off for the rest of the run: OSError: [Errno 28] No space left on device"
+        if full
+        else f"{folder} is gone with the events before step 2: new ones begin"
     ]
     assert not died
     assert steps_of(tmp_path / "m.jsonl") == [1, 2, 3]
+    if not full:
+        assert [event.step for event in events_of(folder).Scalars("reward/mean")] == [2, 3]
 
 
 # -- rollouts ---------------------------------------------------------------------------------------------------------
@@ -243,14 +221,6 @@ def test_failed_sink_is_reported_once(method: str, caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_sinks_know_dumps_of_validations() -> None:
-    one, two = Recorder(), Recorder()
-    multi = MultiSink([one, two])
-    multi.dump_rollouts(1, [])
-    multi.dump_rollouts(1, [], validation=True)
-    assert one.calls == two.calls == [("dump", 1), ("val dump", 1)]
-
-
 def test_bug_in_a_sink_is_not_hidden() -> None:
     with pytest.raises(KeyError):
         MultiSink([Recorder(KeyError("typo"))]).log(1, {})
@@ -271,23 +241,24 @@ def test_writer_gets_all_sinks_of_the_config(tmp_path: Path, caplog: pytest.LogC
     assert sample.startswith("step 1, prompt 0, sample 0: ")
 
 
-@pytest.mark.parametrize("off", [{"rollout_interval": 0}, {"rollout_samples": 0}])
-def test_sinks_that_are_off_write_nothing(tmp_path: Path, off: dict[str, int]) -> None:
-    sink = make_sink(MetricsConfig(tensorboard=False, **off), tmp_path, is_writer=True, resume_step=1)  # type: ignore[arg-type]
-    sink.log(1, {"reward/mean": 0.25})
-    sink.dump_rollouts(1, [ROW])
-    sink.close()
-    assert written(tmp_path) == ["metrics.jsonl"]
-
-
-def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("settings", "is_writer", "files"),
+    [
+        ({"tensorboard": False, "rollout_interval": 0}, True, ["metrics.jsonl"]),
+        ({"tensorboard": False, "rollout_samples": 0}, True, ["metrics.jsonl"]),
+        ({}, False, []),
+    ],
+)
+def test_sinks_that_are_off_write_nothing(
+    tmp_path: Path, settings: dict[str, Any], is_writer: bool, files: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    sink = make_sink(MetricsConfig(), tmp_path, is_writer=False, resume_step=1)
+    sink = make_sink(MetricsConfig(**settings), tmp_path, is_writer=is_writer, resume_step=1)
     sink.log(1, {"reward/mean": 0.25})
     sink.dump_rollouts(1, [ROW])
     sink.close()
-    assert written(tmp_path) == []
-    assert not caplog.records
+    assert written(tmp_path) == files
+    assert bool(caplog.records) == is_writer
 
 
 def test_run_continues_without_tensorboard(

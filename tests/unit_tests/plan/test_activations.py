@@ -13,10 +13,9 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Spec
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.activations import LayerShape, Recompute, kept
-from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.plan.activations_on_ranks import CASES, run_cases
-from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, hf_config
+from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, hf_config, run_live
 
 pytestmark = pytest.mark.timeout(300)  # the first test pays for both launches
 SIZES = {"hidden_size": 64, "intermediate_size": 320, "num_attention_heads": 8, "num_hidden_layers": 2}
@@ -45,13 +44,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def live(checkpoints: dict[str, Path]) -> dict[str, dict[str, float]]:
     """Every case as rank 0 measured it."""
-    results: dict[str, dict[str, float]] = {}
-    for world_size in (1, 2):
-        cases = {
-            name: (str(checkpoints[family]), case) for name, (size, family, case) in CASES.items() if size == world_size
-        }
-        results |= run_ranks(world_size, run_cases, cases, timeout_s=200)[0]
-    return results
+    return {name: ranks[0] for name, ranks in run_live(CASES, checkpoints, run_cases).items()}
 
 
 @pytest.mark.parametrize("name", CASES)

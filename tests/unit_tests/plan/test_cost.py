@@ -193,16 +193,12 @@ def test_transport_equals_the_choice_of_a_run(settings: dict[str, str], expected
     ],
 )
 def test_mistake_is_one_sentence(gpu: str, rates: list[str], words: str) -> None:
+    h200 = hardware_of("h200", ["network=25e9", "matmul_share=0.4"])
+    assert h200 == replace(HARDWARE["h200"], network=25e9, matmul_share=0.4)
     with pytest.raises(UserError) as caught:
         hardware_of(gpu, rates)
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_rates_replace_coefficients() -> None:
-    assert hardware_of("h200", ["network=25e9", "matmul_share=0.4"]) == replace(
-        HARDWARE["h200"], network=25e9, matmul_share=0.4
-    )
 
 
 def test_plan_tells_the_time_for_a_gpu() -> None:

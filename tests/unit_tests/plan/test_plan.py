@@ -22,7 +22,7 @@ from mega_rl.plan.passes import forward_pass, num_microbatches, shape_of, tokens
 from mega_rl.plan.report import as_json, as_text, make_plan
 from mega_rl.plan.search import advice, changed, cheapest, is_legal, largest_batch, nearby, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup, server_hosts, smallest_world
-from mega_rl.plan.traffic import num_servers, step_traffic, sync_traffic
+from mega_rl.plan.traffic import num_servers, step_traffic
 from tests.unit_tests.plan.models import DEEPSEEK_V3, QWEN3_0_6B, QWEN3_8B, QWEN3_32B
 
 GB = 10**9
@@ -320,20 +320,6 @@ def test_sinks_and_wide_heads_use_length_classes() -> None:
         model = replace(setup.actor, hf=replace(setup.actor.hf, **change))
         assert shape_of(setup, model, moe=False).core == "classes"
     assert shape_of(setup, replace(setup.actor, hf=replace(setup.actor.hf, head_dim=256)), moe=False).core == "varlen"
-
-
-def test_traffic_of_a_step() -> None:
-    """Gradients in FP32 and weights in bf16 over two replicas, four optimizer steps, of the actor and the critic."""
-    setup = run("8b")
-    traffic = {(each.use, each.collective, each.ranks): each.nbytes for each in step_traffic(setup, 0)}
-    states = memory_of_stages(setup)[0].states
-    gradients = states["actor"].gradients + states["critic"].gradients
-    assert traffic["gradients", "reduce-scatter", 2] == gradients // 2 * 4
-    assert traffic["updated weights", "all-gather", 2] == pytest.approx(gradients // 2 // 2 * 4, rel=1e-4)
-    assert ("tensor parallelism", "reduce-scatter", 4) in traffic
-    sync = sync_traffic(setup)
-    assert sync["model"] == 2 * 8_190_735_360
-    assert sync["gathered by each rank"] == pytest.approx(sync["model"] * 3 / 4)
 
 
 def test_largest_batch_is_the_largest() -> None:

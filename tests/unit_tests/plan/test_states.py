@@ -10,8 +10,8 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.plan.parameters import Parameter
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
 from mega_rl.plan.state import lay_out, state_of
-from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.plan.models import run_live
 from tests.unit_tests.plan.states_on_ranks import CASES, PARTS, config_of, run_cases
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for all launches
@@ -36,15 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def live(checkpoints: dict[str, Path]) -> dict[str, list[dict[str, int]]]:
-    """Bytes of every case, by rank."""
-    results: dict[str, list[dict[str, int]]] = {}
-    for world_size in (1, 2, 4):
-        cases = {
-            name: (str(checkpoints[family]), case) for name, (size, family, case) in CASES.items() if size == world_size
-        }
-        by_rank = run_ranks(world_size, run_cases, cases, timeout_s=300)
-        results |= {name: [rank[name] for rank in by_rank] for name in cases}
-    return results
+    return run_live(CASES, checkpoints, run_cases)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,8 +12,8 @@ from mega_rl.config.keys import with_settings
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
 from mega_rl.plan.traffic import Traffic, pass_traffic, update_traffic
-from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.plan.models import run_live
 from tests.unit_tests.plan.test_states import UNTIED
 from tests.unit_tests.plan.traffic_on_ranks import CASES, LENGTH, MICRO, ROWS, config_of, run_cases
 
@@ -39,15 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def live(checkpoints: dict[str, Path]) -> dict[str, list[dict[str, Counter[Any]]]]:
-    """Bytes of every case, by rank."""
-    results: dict[str, list[dict[str, Counter[Any]]]] = {}
-    for world_size in {size for size, _, _ in CASES.values()}:
-        cases = {
-            name: (str(checkpoints[family]), case) for name, (size, family, case) in CASES.items() if size == world_size
-        }
-        by_rank = run_ranks(world_size, run_cases, cases, timeout_s=300)
-        results |= {name: [rank[name] for rank in by_rank] for name in cases}
-    return results
+    return run_live(CASES, checkpoints, run_cases)
 
 
 @pytest.mark.parametrize("name", CASES)
