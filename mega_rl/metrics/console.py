@@ -30,9 +30,9 @@ _COLUMNS = (
     ("console/beside_s", "+ {:.2f} s val, save", 6),
 )
 # Validation and saving come at intervals and would make the pace of steps look uneven.
-_BESIDE = ("time/validate_s", "time/checkpoint_s")
-LEAST_BESIDE_S = 0.05  # shorter times get no column
-MAX_SAMPLE_CHARACTERS = 400  # of a prompt or response
+_SEPARATE = ("time/validate_s", "time/checkpoint_s")
+LEAST_SEPARATE_S = 0.05  # shorter times get no column
+MAX_SAMPLE_CHARACTERS = 400  # a longer prompt or response loses its middle
 
 
 def step_line(step: int, metrics: Metrics, *, parts: Sequence[str] = (), width: int | None = None) -> str:
@@ -61,10 +61,10 @@ def _derived(metrics: Metrics) -> Metrics:
     if "rollout/finished_fraction" in metrics:
         derived["console/truncated"] = 1.0 - metrics["rollout/finished_fraction"]
     if metrics.get("time/step_s"):
-        beside = sum(metrics.get(name, 0.0) for name in _BESIDE)
-        derived["console/step_s"] = step_s = max(metrics["time/step_s"] - beside, 0.0)
-        if beside >= LEAST_BESIDE_S:
-            derived["console/beside_s"] = beside
+        separate = sum(metrics.get(name, 0.0) for name in _SEPARATE)
+        derived["console/step_s"] = step_s = max(metrics["time/step_s"] - separate, 0.0)
+        if separate >= LEAST_SEPARATE_S:
+            derived["console/beside_s"] = separate
         if step_s and "rollout/response_tokens" in metrics:
             derived["console/tokens_per_s"] = metrics["rollout/response_tokens"] / step_s
     return derived

@@ -43,7 +43,7 @@ class ModelWork:
         self._per_token = 2.0 * (
             sum(elements.get(layer, 0.0) for layer in counted) + (elements[_OUTPUT] if output else 0.0)
         )
-        sizes = (hf.head_dim, hf.head_dim)  # of queries and keys, and of values
+        sizes = (hf.head_dim, hf.head_dim)  # widths of queries and keys, and of values
         if hf.mla is not None:
             sizes = (hf.mla.qk_nope_head_dim + hf.mla.qk_rope_head_dim, hf.mla.v_head_dim)
         self._per_pair = 2.0 * hf.num_heads * sum(sizes)  # in one layer
@@ -87,6 +87,6 @@ def _elements_by_layer(hf: HFConfig, head: Head) -> dict[int, float]:
 
 
 def _pairs(length: int, window: int) -> float:
-    """Return the pairs of a token and a token that it sees, itself included, in a sequence with a window."""
+    """Return the number of pairs of a token and a token that it sees, itself included."""
     inside = min(length, window)
     return inside * (inside + 1) / 2 + (length - inside) * float(window)

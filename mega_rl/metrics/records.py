@@ -105,6 +105,6 @@ def read_series(path: Path) -> dict[str, Series]:
 
 
 def held_out_reward(names: Iterable[str]) -> str | None:
-    """Return the metric of the held-out reward: of the set without a name, else of the first set; or None."""
+    """Return the metric of the held-out reward, or None; the set without a name comes first."""
     rewards = [name for name in names if fnmatchcase(name, "val/*reward_mean") and name.count("/") <= 2]
     return min(rewards, key=lambda name: name.count("/"), default=None)

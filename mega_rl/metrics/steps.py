@@ -93,7 +93,7 @@ class WorkMeter:
 
     total: float = 0.0  # floating-point operations
     phase: str = ""  # in progress
-    tokens: dict[str, float] = field(default_factory=dict)  # by phase
+    tokens: dict[str, float] = field(default_factory=dict)  # tokens by phase
 
     def count(self, tokens: float) -> None:
         """Add tokens to those of the phase in progress."""

@@ -44,7 +44,7 @@ class RoleFacts:
 def show_startup(
     roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "", console: Console | None = None
 ) -> None:
-    """Print a table of the run's roles: a frame on a terminal wide enough, else one line for each role.
+    """Print a table of the run's roles: a frame on a wide terminal, else one line for each role.
 
     For one rank only. Empty columns are left out. On a narrow terminal facts that all models share go into a line
     below, and paths get their own lines. prompts, stop_tokens: texts of the last lines, about how prompts are written
@@ -112,7 +112,7 @@ def short_count(number: int) -> str:
 
 
 def show_summary(run_dir: Path, *, console: Console | None = None) -> None:
-    """Print the summary of a run: a frame on a terminal, else plain lines; nothing for a run without metrics.
+    """Print the summary of a run with metrics: a frame on a terminal, else plain lines.
 
     console: standard error unless given.
     """

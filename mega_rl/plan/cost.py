@@ -1,4 +1,4 @@
-"""Expected time of a step: operations, bytes and messages of the plan, each divided by a rate of the hardware.
+"""Expected time of a step: operations, bytes and messages, each divided by a rate of the hardware.
 
 Every response is as long as it may be. A phase is the sum of its parts, which follow one another. The slowest stage of
 a pipeline counts, once for each micro-batch and for each that its ends wait for. docs/scale.md lists the
@@ -53,7 +53,7 @@ class Hardware:
     name: str
     memory: float  # bytes
     peak: float  # dense bf16 operations
-    memory_rate: float  # of the device's own memory
+    memory_rate: float  # to and from the device's memory
     nvlink: float  # one way, between GPUs of a host
     network: float  # one way, to other hosts, for each GPU's adapter
     host_copy: float = 200e9  # to or from pinned host memory, all GPUs of a host at once
@@ -189,7 +189,7 @@ class _Clock:
         """Return the seconds of a message at the rate of the slowest link on its way.
 
         In a group that spans hosts, each member on a host adds its adapter to the ring; tokens for experts and hidden
-        states of stages leave by the adapter of their own GPU.
+        states of stages leave by their GPU's adapter.
         """
         nvlink, network = (rate * self.hardware.link_share for rate in (self.hardware.nvlink, self.hardware.network))
         per_host = max(1, min(traffic.ranks, self.setup.machine.gpus_per_node // traffic.stride))
@@ -309,7 +309,7 @@ def _generation(setup: RunSetup, hardware: Hardware, server_ranks: int) -> dict[
 
 
 def _between_hosts(setup: RunSetup, hardware: Hardware, ranks: int, together: int) -> dict[str, float]:
-    """Return the seconds of a token's sums over the ranks of a server on several hosts, two for each layer."""
+    """Return the seconds of a token's sums, two for each layer, over a server on several hosts."""
     hf, per_host = setup.actor.hf, setup.machine.gpus_per_node
     if ranks <= per_host:
         return {}
@@ -318,7 +318,7 @@ def _between_hosts(setup: RunSetup, hardware: Hardware, ranks: int, together: in
 
 
 def _room(setup: RunSetup, hardware: Hardware, ranks: int) -> int:
-    """Return the sequences of full length that a server's cache holds, in its given tokens or all free memory."""
+    """Return the sequences of full length that fit a server's cache."""
     rollout, hf, b = setup.config.rollout, setup.actor.hf, setup.rollout_itemsize
     server = rollout.sglang.server
     if server.max_total_tokens or server.mem_fraction:

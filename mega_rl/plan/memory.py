@@ -1,4 +1,4 @@
-"""Device memory of one rank in every phase of a step, host memory, and the verdict: whether a run fits."""
+"""Device memory of one rank in every phase of a step, host memory, and the verdict on a run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RankMemory:
 
     rank: int
     pp_rank: int
-    states: Mapping[Role, StateBytes]  # by role
+    states: Mapping[Role, StateBytes]
     phases: tuple[MemoryPhase, ...]
 
     @property
@@ -215,12 +215,12 @@ def embedded(setup: RunSetup) -> tuple[int, int]:
     if hf.mla is not None:
         width = hf.mla.qk_nope_head_dim + hf.mla.qk_rope_head_dim + hf.mla.v_head_dim
         per_token = hf.num_layers * hf.num_heads * width * b
-    logits = rows * hf.vocab_size * (b + 3 * 4)  # of the last token; sampling works on float32
+    logits = rows * hf.vocab_size * (b + 3 * 4)  # the last token's; sampling works on float32
     return rows, rows * _longest_sampled(setup) * per_token + logits
 
 
 def server_of(setup: RunSetup) -> tuple[int, int, int]:
-    """Return (bytes of weights, bytes of cache, full sequences in the cache) of a server on one of its devices.
+    """Return (bytes of weights, bytes of cache, sequences in the cache) of a server's device.
 
     Without a given size the cache holds the sequences that the server is asked for; 16 are enough to judge.
     """
@@ -238,7 +238,7 @@ def server_of(setup: RunSetup) -> tuple[int, int, int]:
 
 
 def lesson_bytes(setup: RunSetup, pp_rank: int) -> tuple[int, int]:
-    """Return (bytes on the device, bytes on the host) of copies of a teacher's projection on a pipeline rank.
+    """Return (device bytes, host bytes) of copies of a teacher's projection on a pipeline rank.
 
     The device needs one while the student trains, the host for the whole run. Student and teacher on one layout read
     the teacher's parameter, unless the student's turn empties it or FSDP has cut it. A teacher on its own layout leaves
@@ -279,7 +279,7 @@ def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
 
 
 def _hidden_on_host(setup: RunSetup) -> int:
-    """Return the bytes of a teacher's hidden states of a mini-batch, on all ranks of last stages of the fullest host.
+    """Return the bytes of a teacher's hidden states of a mini-batch on the fullest host.
 
     A teacher on its own layout has them as it cuts the rows, next to those that the student has received.
     """

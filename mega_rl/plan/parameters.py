@@ -1,4 +1,4 @@
-"""Parameters of a model on a rank: Megatron-Core's in the order of DDP's buffers, transformers' as FSDP2 cuts them.
+"""Parameters of a model on a rank, in the order of DDP's buffers or as FSDP2 cuts them.
 
 Sizes come from the families' tables, as loading does; the order within a layer is that of Megatron-Core's modules.
 """
@@ -70,7 +70,7 @@ def chunk_parameters(
     itemsize: bytes of an element; parameters that are float32 in every model have 4. frozen: `model.frozen`.
     """
     shared = sharding.hf.tied and sharding.head == "lm" and sharding.layout.pp > 1
-    cut: dict[int, tuple[int, int]] = {}  # by rule: all layers and experts of a rule are cut alike
+    cut: dict[int, tuple[int, int]] = {}  # rule -> shape: all its layers and experts are cut alike
     summed: dict[int, bool] = {}
 
     def made(part: Part) -> Parameter:

@@ -1,4 +1,4 @@
-"""Layouts near by, the search for layouts that fit, and the cheapest change of settings that makes a run fit."""
+"""Layouts near by, a search for layouts that fit, and the cheapest change that makes a run fit."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _of_batches(setup: RunSetup) -> Iterator[SettingChange]:
 
 
 def _of_rollouts(setup: RunSetup) -> Iterator[SettingChange]:
-    """Yield servers instead of the embedded engine, or more ranks for a server, so that weights fill half a device."""
+    """Yield servers instead of the embedded engine, or more ranks for a server."""
     machine, rollout = setup.machine, setup.config.rollout
     weights = weight_bytes(setup.actor.hf, setup.rollout_itemsize)
     if machine.gpu_memory is None:
@@ -217,7 +217,7 @@ class Candidate:
     layout: ParallelLayout
     recompute: str
     verdict: FitVerdict
-    work: float  # of a step, relative to a step without recomputation and pipeline bubbles
+    work: float  # relative to a step without recomputation and pipeline bubbles
     sent: int  # bytes that the busiest end of the pipeline sends in a step
 
 

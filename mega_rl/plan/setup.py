@@ -1,4 +1,4 @@
-"""The run that a plan describes: its settings, its models by role, and its machine; from a recipe and options."""
+"""The run that a plan describes: settings, models by role, and machine, from a recipe and options."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RunSetup:
     """Inputs of a plan."""
 
     config: Config
-    checkpoints: Mapping[str, HFConfig]  # by config key, "model.path" among them
+    checkpoints: Mapping[str, HFConfig]  # config key -> architecture; has "model.path"
     machine: Machine
 
     @cached_property
@@ -157,7 +157,7 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
 
 
 def read_setup(recipe: Path | None, overrides: Sequence[str], machine: Machine) -> RunSetup:
-    """Return the run of a recipe on a machine; of each model it reads only config.json, and downloads it if necessary.
+    """Return the run of a recipe on a machine; reads only the config.json of each model.
 
     A machine with a world size of 0 gets the smallest world that the layout allows. Raises UserErrors with every
     mistake.

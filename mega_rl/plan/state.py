@@ -115,12 +115,12 @@ def _spans(
 
     for parameter in reversed(parameters):
         at = -(-at // _START) * _START if distributed else at
-        alone = parameter.shared_embedding and distributed
-        if alone and is_open:
+        has_own_bucket = parameter.shared_embedding and distributed
+        if has_own_bucket and is_open:
             close()
         spans.append((at, at + parameter.numel))
         at, is_open = at + parameter.numel, True
-        if alone or (bucket_size is not None and at - begin >= bucket_size):
+        if has_own_bucket or (bucket_size is not None and at - begin >= bucket_size):
             close()
     if is_open:
         close()
@@ -202,7 +202,7 @@ def _nbytes(parameters: Iterable[Parameter]) -> int:
 
 
 def _megatron_fsdp_state(layout: ParallelLayout, training: Training, numel: int) -> StateBytes:
-    """Return the bytes of Megatron FSDP, without the padding of its own buffers: a few elements per parameter."""
+    """Return the bytes of Megatron FSDP, without padding: a few elements per parameter."""
     ddp, b = training.ddp, training.itemsize
     mine = -(-numel // (layout.dp * layout.cp // ddp.optimizer_instances))
     gradient = FP32 if ddp.grad_reduce_in_fp32 else b
@@ -233,7 +233,7 @@ def _buffer_state(training: Training, buffer: Buffer, owned: int) -> StateBytes:
 
 
 def chunk_buffers(sharding: Sharding, training: Training, rank: int, stage: int) -> list[tuple[Buffer, int]]:
-    """Return the buffers of a chunk's trained parameters, dense ones first, with this rank's index in their groups."""
+    """Return the buffers of a chunk, dense ones first, each with this rank's index in its group."""
     layout, ddp, distributed = sharding.layout, training.ddp, training.optimizer.distributed
     parameters = parameters_of(sharding, training, rank, stage)
     # Buckets are cut only where reduction overlaps with the backward: on the first pipeline rank, in its first chunk.

@@ -30,7 +30,7 @@ class Traffic:
     use: str
     collective: str
     ranks: int  # in its group
-    nbytes: int  # that a rank sends in a step
+    nbytes: int  # a rank's bytes in a step
     stride: int = 1  # global ranks from one member of its group to the next
 
 
@@ -46,7 +46,7 @@ class Message(NamedTuple):
 
 
 def step_traffic(setup: RunSetup, pp_rank: int, *, rank: int | None = None) -> list[Traffic]:
-    """Return the bytes that a rank of a pipeline stage sends in one trainer step when all responses are longest.
+    """Return the traffic of a rank of a pipeline stage in one step whose responses are all longest.
 
     rank: None takes the first of the stage; ranks differ if the reference has its own stages.
     """
@@ -182,7 +182,7 @@ def _merged(traffic: Iterable[Traffic]) -> list[Traffic]:
 
 
 def sync_traffic(setup: RunSetup) -> dict[str, int]:
-    """Return the bytes of one weight sync: of the model, to each rank, and from the trainer to the servers."""
+    """Return the bytes of one weight sync: of the model, to each rank, and to the servers."""
     layout, config = setup.layout, setup.config
     model = weight_bytes(setup.actor.hf, setup.rollout_itemsize)
     pieces = layout.tp * layout.pp * (layout.ep if setup.actor.hf.moe is not None else 1)
@@ -195,7 +195,7 @@ def sync_traffic(setup: RunSetup) -> dict[str, int]:
 
 
 def num_servers(setup: RunSetup) -> int:
-    """Return the servers of a run: those that it joins, or those that each host or group of hosts starts."""
+    """Return the number of servers that a run joins, or that its hosts start."""
     sglang, machine = setup.config.rollout.sglang, setup.machine
     nodes = sglang.server.nodes
     per_host = sglang.server.count or max(1, machine.ranks_per_node // (sglang.server.tp // nodes))
@@ -228,7 +228,7 @@ class _Stage:
 
     setup: RunSetup
     model: PlannedModel
-    tokens: int  # of a micro-batch on a rank
+    tokens: int  # number in a micro-batch on a rank
 
     @property
     def local_tokens(self) -> int:

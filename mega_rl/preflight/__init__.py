@@ -1,4 +1,4 @@
-"""Checks before work starts: config, rules, and the files that the run will read; a mistake is reported at once."""
+"""Checks before work starts: config, rules, and the files that the run will read."""
 
 from mega_rl.preflight.host import launched_world_size
 from mega_rl.preflight.rewards import REWARD_FUNCTIONS

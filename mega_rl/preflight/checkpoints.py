@@ -177,7 +177,7 @@ def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iter
 
 
 def check_teacher(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """Yield a problem if the vocabularies of student and teacher differ in size and the loss needs all of them."""
+    """Yield a problem if student and teacher of a loss over the vocabulary differ in its size."""
     sizes = [checkpoints[key].vocab_size for key in (ACTOR, REFERENCE) if key in checkpoints]
     if LOSS.needs(config, "needs_teacher") and len(set(sizes)) == 2:
         yield (
@@ -250,7 +250,7 @@ def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> s
     if not tools or not file.is_file():
         file = directory / "chat_template.jinja"
     template = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else settings.get("chat_template")
-    if isinstance(template, list):  # of {"name", "template"}
+    if isinstance(template, list):  # entries {"name", "template"}
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("tool_use", named.get("default")) if tools else named.get("default")
     return template if isinstance(template, str) else None

@@ -24,7 +24,7 @@ from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.installation import argument_names, missing_tools, require_sglang
 from mega_rl.storage.disk import free_bytes
 
-Checkpoints = Mapping[str, HFConfig]  # by config key, "model.path" among them
+Checkpoints = Mapping[str, HFConfig]  # config key, as "model.path" -> architecture
 
 
 def is_missing(package: str) -> bool:
@@ -98,9 +98,9 @@ def smallest_gpu() -> int | None:
 
 
 def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> Iterator[str]:
-    """Yield the change of settings that lets a run fit the GPUs of this machine, if it does not; settings are legal.
+    """Yield the change of (legal) settings that lets a run fit the GPUs of this machine.
 
-    Without GPUs or with trainer.device=cpu there is no limit: only `mega-rl plan` reports host memory.
+    Without GPUs or with trainer.device=cpu nothing is checked: only `mega-rl plan` reports host memory.
     """
     memory = None if config.trainer.device == "cpu" else smallest_gpu()
     if memory is None or "model.path" not in checkpoints:
@@ -204,7 +204,7 @@ def check_disk(config: Config, checkpoints: Checkpoints) -> Iterator[str]:
 
 
 def _bytes_of_a_save(config: Config, checkpoints: Checkpoints) -> int:
-    """Return the bytes of one checkpoint, or only of the weights if the run saves nothing else; 0 without saves.
+    """Return the bytes of one checkpoint, of the weights if the run saves only these, 0 without saves.
 
     A lower bound for frozen weights, which have no optimizer state.
     """

@@ -22,13 +22,13 @@ class PlanOptions:
 
     gpus: int = 0  # 0: the fewest that the layout allows
     gpus_per_node: int = 8
-    gpu_memory: str = ""  # as 80G; empty: of the GPUs here
+    gpu_memory: str = ""  # 80G; empty: memory of the GPUs here
     layers: str = "auto"  # auto, te or local
     search: bool = False
     as_json: bool = False
     gpu: str = ""  # kind of GPU, for the time of a step; empty: none is given
     rates: Sequence[str] = ()  # coefficients that replace those of the kind
-    server_gpus: int = 0  # of each server that is joined
+    server_gpus: int = 0  # for each server that the run joins
 
 
 def plan_lines(recipe: Path, overrides: Sequence[str], options: PlanOptions) -> Iterator[str]:

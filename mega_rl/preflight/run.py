@@ -185,7 +185,7 @@ def _parquet_columns(path: Path) -> set[str]:
 
 
 def _first_row_columns(path: Path) -> set[str] | None:
-    """Return the keys of the first row; None if it is malformed, which the reader of the data reports or drops."""
+    """Return the keys of the first row; None if it is malformed: the reader of the data reports it."""
     with path.open("rb") as file:
         line = file.readline()
     try:

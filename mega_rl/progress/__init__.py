@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Phase:
-    """A piece of work in progress: its name and, if it can be counted, how much of it is done.
+    """A piece of work in progress: its name and, if it can be counted, the part that is done.
 
     `rounds` marks work that repeats: `done` counts whole rounds, and other phases run inside a round.
     """
@@ -99,7 +99,7 @@ def listen(listener: Listener | None) -> None:
 
 
 def close() -> None:
-    """Remove what is shown."""
+    """Remove the live line and stop showing phases."""
     listen(None)
 
 
@@ -124,7 +124,7 @@ def active() -> tuple[Phase, ...]:
 
 
 def active_at(error: BaseException) -> tuple[Phase, ...]:
-    """Return the phases that were in progress when an error was raised; the current phases if it has left none."""
+    """Return the phases in progress when an error was raised; the current ones if it has left none."""
     phases: tuple[Phase, ...] = vars(error).get(_PHASES, ()) or active()
     return phases
 
@@ -224,7 +224,7 @@ def note(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal or a log, on one line: ESC as \\x1b, line ends as \\n, direction marks as \\u202e.
+    """Return a text on one line for a terminal or a log: ESC as \\x1b, line ends as \\n.
 
     Texts of policies, files and programs could otherwise move the cursor, or look like lines of the log.
     """

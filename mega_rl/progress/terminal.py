@@ -26,7 +26,7 @@ from rich.text import Text
 from mega_rl.progress import Phase, close, listen, printable
 
 REFRESHES_PER_SECOND = 8
-REMINDER_S = 60.0  # without a live line, a log that is silent for this long says what is in progress
+REMINDER_S = 60.0  # without a live line, a log that is silent for this long names the work in progress
 SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "-\\|/"
 BAR_WIDTH = 20
 TIME_WIDTH = len("08:04:33 ")  # in front of each line of the log
@@ -96,7 +96,7 @@ class Display:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _line(self) -> RenderableType:
-        """Return the live line: a bar for the outermost phase that can be counted, if it has room, and the words."""
+        """Return the live line: a bar, if a phase can be counted and there is room, and the words."""
         words = Text(live_line(self._phases, ascii_only=self.console.options.ascii_only), no_wrap=True)
         width = self.console.width - 1  # the last column would wrap on some terminals
         counted = next((phase for phase in self._phases if phase.total), None)
@@ -106,7 +106,7 @@ class Display:
         return Columns([ProgressBar(total=counted.total, completed=counted.done, width=BAR_WIDTH), words])
 
     def _remind(self) -> None:
-        """Log what is in progress whenever the log has been silent for REMINDER_S; runs on a thread."""
+        """Log the work in progress whenever the log has been silent for REMINDER_S; runs on a thread."""
         while not self._closed.wait(REMINDER_S / 12):
             phases = self._phases
             silent_since = max([self.written, *(phase.began for phase in phases[:1])])
@@ -145,7 +145,7 @@ def _in_words(phase: Phase, *, timed: bool = True) -> str:
 
 
 def _time_left(phase: Phase) -> str:
-    """Return the time that the remaining rounds take at the pace so far; empty before the end of the first round."""
+    """Return the time of the remaining rounds at the pace so far; empty in the first round."""
     done = phase.done - phase.first
     if done <= 0 or not phase.total or phase.done >= phase.total:
         return ""
@@ -176,7 +176,7 @@ class _Handler(logging.Handler):
             self.handleError(record)
 
 
-def _write_beside_rank_0(line: str) -> None:
+def _write_next_to_rank_0(line: str) -> None:
     """Write a line of another rank: on a terminal it erases the line that rank 0 draws there."""
     start = ERASE_LINE if sys.stderr.isatty() else ""
     sys.stderr.write(f"{start}{line}\n")
@@ -211,7 +211,7 @@ def show_progress(*, live: bool = True, beside_ranks: bool = False) -> None:
     rank = os.environ.get("RANK", "0")
     close()
     display = Display(live=live, shows=rank == "0")
-    handler = _Handler(display.write if rank == "0" and not beside_ranks else _write_beside_rank_0)
+    handler = _Handler(display.write if rank == "0" and not beside_ranks else _write_next_to_rank_0)
     handler.setFormatter(_Formatter(rank))
     levels = {name: logging.getLogger(name).level for name in LOGGERS}
     formatwarning, warnings.formatwarning = warnings.formatwarning, _one_line

@@ -82,7 +82,7 @@ class RecordDescription:
     world_size: int
     device: str  # "cpu" or "cuda"
     dtype: str  # "fp32" or "bf16"
-    versions: dict[str, str]  # by package
+    versions: dict[str, str]  # package -> version
 
     @property
     def steps_before(self) -> int:

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML text with its styles, program and data inside, which asks no network for anything.
+"""The page of a report: one HTML text with its styles, program and data inside.
 
 Data is JSON in an element that no browser runs, and the program puts texts into the page as texts. The page's content
 security policy allows this program and these styles, by their hashes, and nothing else. Units and meanings of metrics

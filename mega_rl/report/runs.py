@@ -27,7 +27,7 @@ class Run:
 
     folder: Path
     label: str  # shortest name that differs from the other runs of the report
-    series: Mapping[str, Series]  # by metric
+    series: Mapping[str, Series]  # metric -> values
     config: Mapping[str, str]  # "optim.lr": "1e-06"; empty without config.yaml
 
     @property
@@ -87,7 +87,7 @@ def _flat(content: JsonFields, prefix: str) -> list[tuple[str, str]]:
 
 
 def seed_groups(runs: Sequence[Run]) -> list[list[int]]:
-    """Return groups of runs, as indices, that differ only in the seed; a run without a config is a group."""
+    """Return groups of runs, as indices, that differ only in the seed."""
     groups: dict[object, list[int]] = {}
     for number, run in enumerate(runs):
         own = run.config.get("trainer.run_dir")

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARACTERS = 400_000  # of all samples of a page, as JSON
+MAX_CHARACTERS = 400_000  # all samples of a page together, as JSON
 MAX_LINE = 16 << 20  # characters of a row that is read
 MAX_TEXT = 6_000  # characters of a prompt or response
-MAX_TOKENS = 1_500  # of a sample that a page shows token by token
+MAX_TOKENS = 1_500  # a longer sample is cut
 NUM_SOURCES = 4  # dumps and records of a run that are shown, the newest of each
 NUM_ROWS = 12  # rows of each, the first ones
 _DUMP, _RECORD = re.compile(r"(?:step|val)_(\d+)\.jsonl"), re.compile(r"step_(\d{6,12})")
 _TEXTS = ("prompt", "rendered_prompt", "response", "token_texts")
-Columns: TypeAlias = "Mapping[str, npt.NDArray[np.float32]]"  # of a row: [tokens] by name
+Columns: TypeAlias = "Mapping[str, npt.NDArray[np.float32]]"  # columns of a row by name, [tokens]
 _Compute: TypeAlias = "Callable[[Columns], npt.NDArray[np.float32]]"
 
 # Name on the page, the columns it needs besides the trainer's log-probs ("trainer"), and its values. A record without
@@ -53,7 +53,7 @@ _VALUES: tuple[tuple[str, tuple[str, ...], _Compute], ...] = (
 
 
 def read_samples(run_dir: Path, *, max_characters: int = MAX_CHARACTERS) -> tuple[list[JsonFields], int]:
-    """Return the newest samples of a run and the number that had no room; samples with values of tokens come first.
+    """Return the newest samples of a run, those with values of tokens first, and the number without room.
 
     A damaged file is logged and left out.
     """
@@ -134,7 +134,7 @@ def _cut(text: str) -> str:
 
 
 def _of_record(folder: Path) -> Iterator[JsonFields]:
-    """Yield samples of the first rows of a record with texts, and values of their tokens; None off the loss mask.
+    """Yield samples of the first rows of a record; values of tokens are None off the loss mask.
 
     Raises UserError for a record that is damaged or of another format.
     """

@@ -1,4 +1,4 @@
-"""A viewer of a live run: its report on the loopback address, kept up to date from the run's files.
+"""A viewer of a live run: its report on the loopback address, read from the run's files.
 
 A browser sees the page only with the token of the address that `mega-rl view` prints. The first request carries it and
 gets it back as a cookie that no other site can send and no program of a page can read. The server listens only on

@@ -26,7 +26,7 @@ Sign = tuple[str, int, str]  # metric, step since which it is so, what was seen
 
 
 class History:
-    """Finite values of a metric in the order of steps; beginning and end are a fifth of the history each."""
+    """Finite values of a metric by step; its beginning and its end are a fifth each."""
 
     def __init__(self, series: Series) -> None:
         kept = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if math.isfinite(v)]
@@ -43,7 +43,7 @@ class History:
 
     @property
     def highest_early(self) -> float:
-        """Return the median of the second fifth plus a twentieth of the range; a value that still rises is above."""
+        """Return the median of the second fifth plus a twentieth of the range."""
         middle = sorted(self.values[self._window : 2 * self._window])[self._window // 2]
         return middle + 0.05 * (max(self.values) - min(self.values))
 
@@ -230,13 +230,13 @@ RULES: dict[str, dict[str, Any]] = tomllib.loads(files("mega_rl.report").joinpat
 NOT_FINITE = {
     "name": "A metric is not finite",
     "row": "a metric is NaN or infinite",
-    "meaning": "An overflow or a division by zero; what is computed after it means nothing.",
+    "meaning": "An overflow or a division by zero; later results mean nothing.",
     "action": "Resume a checkpoint before that step (checkpoint.resume=PATH); lower optim.lr; try model.dtype=fp32.",
 }
 
 
 def symptoms_of(series: Mapping[str, Series]) -> list[Symptom]:
-    """Return the warnings of a run in the order of the rules, which is that of the page; past symptoms last."""
+    """Return the warnings of a run in the order of the rules; past symptoms come last."""
     now = [*_not_finite(series), *_seen_at_end(series)]
     shown = {symptom.rule for symptom in now}
     past: dict[str, Symptom] = {}
