@@ -17,10 +17,10 @@ from pathlib import Path
 
 from driver import Report, parser_of
 
-from mega_rl.metrics.records import read_metrics
 from mega_rl.quickstart import task
 from mega_rl.quickstart.run import NUM_RANKS, launch
 from mega_rl.quickstart.tasks import TASKS, setting
+from mega_rl.tracking.metrics.records import read_metrics
 from mega_rl.types import Prompt
 from mega_rl.workers.reward import FunctionRewards, TextScorer, ignore
 from mega_rl.workers.reward_calls import Response

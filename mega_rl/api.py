@@ -15,9 +15,9 @@ from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, DATA, LOSS, RO
 from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
-from mega_rl.metrics.records import StepMetrics, read_metrics
-from mega_rl.preflight import check_run
+from mega_rl.plan.preflight import check_run
 from mega_rl.schedulers.slurm.tasks import become_rank
+from mega_rl.tracking.metrics.records import StepMetrics, read_metrics
 
 if TYPE_CHECKING:
     from mega_rl.trainer import PPOTrainer

@@ -97,7 +97,7 @@ EVALUATION = (
         "phases without work are timed",
         "if name in self._idle:",
         "if name in ():",
-        "metrics/test_steps.py",
+        "tracking/metrics/test_steps.py",
     ),
     fault(
         "replay",

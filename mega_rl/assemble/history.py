@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_rl import progress
 from mega_rl.algorithms.kl import KLController
 from mega_rl.checkpoint.identity import FILES, file_records, model_identity
 from mega_rl.checkpoint.random_state import RandomState
@@ -18,6 +17,7 @@ from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Ranks, WeightSync
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

@@ -24,12 +24,12 @@ from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
-from mega_rl.metrics.trackers import without_secrets
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.agreement import all_succeed
 from mega_rl.protocols import Ranks
-from mega_rl.records.format import FOLDER, RecordDescription
-from mega_rl.records.writer import RecordWriter, Weights, clear_records
+from mega_rl.tracking.metrics.trackers import without_secrets
+from mega_rl.tracking.records.format import FOLDER, RecordDescription
+from mega_rl.tracking.records.writer import RecordWriter, Weights, clear_records
 from mega_rl.trainer.recording import NoRecorder, RecordedStep, StepColumns, StepRecorder, StepSink
 from mega_rl.types import JsonObject
 from mega_rl.workers.turns import PARAMETERS

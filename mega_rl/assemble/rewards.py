@@ -8,7 +8,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from mega_rl import progress
 from mega_rl.assemble.data import load_tokenizer
 from mega_rl.assemble.roles import Roles
 from mega_rl.config.plugins.choices import ADVANTAGE
@@ -19,6 +18,7 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.protocols import Ranks, SampleListener, Scorer
+from mega_rl.tracking import progress
 from mega_rl.types import Prompt, PromptSet
 from mega_rl.workers.code.cases import AssertCase, read_cases
 from mega_rl.workers.code.reward import specification

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
 from mega_rl.assemble.trainer import build_trainer
@@ -19,12 +18,13 @@ from mega_rl.health import records
 from mega_rl.health.flight_recorder import FlightRecorder
 from mega_rl.health.guard import Guard
 from mega_rl.health.heartbeat import RankFacts, beating
-from mega_rl.metrics.tables import show_summary
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.tracking import progress
+from mega_rl.tracking.metrics.tables import show_summary
 from mega_rl.trainer import PPOTrainer
 from mega_rl.trainer.stop import StopRequest
 from mega_rl.workers.reward_functions import RewardFunction

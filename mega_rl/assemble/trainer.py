@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.standin import resident_bytes
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
@@ -47,16 +46,17 @@ from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig
 from mega_rl.errors import UserError
-from mega_rl.metrics.flops import peak_flops
-from mega_rl.metrics.sinks import make_sink
-from mega_rl.metrics.steps import PhaseTimer, StepMeter, StepTraces
-from mega_rl.metrics.tables import show_startup
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink, Ranks, RolloutSource
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.rollout.stop_tokens import name_stop_tokens
+from mega_rl.tracking import progress
+from mega_rl.tracking.metrics.flops import peak_flops
+from mega_rl.tracking.metrics.sinks import make_sink
+from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
+from mega_rl.tracking.metrics.tables import show_startup
 from mega_rl.trainer import PPOTrainer, RunSettings
 from mega_rl.trainer.experience import MinibatchPlan
 from mega_rl.trainer.mismatch import MismatchGuard, usual_limits

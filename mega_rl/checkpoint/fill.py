@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_rl import progress
 from mega_rl.checkpoint.format.reader import MAX_THREADS, Checkpoint, StoredPiece
 from mega_rl.checkpoint.format.untrusted import limited
 from mega_rl.checkpoint.run_state import ORDER
@@ -22,6 +21,7 @@ from mega_rl.parallel.agreement import all_failures
 from mega_rl.parallel.boxes import intersection, within
 from mega_rl.protocols import Ranks
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES
+from mega_rl.tracking import progress
 from mega_rl.types import Box, Piece
 
 _ANOTHER_MODEL = (

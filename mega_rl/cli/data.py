@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.help import Commands
 from mega_rl.datafiles.problems import GSM8K, INSTRUCTION, MATH, ProblemSet
 from mega_rl.datafiles.writing import Source, write_files
-from mega_rl.progress import printable
 from mega_rl.quickstart.gsm8k_problems import make_problems, write_folder
+from mega_rl.tracking import progress
+from mega_rl.tracking.progress import printable
 
 app = Commands(name="data", help="Write the rows of a problem set, or show the prompts of a recipe.")
 

@@ -11,13 +11,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.layout_options import made
 from mega_rl.errors import UserError
 from mega_rl.launcher.launch import Launch, key_of
 from mega_rl.launcher.restarts import DEFAULT_RESTARTS
 from mega_rl.launcher.signals import SIGNALS
 from mega_rl.launcher.store import LOOPBACK
+from mega_rl.tracking import progress
 
 
 @dataclass(frozen=True)

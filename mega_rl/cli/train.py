@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.launch_options import LaunchOptions, become
 from mega_rl.cli.layout_options import with_options
 from mega_rl.config import loader, render
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.environment import variables_of
 from mega_rl.schedulers.slurm.tasks import become_rank
+from mega_rl.tracking import progress
 
 
 @with_options
@@ -45,7 +45,7 @@ def train(
         logging.getLogger("mega_rl.config").setLevel(logging.WARNING)  # the ranks read the settings again
     launch.check(os.environ)
     with progress.phase(f"checking {config or 'the settings'}, models and data", announce=True):
-        from mega_rl.preflight import preflight
+        from mega_rl.plan.preflight import preflight
 
         resolved = preflight(config, settings, world_size=launch.world_size, launchers=launch.nnodes + launch.spares)
     if launch.needs_launcher:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Protocol
 
-from mega_rl import progress
 from mega_rl.health.places import MainThread, place_of_error
 from mega_rl.health.processes import resident_bytes, start_time
 from mega_rl.health.records import (
@@ -31,6 +30,7 @@ from mega_rl.health.records import (
     record_path,
     write_record,
 )
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

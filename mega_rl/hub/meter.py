@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mega_rl import progress
+from mega_rl.tracking import progress
 
 
 class Meter:

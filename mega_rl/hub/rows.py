@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 from huggingface_hub import HfApi, constants
 
-from mega_rl import progress
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.hub.errors import FAILURES, is_unreachable, reason
 from mega_rl.hub.names import DatasetName, FolderName, Role
+from mega_rl.tracking import progress
 
 DEADLINE_S = 3600.0  # of reading one split: its requests have deadlines of their own, its size has none
 _PROGRAM = "mega_rl.hub.rows_program"

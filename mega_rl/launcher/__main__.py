@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from mega_rl import progress
 from mega_rl.launcher.launch import Launch, launch
-from mega_rl.progress.terminal import show_progress
+from mega_rl.tracking import progress
+from mega_rl.tracking.progress.terminal import show_progress
 
 if __name__ == "__main__":
     show_progress(live=False, beside_ranks=True)

@@ -30,9 +30,9 @@ from mega_rl.launcher.signals import StopSignals
 from mega_rl.launcher.steps import RunProgress
 from mega_rl.launcher.store import LOOPBACK, listen
 from mega_rl.launcher.supervisor import Supervisor
-from mega_rl.progress import printable
-from mega_rl.progress.terminal import ERASE_LINE
 from mega_rl.rollout.sglang.server.kept import keeping_servers
+from mega_rl.tracking.progress import printable
+from mega_rl.tracking.progress.terminal import ERASE_LINE
 
 log = logging.getLogger(__name__)
 

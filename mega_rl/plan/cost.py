@@ -13,7 +13,6 @@ from math import ceil
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import UserError
-from mega_rl.metrics.flops import PEAK_TFLOPS, ModelWork
 from mega_rl.plan.memory import (
     CONTEXT,
     FRAGMENTATION,
@@ -36,6 +35,7 @@ from mega_rl.plan.traffic import (
     sync_traffic,
     update_traffic,
 )
+from mega_rl.tracking.metrics.flops import PEAK_TFLOPS, ModelWork
 
 # Work that recomputation adds to an update.
 AGAIN = {"none": 0.0, "selective": 0.03, "full": 1 / 3}

@@ -11,8 +11,8 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from mega_rl.metrics.plot import plot_runs
-from mega_rl.metrics.records import read_metrics
+from mega_rl.tracking.metrics.plot import plot_runs
+from mega_rl.tracking.metrics.records import read_metrics
 
 EXPLAINED = "values/explained_variance"
 LAST_STEPS = 10

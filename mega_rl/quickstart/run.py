@@ -9,17 +9,17 @@ import signal
 import time
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.config.loader import load
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError
 from mega_rl.launcher.launch import Launch
 from mega_rl.launcher.launch import launch as start_ranks
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.preflight.host import refuse_tasks_of_srun
-from mega_rl.progress.terminal import show_progress
+from mega_rl.plan.preflight.host import refuse_tasks_of_srun
 from mega_rl.quickstart import WARM_START
 from mega_rl.quickstart.tasks import setting, task_named
+from mega_rl.tracking import progress
+from mega_rl.tracking.progress.terminal import show_progress
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mega_rl import progress
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.kl import KLController, RewardKL
 from mega_rl.protocols import (
@@ -22,6 +21,7 @@ from mega_rl.protocols import (
     TokenModel,
     WeightSync,
 )
+from mega_rl.tracking import progress
 from mega_rl.trainer.dumps import ReadResponse, sample_rows
 from mega_rl.trainer.experience import MinibatchPlan, build_experience, check_rows
 from mega_rl.trainer.greedy import WithGreedyRewards, greedy_metrics, greedy_rewards

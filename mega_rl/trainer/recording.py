@@ -13,8 +13,8 @@ from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.corrections.base import Correction, SampledTokens
 from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.sequences import Sequences
-from mega_rl.metrics.records import to_json_value
 from mega_rl.protocols import Ranks
+from mega_rl.tracking.metrics.records import to_json_value
 from mega_rl.trainer.dumps import ReadResponse, sample_rows
 from mega_rl.trainer.greedy import WithGreedyRewards
 from mega_rl.types import Experience, JsonObject, Prompt, Rewards, Rollout, TokenOutputs, row_numbers

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mega_rl.metrics.flops import ModelWork
-from mega_rl.metrics.steps import WorkMeter
 from mega_rl.protocols import Inspect, Learner, RolloutSource, Teacher, TokenModel
+from mega_rl.tracking.metrics.flops import ModelWork
+from mega_rl.tracking.metrics.steps import WorkMeter
 from mega_rl.types import Draws, Experience, Lesson, Metrics, Prompt, Rollout, TokenOutputs
 
 

@@ -40,7 +40,7 @@ def run_command(command: Sequence[str]) -> NoReturn:
 def _become(path: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Run the launcher in this process, which would execute it."""
     from mega_rl.launcher.launch import Launch, launch
-    from mega_rl.progress.terminal import show_progress
+    from mega_rl.tracking.progress.terminal import show_progress
 
     assert list(command[1:4]) == LAUNCHER, command
     show_progress(live=False, beside_ranks=True)

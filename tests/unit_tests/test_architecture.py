@@ -66,10 +66,8 @@ READ_THE_ENVIRONMENT = [
     "hub/node.py",
     "launcher/launch.py",
     "launcher/peers.py",
-    "metrics/trackers.py",
     "parallel/groups.py",
-    "preflight/host.py",
-    "progress/terminal.py",
+    "plan/preflight/host.py",
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/kept.py",
     "rollout/sglang/server/launcher.py",
@@ -78,6 +76,8 @@ READ_THE_ENVIRONMENT = [
     "schedulers/ray/node.py",
     "schedulers/ray/placement.py",
     "schedulers/slurm/tasks.py",
+    "tracking/metrics/trackers.py",
+    "tracking/progress/terminal.py",
     "trainer/stop.py",
     "verify/launcher.py",
     "verify/measure.py",
@@ -89,12 +89,12 @@ CHANGE_FOREIGN_MODULES = [
     "accelerator/cpu.py",
     "parallel/gloo.py",  # groups take their options from nowhere else
     "parallel/groups.py",
-    "progress/terminal.py",
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/launcher.py",
     "rollout/sglang/server/private_files.py",
     "sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
     "sandbox/inside/suite.py",
+    "tracking/progress/terminal.py",
     "workers/user_files.py",
 ]
 
@@ -175,7 +175,6 @@ def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
         "datafiles",
         "hub",
         "plan",
-        "preflight",
         "quickstart",
         "verify",
     )

@@ -12,8 +12,8 @@ import pytest
 
 from mega_rl.algorithms.distribution import QUANTILES as TOKEN_QUANTILES
 from mega_rl.algorithms.mismatch import LogprobMismatch
-from mega_rl.metrics.steps import TOKEN_PHASES, PhaseTimer
 from mega_rl.rollout.sglang.weights.sync import PHASES
+from mega_rl.tracking.metrics.steps import TOKEN_PHASES, PhaseTimer
 from mega_rl.trainer import RunSettings
 from mega_rl.trainer.step_metrics.responses import QUANTILES as RESPONSE_QUANTILES
 from mega_rl.types import TRAINED_TOKENS
@@ -27,7 +27,7 @@ from tests.unit_tests.trainer.test_loop import FakeSink, make_trainer
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"[a-z]+/[a-z][a-z0-9_]*")
 # Packages in which a string of this form is a metric's name, and strings of it that are none.
-WRITERS = ("algorithms", "checkpoint", "data", "engines", "metrics", "models", "rollout", "trainer", "workers")
+WRITERS = ("algorithms", "checkpoint", "data", "engines", "models", "rollout", "tracking/metrics", "trainer", "workers")
 OTHERS = {
     "application/json",
     "actor/ratio",

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.preflight import REWARD_FUNCTIONS, checkpoints, host, launched_world_size, preflight
+from mega_rl.plan.preflight import REWARD_FUNCTIONS, checkpoints, host, launched_world_size, preflight
 from mega_rl.rollout.sglang.server.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
 from tests.unit_tests.converters.tiny_configs import TINY, YARN

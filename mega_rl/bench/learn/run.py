@@ -19,8 +19,8 @@ from mega_rl.bench.learn.noise import mix_with_uniform
 from mega_rl.bench.learn.results import Curve
 from mega_rl.bench.learn.task import ExpectedReward, LearningTask, StepMetric, Variant
 from mega_rl.health.interruption import StoppedBySignal
-from mega_rl.progress.terminal import standard_error
 from mega_rl.protocols import MetricsSink
+from mega_rl.tracking.progress.terminal import standard_error
 from mega_rl.trainer import PPOTrainer
 from mega_rl.types import Metrics
 

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.bench.learn.results import MOST_SEEDS, TaskResult, summarize
 from mega_rl.bench.learn.task import LearningTask
 from mega_rl.bench.learn.tasks import TASKS
@@ -20,6 +19,7 @@ from mega_rl.cli.text.learning import check_picture, print_task, write_results
 from mega_rl.cli.verify import refuse_launcher
 from mega_rl.errors import UserError
 from mega_rl.health.interruption import StoppedBySignal, stop_on_signals
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

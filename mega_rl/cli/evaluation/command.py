@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.evaluation.options import EvaluationOptions
 from mega_rl.cli.launch_options import LaunchOptions, become
 from mega_rl.cli.layout_options import with_options
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError
 from mega_rl.health.interruption import StoppedBySignal
+from mega_rl.tracking import progress
 
 
 @with_options
@@ -38,7 +38,7 @@ def evaluate(
     progress.show_progress()
     launch.check(os.environ)
     with progress.phase("checking the settings, model and data", announce=True):
-        from mega_rl.preflight.evaluation import checked
+        from mega_rl.plan.preflight.evaluation import checked
 
         loaded = load(config, settings)
         if options.temperature == 0 and loaded.validation.n > 1:

@@ -11,7 +11,6 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.layout_options import Overrides, Recipe, made, with_options
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
@@ -20,6 +19,7 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.launcher.restarts import DEFAULT_RESTARTS
 from mega_rl.schedulers.ray.driver import NodesRun, drive
 from mega_rl.schedulers.ray.placement import RayCluster
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.text.replay import print_json, print_replay, print_rewards
 from mega_rl.cli.verify import EXIT_DIFFERS, refuse_launcher
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

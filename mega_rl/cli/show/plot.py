@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.errors import UserError
-from mega_rl.metrics.plot import plot_runs
+from mega_rl.tracking import progress
+from mega_rl.tracking.metrics.plot import plot_runs
 
 METRICS = "metrics.jsonl"
 PICTURE = "curves.png"

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.errors import UserError
-from mega_rl.report.content import page_of
-from mega_rl.report.runs import read_runs
 from mega_rl.storage import disk
+from mega_rl.tracking import progress
+from mega_rl.tracking.report.content import page_of
+from mega_rl.tracking.report.runs import read_runs
 
 PAGE = "report.html"
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
-from mega_rl.report.server import ViewServer
+from mega_rl.tracking import progress
+from mega_rl.tracking.report.server import ViewServer
 
 
 def view(

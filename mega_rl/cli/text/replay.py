@@ -12,7 +12,7 @@ import typer
 from mega_rl.cli.text.verify import plain
 
 if TYPE_CHECKING:
-    from mega_rl.records.reader import Record
+    from mega_rl.tracking.records.reader import Record
     from mega_rl.verify.replay.compare import Difference, TokenPlace
     from mega_rl.verify.replay.run import Replay
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.accelerator.gpus import gpu_for_each
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError, UserError
-from mega_rl.records.format import folder_of
-from mega_rl.records.reader import Record, read_record
+from mega_rl.tracking import progress
+from mega_rl.tracking.records.format import folder_of
+from mega_rl.tracking.records.reader import Record, read_record
 from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import Layout, resolve_runs
 from mega_rl.verify.replay.compare import Difference, compare

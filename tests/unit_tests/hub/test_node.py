@@ -125,7 +125,7 @@ def test_a_rank_that_waits_in_vain_says_for_what(
 
 PROGRAM = """
 import sys
-from mega_rl.preflight import preflight
+from mega_rl.plan.preflight import preflight
 print(preflight(None, sys.argv[1:]).model.path)
 """
 

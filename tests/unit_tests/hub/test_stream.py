@@ -13,7 +13,7 @@ from mega_rl.errors import UserError
 from mega_rl.hub import rows, rows_program
 from mega_rl.hub.names import DatasetName
 from mega_rl.hub.stream import hub_shards
-from mega_rl.preflight import preflight
+from mega_rl.plan.preflight import preflight
 from tests.helpers.hub_server import Hub, parquet_bytes
 
 pytestmark = pytest.mark.slow

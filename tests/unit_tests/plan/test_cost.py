@@ -11,7 +11,6 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError
-from mega_rl.metrics.flops import ModelWork
 from mega_rl.plan.cost import BUBBLE, COMPUTING, HARDWARE, RATES, StepTime, hardware_of, step_time, transport_of
 from mega_rl.plan.passes import num_microbatches
 from mega_rl.plan.report import as_json, as_text, make_plan
@@ -19,6 +18,7 @@ from mega_rl.plan.search import changed
 from mega_rl.plan.setup import Machine
 from mega_rl.plan.state import state_of
 from mega_rl.plan.traffic import sync_traffic
+from mega_rl.tracking.metrics.flops import ModelWork
 from tests import scale_pages
 from tests.helpers.inputs import qwen3_config, write_checkpoint
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3

@@ -13,8 +13,8 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
-from mega_rl.preflight import host
-from mega_rl.preflight.host import check_memory, ranks_of_this_host, smallest_gpu
+from mega_rl.plan.preflight import host
+from mega_rl.plan.preflight.host import check_memory, ranks_of_this_host, smallest_gpu
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.plan.models import QWEN3, QWEN3_8B, QWEN3_32B
 from tests.unit_tests.plan.test_plan import COMMON, GB, OF_8B, OF_32B
@@ -66,7 +66,7 @@ def test_preflight_plans_only_legal_settings(
     monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After the settings: a run of illegal ones is not planned."""
-    from mega_rl.preflight import run
+    from mega_rl.plan.preflight import run
 
     seen: list[int] = []
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.metrics.sinks import JsonlSink
 from mega_rl.quickstart.report import print_table, summarize
+from mega_rl.tracking.metrics.sinks import JsonlSink
 
 STEPS = 12
 

@@ -17,9 +17,9 @@ from mega_rl.cli.app import app
 from mega_rl.cli.text.replay import in_words
 from mega_rl.config.keys import flat
 from mega_rl.errors import UserError
-from mega_rl.records.format import MODEL_OUTPUTS, RECORD_FILE
-from mega_rl.records.reader import Record, read_record
 from mega_rl.storage.safetensors_header import read_entries
+from mega_rl.tracking.records.format import MODEL_OUTPUTS, RECORD_FILE
+from mega_rl.tracking.records.reader import Record, read_record
 from mega_rl.verify.layouts import parse
 from mega_rl.verify.replay.compare import ATOL, Difference
 from mega_rl.verify.replay.plan import ReplayPlan

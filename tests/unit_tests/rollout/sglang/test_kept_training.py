@@ -19,10 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mega_rl.metrics.records import read_metrics
 from mega_rl.quickstart import task
 from mega_rl.rollout.sglang.server import group, launcher
 from mega_rl.rollout.sglang.server.kept import SCRATCH_PREFIX
+from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang, wait_until
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.metrics.records import read_metrics
 from mega_rl.quickstart import task
+from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
 
