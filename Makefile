@@ -225,7 +225,7 @@ compare-megatron: setup
 # SwanLab wants an older protobuf than TensorBoard and W&B have here, so it gets a folder of its own.
 test-swanlab: setup
 	@$(BIN)/python -m pip install -q --upgrade --target $(VENV)/swanlab 'swanlab>=0.10'
-	@PYTHONPATH=$(VENV)/swanlab OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/metrics/test_trackers.py -k swanlab
+	@PYTHONPATH=$(VENV)/swanlab OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/tracking/metrics/test_trackers.py -k swanlab
 
 # Into .triton/, a folder that only this test sees: Triton's kernels in its interpreter, which needs no GPU.
 test-triton: setup

@@ -62,7 +62,7 @@ def run(*, tiny: bool) -> Iterator[Record]:
 
 def _train(folder: Path, device: str, *, steps: int) -> list[dict[str, float]]:
     """Return the metrics of each step of a run in a process of its own."""
-    from mega_rl.metrics.records import read_metrics
+    from mega_rl.tracking.metrics.records import read_metrics
 
     settings = {
         "trainer.run_dir": str(folder / device),

@@ -19,12 +19,12 @@ from driver import Report, parser_of
 
 from mega_rl.cli.quickstart import sums
 from mega_rl.cli.quickstart.run import NUM_RANKS, TASKS, launch, setting
-from mega_rl.metrics.records import read_metrics
 from mega_rl.rewards.call import load_call
 from mega_rl.rewards.pool import RewardPool, WorkerOrder
 from mega_rl.rewards.responses import Response
 from mega_rl.rewards.role import CalledRewards
 from mega_rl.rewards.score import ScoreSource, ignore
+from mega_rl.tracking.metrics.records import read_metrics
 from mega_rl.types import Prompt
 
 SPEEDUP = 1.7  # of two workers over one

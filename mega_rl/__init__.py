@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mega_rl.config.schema import Config
     from mega_rl.data.rows import DataContext
     from mega_rl.errors import RunError, UserError
-    from mega_rl.progress import show_progress
     from mega_rl.protocols import RolloutSource
+    from mega_rl.tracking.progress import show_progress
     from mega_rl.types import Prompt, Rollout
     from mega_rl.workers.own_rollouts.context import RolloutContext, Trajectory
 
@@ -77,7 +77,7 @@ _MODULES = {
     **dict.fromkeys(("RolloutContext", "Trajectory"), "mega_rl.workers.own_rollouts.context"),
     "RunError": "mega_rl.errors",
     "UserError": "mega_rl.errors",
-    "show_progress": "mega_rl.progress",
+    "show_progress": "mega_rl.tracking.progress",
     **dict.fromkeys(_OF_API, "mega_rl.api"),
 }
 

@@ -1,4 +1,4 @@
-"""Write names, units and meanings of docs/metrics.md as a table that reports read, mega_rl/report/page/metrics.tsv."""
+"""Write names, units and meanings of docs/metrics.md as the table that reports read, assets/metrics.tsv."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "metrics.md"
-TABLE = ROOT / "mega_rl" / "report" / "page" / "metrics.tsv"
+TABLE = ROOT / "mega_rl" / "tracking" / "report" / "assets" / "metrics.tsv"
 
 
 def table() -> str:

@@ -35,13 +35,14 @@ def layers() -> list[list[str]]:
 
 def files_of(name: str) -> list[Path]:
     """Return the modules of a package, or the one module of that name."""
-    folder = PACKAGE / name
+    folder = PACKAGE / name.replace(".", "/")
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{name}.py"]
 
 
 def purpose(name: str) -> str:
     """Return the first line of the package's docstring, or of the module's."""
-    file = PACKAGE / name / "__init__.py" if (PACKAGE / name).is_dir() else PACKAGE / f"{name}.py"
+    folder = PACKAGE / name.replace(".", "/")
+    file = folder / "__init__.py" if folder.is_dir() else PACKAGE / f"{name}.py"
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return text.partition("\n\n")[0].replace("\n", " ").replace("`", "")
 
@@ -55,13 +56,12 @@ def imports(name: str) -> list[str]:
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body.clear()
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module == "mega_rl":
-                used |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("mega_rl."):
-                used.add(node.module.split(".")[1])
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("mega_rl"):
+                used |= {f"{node.module}.{alias.name}." for alias in node.names}
             elif isinstance(node, ast.Import):
-                used |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("mega_rl.")}
-    return [other for layer in layers() for other in layer if other in used - {name}]
+                used |= {f"{alias.name}." for alias in node.names}
+    others = [other for layer in layers() for other in layer if other != name]
+    return [other for other in others if any(module.startswith(f"mega_rl.{other}.") for module in used)]
 
 
 def box(name: str, *, left: float, top: float, width: float) -> tuple[list[str], int]:

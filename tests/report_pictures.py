@@ -12,9 +12,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from mega_rl.report.document import page_of
-from mega_rl.report.runs import read_runs
-from mega_rl.report.server import ViewServer
+from mega_rl.tracking.report.content import page_of
+from mega_rl.tracking.report.runs import read_runs
+from mega_rl.tracking.report.server import ViewServer
 from tests.helpers.browser import chromium
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"

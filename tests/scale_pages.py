@@ -15,15 +15,13 @@ from mega_rl.config import packaged
 from mega_rl.config.loader import load
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.plan.changes import is_legal
-from mega_rl.plan.cost import StepTime, step_time, transport_of
-from mega_rl.plan.hardware import HARDWARE, RATES
+from mega_rl.plan.cost import HARDWARE, RATES, StepTime, step_time, transport_of
+from mega_rl.plan.memory import FitVerdict, RankMemory, judge, memory_of_stages
 from mega_rl.plan.passes import num_microbatches
-from mega_rl.plan.phases import RankMemory, memory_of_stages
 from mega_rl.plan.report import gb, seconds
+from mega_rl.plan.search import is_legal
 from mega_rl.plan.setup import Machine, RunSetup
 from mega_rl.plan.traffic import optimizer_steps, step_traffic, sync_traffic
-from mega_rl.plan.verdict import FitVerdict, judge
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.plan.models import QWEN3_8B, QWEN3_32B, QWEN3_235B
 

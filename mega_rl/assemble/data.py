@@ -17,7 +17,6 @@ from jinja2 import nodes as nodes_of
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from mega_rl import progress
 from mega_rl.config.keys import with_settings
 from mega_rl.config.plugins.choices import DATA
 from mega_rl.config.rules import check
@@ -34,6 +33,7 @@ from mega_rl.parallel.agreement import broadcast_json, first_failure
 from mega_rl.protocols import Ranks
 from mega_rl.rewards.responses import ResponseReader
 from mega_rl.rollout.stop_tokens import check_stop_tokens
+from mega_rl.tracking import progress
 from mega_rl.types import Prompt, PromptSet
 
 log = logging.getLogger(__name__)

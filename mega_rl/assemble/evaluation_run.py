@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mega_rl import __version__, progress
+from mega_rl import __version__
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.data import agreed_fingerprint, load_data, read_tokens
 from mega_rl.assemble.evaluation import build_evaluation
@@ -43,6 +43,7 @@ from mega_rl.storage.disk import (
     sync,
     write_at,
 )
+from mega_rl.tracking import progress
 from mega_rl.trainer.dumps import ReadResponse
 from mega_rl.trainer.rows import scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when

@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from mega_rl import progress
 from mega_rl.algorithms.kl import KLController
 from mega_rl.checkpoint.identity import run_identity
 from mega_rl.checkpoint.random_state import RandomState
@@ -16,6 +15,7 @@ from mega_rl.config.schema import Config
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import WeightSync
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

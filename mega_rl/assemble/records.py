@@ -23,13 +23,12 @@ from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.parameters import hf_tensors
-from mega_rl.metrics.trackers import without_secrets
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.agreement import all_succeed
 from mega_rl.protocols import Ranks
-from mega_rl.records import folders
-from mega_rl.records.format import RecordDescription
-from mega_rl.records.writer import RecordWriter, Weights
+from mega_rl.tracking.metrics.trackers import without_secrets
+from mega_rl.tracking.records.format import FOLDER, RecordDescription
+from mega_rl.tracking.records.writer import RecordWriter, Weights, clear_records
 from mega_rl.trainer.loop import Stages
 from mega_rl.trainer.policy_gradient import Evaluated
 from mega_rl.trainer.recording import StepColumns, StepRecorder
@@ -87,8 +86,8 @@ def build_recorder(
     settings = config.metrics.records
     if not settings.interval:
         return None
-    root = Path(config.trainer.run_dir) / folders.FOLDER
-    all_succeed(lambda: folders.clear(root, after=done) if everyone.rank == 0 else None, everyone)
+    root = Path(config.trainer.run_dir) / FOLDER
+    all_succeed(lambda: clear_records(root, after=done) if everyone.rank == 0 else None, everyone)
     writer = record_writer(root, roles, everyone=everyone, limit=settings.max_mib << 20)
     if settings.weights:
 

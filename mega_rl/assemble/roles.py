@@ -27,14 +27,14 @@ from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine
 from mega_rl.engines.own_layout import OwnLayout
 from mega_rl.engines.weight_average import WeightAverage
-from mega_rl.metrics.flops import ModelWork
-from mega_rl.metrics.startup import RoleFacts
-from mega_rl.metrics.steps import WorkMeter
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups, another
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Learner, ModelPasses, Teacher, TokenModel
+from mega_rl.tracking.metrics.flops import ModelWork
+from mega_rl.tracking.metrics.steps import WorkMeter
+from mega_rl.tracking.metrics.tables import RoleFacts
 from mega_rl.types import Experience, Rollout, TokenOutputs
 from mega_rl.workers.models import (
     LearningWorker,

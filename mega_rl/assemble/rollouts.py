@@ -10,7 +10,6 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.assemble.plan import RunPlan
 from mega_rl.assemble.roles import Roles
@@ -31,6 +30,7 @@ from mega_rl.rollout.sglang.generation.engine import (
 from mega_rl.rollout.sglang.generation.samples import Progress, RoutedLayers, Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
+from mega_rl.tracking import progress
 from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.background import ThreadedRollouts

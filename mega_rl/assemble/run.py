@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.determinism import deterministic
 from mega_rl.assemble.trainer import build_trainer
@@ -20,13 +19,14 @@ from mega_rl.health.failure_kinds import GENERATION, has_launcher
 from mega_rl.health.flight_recorder import FlightRecorder
 from mega_rl.health.guard import Guard, Investigate
 from mega_rl.health.heartbeat import Heartbeat, RankFacts
-from mega_rl.metrics.summary import show_summary
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rewards.builtin import RewardFunction
+from mega_rl.tracking import progress
+from mega_rl.tracking.metrics.tables import show_summary
 from mega_rl.trainer import Trainer
 from mega_rl.trainer.stop import StopRequest
 

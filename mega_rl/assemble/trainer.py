@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.standin import resident_bytes
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
@@ -47,11 +46,6 @@ from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig
 from mega_rl.errors import UserError
-from mega_rl.metrics.flops import peak_flops
-from mega_rl.metrics.sinks import make_sink
-from mega_rl.metrics.startup import show_startup
-from mega_rl.metrics.steps import StepMeter, StepTraces
-from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
@@ -62,6 +56,11 @@ from mega_rl.rewards.model import TokenRows
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.rollout.stop_tokens import name_stop_tokens
+from mega_rl.tracking import progress
+from mega_rl.tracking.metrics.flops import peak_flops
+from mega_rl.tracking.metrics.sinks import make_sink
+from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
+from mega_rl.tracking.metrics.tables import show_startup
 from mega_rl.trainer.collect import Collector, OrderState, SamplingPlan, SuccessMeter
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, SaveIntervals, Validate, Warn
 from mega_rl.trainer.filters import Overlong

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mega_rl import progress
 from mega_rl.checkpoint.format.reader import Checkpoint, PieceCopy, StoredPiece
 from mega_rl.checkpoint.run_state import ORDER
 from mega_rl.errors import UserError, UserErrors
@@ -18,6 +17,7 @@ from mega_rl.parallel.boxes import intersection, within
 from mega_rl.protocols import Ranks
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES
 from mega_rl.storage.untrusted import limited
+from mega_rl.tracking import progress
 from mega_rl.types import Box, Piece
 
 _ANOTHER_MODEL = (

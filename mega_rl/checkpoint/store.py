@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from mega_rl import progress
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.format.shards import shard_name
@@ -30,6 +29,7 @@ from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks, RankState, StatefulModel
 from mega_rl.storage import disk
 from mega_rl.storage.disk import SaveError
+from mega_rl.tracking import progress
 from mega_rl.types import JsonObject, Metrics
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,12 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import __version__, progress
+from mega_rl import __version__
 from mega_rl.cli.help import Commands, Later
 from mega_rl.environment import LAST_WORD
 from mega_rl.errors import PeerError, RunError, UserError, UserErrors, limits_as_errors
-from mega_rl.progress.printable import printable
+from mega_rl.tracking import progress
+from mega_rl.tracking.progress import printable
 from mega_rl.workers.user_files import place_in_users_code
 
 EXIT_INTERRUPTED = 130

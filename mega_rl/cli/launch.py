@@ -8,7 +8,6 @@ from pathlib import Path
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import Overrides, Recipe, with_options
 from mega_rl.config import packaged, rules
@@ -19,6 +18,7 @@ from mega_rl.operations.schedulers.options import RecipeFacts
 from mega_rl.operations.schedulers.ray.driver import RayRun, drive
 from mega_rl.operations.schedulers.ray.placement import RayCluster
 from mega_rl.operations.schedulers.slurm import batch
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from mega_rl import progress
 from mega_rl.checkpoint.folders import CHECKPOINTS, complete
 from mega_rl.checkpoint.memory import place
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch, launch
 from mega_rl.operations.launcher.signals import SIGNALS
-from mega_rl.progress.terminal import show_progress
 from mega_rl.rollout.sglang.server.kept import keeping_servers
+from mega_rl.tracking import progress
+from mega_rl.tracking.progress.terminal import show_progress
 
 
 def become(settings: Launch) -> NoReturn:

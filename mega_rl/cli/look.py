@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.errors import UserError
-from mega_rl.metrics.plot import plot_runs
 from mega_rl.operations.diagnosis.overview import overview
-from mega_rl.report.document import page_of
-from mega_rl.report.runs import read_runs
-from mega_rl.report.server import ViewServer
 from mega_rl.storage import disk
+from mega_rl.tracking import progress
+from mega_rl.tracking.metrics.plot import plot_runs
+from mega_rl.tracking.report.content import page_of
+from mega_rl.tracking.report.runs import read_runs
+from mega_rl.tracking.report.server import ViewServer
 
 METRICS = "metrics.jsonl"
 PICTURES = (".png", ".svg", ".pdf")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.cli.options import Overrides, Recipe
-from mega_rl.preflight.plan import PlanOptions, plan_lines
+from mega_rl.plan.preflight.plan import PlanOptions, plan_lines
 
 
 def plan(

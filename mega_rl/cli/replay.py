@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.tables import print_json, print_table
 from mega_rl.cli.verify import end, refuse_launcher
 from mega_rl.errors import UserError, UserErrors
+from mega_rl.tracking import progress
 
 if TYPE_CHECKING:
-    from mega_rl.records.reader import Record
+    from mega_rl.tracking.records.reader import Record
     from mega_rl.verify.replay.compare import Difference, TokenPlace
     from mega_rl.verify.replay.run import Replay
 

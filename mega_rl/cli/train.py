@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.launch_options import LaunchOptions
 from mega_rl.cli.launcher import become
 from mega_rl.cli.options import Overrides, with_options
@@ -27,6 +26,7 @@ from mega_rl.errors import UserError
 from mega_rl.health.interruption import StoppedBySignal
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.operations.schedulers.slurm.tasks import become_rank
+from mega_rl.tracking import progress
 
 if TYPE_CHECKING:
     from mega_rl.accelerator import Accelerator
@@ -57,7 +57,7 @@ def train(
         logging.getLogger("mega_rl.config").setLevel(logging.WARNING)  # the ranks read the settings again
     launch.check(os.environ)
     with progress.phase(f"checking {config or 'the settings'}, models and data", announce=True):
-        from mega_rl.preflight import preflight
+        from mega_rl.plan.preflight import preflight
 
         resolved = preflight(config, settings, world_size=launch.world_size, launchers=launch.nnodes + launch.spares)
     if launch.needs_launcher:
@@ -148,7 +148,7 @@ def evaluate(
     progress.show_progress()
     launch.check(os.environ)
     with progress.phase("checking the settings, model and data", announce=True):
-        from mega_rl.preflight.evaluation import checked
+        from mega_rl.plan.preflight.evaluation import checked
 
         loaded = loader.load(config, settings)
         if options.temperature == 0 and loaded.validation.n > 1:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import choose, made, with_options
 from mega_rl.cli.tables import print_json, print_table
@@ -19,6 +18,7 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
+from mega_rl.tracking import progress
 from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
 from mega_rl.verify.plan import Plan, TensorError
 from mega_rl.verify.rl.inputs import STEPS, read_run

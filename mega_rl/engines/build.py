@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import RequestedAttention, Role
 from mega_rl.config.schema import MicrobatchConfig
@@ -18,6 +17,7 @@ from mega_rl.engines.microbatches import Batching
 from mega_rl.models.attention_choice import choose_attention
 from mega_rl.models.specs import choose_transformer_impl
 from mega_rl.parallel.groups import Groups
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

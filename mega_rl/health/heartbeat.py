@@ -24,7 +24,6 @@ from typing import IO, TypeAlias
 import psutil
 
 import mega_rl
-from mega_rl import progress
 from mega_rl.errors import HungError
 from mega_rl.health.failure_kinds import INNOCENT_CODES
 from mega_rl.health.process_state import start_time
@@ -40,6 +39,7 @@ from mega_rl.health.records import (
     record_path,
     write_record,
 )
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ ENDS = ("done", "stopped", "error", "timeout", "lost peer", "hung")
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """A phase in progress (`mega_rl.progress`)."""
+    """A phase in progress (`mega_rl.tracking.progress`)."""
 
     name: str
     seconds: float  # since it began

@@ -27,7 +27,7 @@ class Recompute:
 
     mode: str = "none"
     modules: Collection[str] = ("core_attn",)
-    layers: int = 0  # of each chunk, under "full"; 0: all
+    layers: int = 0  # number in each chunk, under "full"; 0: all
 
     def selects(self, module: str) -> bool:
         """Return whether selective recompute runs a module again."""
@@ -45,7 +45,7 @@ class LayerShape:
     moe: bool = False  # its MLP is a mixture
     itemsize: int = 2  # bytes of an activation
     padding: float = 1.0  # slots per token of the length classes; 1: all sequences are of one length
-    seqlen: int = 0  # of the longest sequence; score matrices alone depend on it
+    seqlen: int = 0  # longest sequence; only score matrices depend on it
 
     @property
     def core(self) -> Kernel:
@@ -64,7 +64,7 @@ class LayerShape:
 
 
 def kept(shape: LayerShape, recompute: Recompute) -> dict[str, float]:
-    """Return what a layer keeps for its backward, in bytes per token, by tensor."""
+    """Return the tensors that a layer keeps for its backward, in bytes per token."""
     if recompute.mode == "full":
         return {"layer input": shape.hidden}
     entries = saved(shape)
@@ -92,7 +92,7 @@ def kept(shape: LayerShape, recompute: Recompute) -> dict[str, float]:
 
 
 def saved(shape: LayerShape) -> dict[str, float]:
-    """Return what a layer without recompute keeps, in bytes per token, by tensor."""
+    """Return the tensors that a layer without recompute keeps, in bytes per token."""
     norms = {"attention norm input": _norm_input(shape), "MLP norm input": _norm_input(shape)}
     if shape.hf.post_norms:
         norms["norms of outputs"] = 2 * _norm_input(shape)
@@ -209,7 +209,7 @@ def _mlp(shape: LayerShape) -> dict[str, float]:
 
 
 def _results_of_the_gate(shape: LayerShape) -> int:
-    """Return how many results of the gate's width are kept: the product, and unless one operation makes it two more.
+    """Return the number of kept results of the gate's width: the product, and its inputs if written out.
 
     Written out these are the activation of the gate and, in Megatron-Core, a copy of the other half.
     """

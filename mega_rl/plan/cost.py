@@ -1,25 +1,32 @@
-"""Expected time of a step: operations, bytes and messages of the plan, each divided by a rate of the hardware.
+"""Expected time of a step: operations, bytes and messages, each divided by a rate of the hardware.
 
-Every response is as long as it may be. A phase is the sum of what happens in it one after the other; of the stages of
-a pipeline the slowest counts, once for each micro-batch and for each that its ends wait for. docs/scale.md lists the
+Every response is as long as it may be. A phase is the sum of its parts, which follow one another. The slowest stage of
+a pipeline counts, once for each micro-batch and for each that its ends wait for. docs/scale.md lists the
 formulas and applies them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from math import ceil
 
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.metrics.flops import ModelWork
-from mega_rl.plan.generation import SERVER_RESIDUE, kv_bytes_per_token, rows_of_a_rank, server_of, weight_bytes
-from mega_rl.plan.hardware import Hardware
+from mega_rl.errors import UserError
+from mega_rl.plan.memory import (
+    CONTEXT,
+    FRAGMENTATION,
+    SERVER_RESIDUE,
+    RankMemory,
+    kv_bytes_per_token,
+    memory_of_stages,
+    rows_of_a_rank,
+    server_of,
+)
+from mega_rl.plan.parameters import weight_bytes
 from mega_rl.plan.passes import num_microbatches, recompute_of
-from mega_rl.plan.phases import CONTEXT, FRAGMENTATION, RankMemory, memory_of_stages
 from mega_rl.plan.setup import PlannedModel, RunSetup
 from mega_rl.plan.traffic import (
-    Passes,
     Traffic,
     num_servers,
     optimizer_steps,
@@ -28,10 +35,64 @@ from mega_rl.plan.traffic import (
     sync_traffic,
     update_traffic,
 )
+from mega_rl.tracking.metrics.flops import PEAK_TFLOPS, ModelWork
 
 # Work that recomputation adds to an update.
 AGAIN = {"none": 0.0, "selective": 0.03, "full": 1 / 3}
 BUBBLE, COMPUTING = "waiting for other stages", "computing"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Coefficients of the cost model: rates per second and GPU in operations or bytes, and shares that work reaches.
+
+    Peaks, memory and links come from data sheets. Shares and latencies are estimates for this package's code, until a
+    device has measured them.
+    """
+
+    name: str
+    memory: float  # bytes
+    peak: float  # dense bf16 operations
+    memory_rate: float  # to and from the device's memory
+    nvlink: float  # one way, between GPUs of a host
+    network: float  # one way, to other hosts, for each GPU's adapter
+    host_copy: float = 200e9  # to or from pinned host memory, all GPUs of a host at once
+    pageable_copy: float = 4e9  # to or from host memory that servers share, which is not pinned
+    matmul_share: float = 0.55  # share of `peak` in a pass
+    memory_share: float = 0.7  # share of `memory_rate` in a token's step or the optimizer's
+    link_share: float = 0.8  # share of `nvlink` and `network` in a collective
+    served_layer_s: float = 20e-6  # least time of one layer for one token in a server, whose step is a CUDA graph
+    embedded_layer_s: float = 500e-6  # the same if Python launches each kernel
+
+
+_ALL = (
+    Hardware("a100", memory=80e9, peak=PEAK_TFLOPS["A100"] * 1e12, memory_rate=2.0e12, nvlink=300e9, network=25e9),
+    Hardware("h100", memory=80e9, peak=PEAK_TFLOPS["H100"] * 1e12, memory_rate=3.35e12, nvlink=450e9, network=50e9),
+    Hardware("h200", memory=141e9, peak=PEAK_TFLOPS["H200"] * 1e12, memory_rate=4.8e12, nvlink=450e9, network=50e9),
+    Hardware("b200", memory=180e9, peak=PEAK_TFLOPS["B200"] * 1e12, memory_rate=7.7e12, nvlink=900e9, network=50e9),
+)
+HARDWARE = {each.name: each for each in _ALL}
+RATES = tuple(field.name for field in fields(Hardware) if field.name != "name")
+
+
+def hardware_of(name: str, rates: Sequence[str] = ()) -> Hardware:
+    """Return the coefficients of a kind of GPU; `rates` replace some of them, as "network=25e9". Raises UserError."""
+    if name not in HARDWARE:
+        raise UserError(f"--gpu={name!r}: legal: {', '.join(HARDWARE)}; --rate sets the coefficients of another")
+    hardware = HARDWARE[name]
+    for text in rates:
+        key, _, value = text.partition("=")
+        if key not in RATES:
+            raise UserError(f"--rate={text!r}: legal names: {', '.join(RATES)}")
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < float("inf") or (key.endswith("_share") and number > 1):
+            legal = "above 0 and at most 1" if key.endswith("_share") else "above 0"
+            raise UserError(f"--rate={text!r}: needs a number {legal}, as {key}={getattr(hardware, key):g}")
+        hardware = Hardware(**(asdict(hardware) | {key: number}))
+    return hardware
 
 
 @dataclass(frozen=True)
@@ -53,8 +114,8 @@ class StepTime:
 
     phases: Sequence[PhaseTime]
     tokens: int  # prompts and responses
-    useful: float  # operations of all updates, recomputation aside
-    peak: float  # operations in a second of all trainer GPUs
+    useful: float  # operations of all updates, without recomputation
+    peak: float  # operations per second of all trainer GPUs
     ahead: bool = False  # the next step's responses are generated meanwhile
 
     @property
@@ -75,7 +136,7 @@ class StepTime:
 
     @property
     def bottleneck(self) -> tuple[str, str, float]:
-        """Return (phase, part, seconds) of what takes longest."""
+        """Return (phase, part, seconds) of the longest part."""
         return max(
             ((phase.name, part, seconds) for phase in self.phases for part, seconds in phase.parts.items()),
             key=lambda entry: entry[2],
@@ -85,14 +146,17 @@ class StepTime:
 def step_time(
     setup: RunSetup, hardware: Hardware, *, server_ranks: int = 0, memory: Sequence[RankMemory] | None = None
 ) -> StepTime:
-    """Return the expected time of a step; `server_ranks`: GPUs of each server that is joined.
+    """Return the expected time of a step; `server_ranks`: GPUs of each server that the run joins.
 
-    `memory`: of all stages, where it is there already.
+    `memory`: of all stages, if it is known already.
     """
     clock = _Clock(setup, hardware)
     memory = memory_of_stages(setup) if memory is None else memory
     its = [(setup.for_model(model), model) for model in setup.models.values()]
-    forward = _together([_Clock(each, hardware).passes(m, passes_of(each, m).forward, 0) for each, m in its])
+    forward: dict[str, float] = {}
+    for each, model in its:
+        for name, seconds in _Clock(each, hardware).passes(model, passes_of(each, model)[0], 0).items():
+            forward[name] = forward.get(name, 0.0) + seconds
     phases = [
         PhaseTime("generating", _generation(setup, hardware, server_ranks)),
         PhaseTime("sending weights", _sending(setup, clock, memory)),
@@ -101,7 +165,7 @@ def step_time(
     useful = 0.0
     for role, model in setup.models.items():
         if model.trainable:
-            parts = clock.passes(model, 0, passes_of(setup, model).training) | clock.updates(model, memory)
+            parts = clock.passes(model, 0, passes_of(setup, model)[1]) | clock.updates(model, memory)
             phases.append(PhaseTime(f"training the {role}", parts))
             one_epoch = ModelWork(model.hf, head=model.head).update([setup.longest] * _rows(setup))
             useful += setup.config.algorithm.epochs * one_epoch
@@ -124,8 +188,8 @@ class _Clock:
     def message(self, traffic: Traffic) -> float:
         """Return the seconds of a message at the rate of the slowest link on its way.
 
-        Of a group that spans hosts, the members on one host pass a ring on over as many adapters as they are; tokens
-        for experts and hidden states of stages leave by the adapter of their own GPU.
+        In a group that spans hosts, each member on a host adds its adapter to the ring; tokens for experts and hidden
+        states of stages leave by their GPU's adapter.
         """
         nvlink, network = (rate * self.hardware.link_share for rate in (self.hardware.nvlink, self.hardware.network))
         per_host = max(1, min(traffic.ranks, self.setup.machine.gpus_per_node // traffic.stride))
@@ -139,7 +203,7 @@ class _Clock:
         return traffic.nbytes / min(nvlink, network * per_host)
 
     def passes(self, model: PlannedModel, forward: int, training: int) -> dict[str, float]:
-        """Return the seconds of so many micro-batches, by cause, with the bubbles of the pipeline."""
+        """Return the seconds of so many micro-batches by cause, with the bubbles of the pipeline."""
         if not forward + training:
             return {}
         stages = [self._stage(model, forward, training, rank) for rank in range(self.setup.layout.pp)]
@@ -156,7 +220,7 @@ class _Clock:
         work = _stage_work(setup, model, pp_rank) * (forward + training * 3 * (1 + again))
         shared = layout.tp * layout.cp if setup.spec != "hf" else 1
         parts = {COMPUTING: work / shared / (self.hardware.peak * self.hardware.matmul_share)}
-        for each in pass_traffic(setup, model, Passes(forward, training), pp_rank):
+        for each in pass_traffic(setup, model, forward, training, pp_rank):
             hidden = each.use == "pipeline" and setup.config.engine.megatron.overlap_p2p
             parts[each.use] = parts.get(each.use, 0.0) + (0.0 if hidden else self.message(each))
         return parts
@@ -171,8 +235,8 @@ class _Clock:
             parts = {"optimizer": steps * moved / (self.hardware.memory_rate * self.hardware.memory_share)}
             parts["optimizer on the host"] = steps * 2 * state.host / self.hardware.host_copy
             for each in update_traffic(self.setup, model, stage.pp_rank):
-                # Buckets are reduced under the backward on the first stage alone, and gathered under the forward.
-                hidden = stage.pp_rank == 0 and {"gradients": ddp.overlap_grad_reduce}.get(each.use, False)
+                # Only the first stage reduces buckets during the backward; all stages gather during the forward.
+                hidden = stage.pp_rank == 0 and each.use == "gradients" and ddp.overlap_grad_reduce
                 hidden |= each.use == "updated weights" and ddp.overlap_param_gather
                 parts[each.use] = parts.get(each.use, 0.0) + (0.0 if hidden else self.message(each))
             if sum(parts.values()) > sum(slowest.values()):
@@ -193,8 +257,8 @@ def transport_of(setup: RunSetup) -> str:
 def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> dict[str, float]:
     """Return the seconds of a weight sync, and of turns: models to the host and back.
 
-    What a step does not change is on the host already, and gradients come back as zeros. One group takes the buckets of
-    one stage after the other.
+    Weights that a step does not change are on the host already, and gradients come back as zeros. One group takes the
+    buckets of one stage after the other.
     """
     hardware, machine, sizes = clock.hardware, setup.machine, sync_traffic(setup)
     away = machine.world_size > machine.gpus_per_node
@@ -245,7 +309,7 @@ def _generation(setup: RunSetup, hardware: Hardware, server_ranks: int) -> dict[
 
 
 def _between_hosts(setup: RunSetup, hardware: Hardware, ranks: int, together: int) -> dict[str, float]:
-    """Return the seconds of a token's sums over the ranks of a server that spans hosts, two for each layer."""
+    """Return the seconds of a token's sums, two for each layer, over a server on several hosts."""
     hf, per_host = setup.actor.hf, setup.machine.gpus_per_node
     if ranks <= per_host:
         return {}
@@ -254,30 +318,23 @@ def _between_hosts(setup: RunSetup, hardware: Hardware, ranks: int, together: in
 
 
 def _room(setup: RunSetup, hardware: Hardware, ranks: int) -> int:
-    """Return the sequences of full length that a server's cache holds: in the tokens it is given, or in all it has."""
+    """Return the sequences of full length that fit a server's cache."""
     rollout, hf, b = setup.config.rollout, setup.actor.hf, setup.rollout_itemsize
     server = rollout.sglang.server
     if server.max_total_tokens or server.mem_fraction:
-        return server_of(setup).sequences
+        return server_of(setup)[2]
     room = hardware.memory / (1 + FRAGMENTATION) - CONTEXT - SERVER_RESIDUE - weight_bytes(hf, b) / ranks
     return int(room / (kv_bytes_per_token(hf, b, tp=ranks) * setup.longest))
 
 
 def _share_read(hf: HFConfig, tokens: int) -> float:
-    """Return the share of the weights that so many tokens read: of experts those that any of them goes to."""
+    """Return the share of the weights that so many tokens read: of experts only the chosen ones."""
     if hf.moe is None:
         return 1.0
-    experts = _experts_share(hf)
+    layers = sum(hf.is_moe(i) for i in range(hf.num_layers))
+    experts = 3 * hf.hidden_size * hf.moe.ffn_hidden_size * hf.moe.num_experts * layers / weight_bytes(hf, 1)
     unread = (1 - hf.moe.top_k / hf.moe.num_experts) ** tokens
     return 1 - experts * unread
-
-
-def _experts_share(hf: HFConfig) -> float:
-    """Return the share of routed experts in the model's weights."""
-    moe = hf.moe
-    assert moe is not None
-    layers = sum(hf.is_moe(i) for i in range(hf.num_layers))
-    return 3 * hf.hidden_size * moe.ffn_hidden_size * moe.num_experts * layers / weight_bytes(hf, 1)
 
 
 def _stage_work(setup: RunSetup, model: PlannedModel, pp_rank: int) -> float:
@@ -293,12 +350,3 @@ def _stage_work(setup: RunSetup, model: PlannedModel, pp_rank: int) -> float:
 def _rows(setup: RunSetup) -> int:
     """Return the sequences of a step."""
     return setup.config.trainer.prompts_per_step * setup.config.rollout.n
-
-
-def _together(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the sums by name."""
-    total: dict[str, float] = {}
-    for each in parts:
-        for name, seconds in each.items():
-            total[name] = total.get(name, 0.0) + seconds
-    return total

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 from mega_rl.config.attention import requested_attention
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import Head, padded_vocab_size
 from mega_rl.plan.activations import FP32, Kernel, LayerShape, Recompute, kept, saved
+from mega_rl.plan.parameters import transformers_parameters
 from mega_rl.plan.setup import PlannedModel, RunSetup
-from mega_rl.plan.state.fsdp import transformers_parameters
 
 # A float32 temporary of the log-probs has this many elements at most, and three are alive at once.
 _CHUNK, _CHUNKS = 2**24, 3
-_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # of the kernel for variable lengths (`mega_rl.models.varlen`)
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # limits of the kernel for variable lengths (`mega_rl.models.varlen`)
 # Slots per token where sequences are padded to powers of two: lengths spread evenly fill three quarters.
 CLASS_PADDING = 4 / 3
 
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes at the peak of a pass, beside the model's state."""
+    """Bytes at the peak of a pass, in addition to the model's state."""
 
-    activations: int = 0  # that wait for their backward
+    activations: int = 0  # kept for the backward
     logits: int = 0
-    working: int = 0  # of the layer or the head that computes
+    working: int = 0  # memory of the layer or head that computes
 
     @property
     def total(self) -> int:
         """Return the sum."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.activations + self.logits + self.working
 
 
 def recompute_of(setup: RunSetup) -> Recompute:
@@ -51,7 +51,7 @@ def tokens_of_a_pass(setup: RunSetup) -> int:
 
 
 def tokens_of_longest(setup: RunSetup) -> int:
-    """Return the tokens of a micro-batch on one rank that is filled with longest sequences as far as they go."""
+    """Return the tokens of a micro-batch on one rank that holds as many longest sequences as fit."""
     whole = tokens_of_a_pass(setup) * setup.layout.cp // setup.longest * setup.longest
     return -(-whole // setup.layout.cp)
 
@@ -73,7 +73,7 @@ def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByt
     """Return the peak of forward and backward on one pipeline rank."""
     tokens, layout = tokens_of_a_pass(setup), setup.layout
     layers = _layers_of(setup, model, pp_rank)
-    activations = tokens * sum(_layer_bytes(setup, layers))
+    activations = tokens * _layer_bytes(setup, layers)
     if layout.pp > 1:
         activations *= _in_flight(setup, pp_rank)
     recompute = recompute_of(setup)
@@ -89,15 +89,15 @@ def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByt
 
 
 def forward_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassBytes:
-    """Return the peak of a pass without gradients: what one layer needs at once, or the logits."""
+    """Return the peak of a pass without gradients: the memory of one layer, or the logits."""
     tokens, layout = tokens_of_a_pass(setup), setup.layout
     layers = _layers_of(setup, model, pp_rank)
     gathered = _gathered(setup, model) if setup.spec == "hf" else 0
-    # Of a layer's entries about half are alive at a time: what attention needs, or what the MLP needs.
+    # About half of a layer's entries are alive at a time: those of attention, or those of the MLP.
     working = tokens * max((sum(saved(shape).values()) / 2 for shape in _kinds(layers)), default=0.0) + gathered
     if pp_rank < layout.pp - 1 or model.head == "value":
         return PassBytes(working=round(working))
-    logits = _logits(setup, model, tokens)
+    logits = tokens * _columns(setup, model) * setup.logit_itemsize
     temporaries = _temporaries(logits, setup.logit_itemsize) + gathered
     if logits + temporaries >= working:
         return PassBytes(logits=logits, working=temporaries + tokens * model.hf.hidden_size * setup.itemsize)
@@ -108,20 +108,12 @@ def shape_of(setup: RunSetup, model: PlannedModel, *, moe: bool) -> LayerShape:
     """Return a layer of a model as it runs."""
     kernel = _kernel(setup, model)
     padded = kernel in ("classes", "eager") and setup.spec != "te" and setup.config.trainer.microbatch.packing
-    return LayerShape(
-        model.hf,
-        setup.layout,
-        setup.spec,
-        kernel,
-        moe,
-        setup.itemsize,
-        CLASS_PADDING if padded else 1.0,
-        setup.longest,
-    )
+    padding = CLASS_PADDING if padded else 1.0
+    return LayerShape(model.hf, setup.layout, setup.spec, kernel, moe, setup.itemsize, padding, setup.longest)
 
 
 def _kernel(setup: RunSetup, model: PlannedModel) -> Kernel:
-    """Return how a GPU attends: local layers to packed bf16 by torch's kernel for variable lengths, where it can."""
+    """Return the attention kernel of a GPU; local layers use torch's kernel for variable lengths if they can."""
     if setup.spec == "te":
         return "packed"
     hf = model.hf
@@ -146,20 +138,19 @@ def _kinds(layers: list[LayerShape]) -> list[LayerShape]:
     return list({shape.moe: shape for shape in layers}.values())
 
 
-def _layer_bytes(setup: RunSetup, layers: list[LayerShape]) -> list[float]:
-    """Return the bytes per token that each layer of a rank keeps, first to last."""
-    recompute, vpp = recompute_of(setup), setup.layout.vpp
-    partly = recompute.mode == "full" and recompute.layers > 0
-    per_chunk = -(-len(layers) // vpp)
-    sizes: dict[tuple[int, bool], float] = {}
-    result = []
+def _layer_bytes(setup: RunSetup, layers: list[LayerShape]) -> float:
+    """Return the bytes per token that all layers of a rank keep."""
+    recompute = recompute_of(setup)
+    per_chunk = -(-len(layers) // setup.layout.vpp)
+    sizes: dict[tuple[bool, bool], float] = {}
+    total = 0.0
     for number, shape in enumerate(layers):
-        whole = partly and number % per_chunk >= recompute.layers
-        key = (id(shape), whole)
+        whole = recompute.mode == "full" and 0 < recompute.layers <= number % per_chunk
+        key = (shape.moe, whole)
         if key not in sizes:
             sizes[key] = sum(kept(shape, Recompute() if whole else recompute).values())
-        result.append(sizes[key])
-    return result
+        total += sizes[key]
+    return total
 
 
 def _in_flight(setup: RunSetup, pp_rank: int) -> float:
@@ -172,7 +163,7 @@ def _in_flight(setup: RunSetup, pp_rank: int) -> float:
 
 
 def _backward_of(setup: RunSetup, shape: LayerShape, recompute: Recompute) -> float:
-    """Return the bytes per token of a layer's backward: what is computed again, and gradients of its widest parts."""
+    """Return bytes per token of a layer's backward: recomputed activations plus the largest gradients."""
     again = sum(saved(shape).values()) - sum(kept(shape, recompute).values())
     hf, b, tp = shape.hf, shape.itemsize, shape.layout.tp
     if shape.moe and hf.moe is not None:
@@ -190,7 +181,7 @@ def _head(setup: RunSetup, model: PlannedModel, tokens: int) -> tuple[int, PassB
     if model.head == "value":
         fp32 = round(tokens * hf.hidden_size * FP32 * share)
         return 2 * hidden, PassBytes(working=2 * fp32)
-    logits = _logits(setup, model, tokens)
+    logits = tokens * _columns(setup, model) * setup.logit_itemsize
     weight = _columns(setup, model) * hf.hidden_size * b  # the gradient of the head's weight
     gathered = 2 * tokens * hf.hidden_size * b if setup.layout.sequence_parallel and setup.layout.tp > 1 else hidden
     products = _fp32_products(setup, model, tokens) if setup.config.model.fp32_head else 0
@@ -204,13 +195,9 @@ def _fp32_products(setup: RunSetup, model: PlannedModel, tokens: int) -> int:
     Both gradients in float32, the larger once more as a product that is added, and half of the logits' gradient in
     bf16.
     """
-    logits, hidden = _logits(setup, model, tokens), FP32 * tokens * model.hf.hidden_size
+    logits, hidden = tokens * _columns(setup, model) * setup.logit_itemsize, FP32 * tokens * model.hf.hidden_size
     weight = FP32 * _columns(setup, model) * model.hf.hidden_size
     return weight + hidden + max(weight, hidden) + logits // 2
-
-
-def _logits(setup: RunSetup, model: PlannedModel, tokens: int) -> int:
-    return tokens * _columns(setup, model) * setup.logit_itemsize
 
 
 def _columns(setup: RunSetup, model: PlannedModel) -> int:
@@ -224,7 +211,7 @@ def _temporaries(logits: int, itemsize: int) -> int:
 
 
 def _gathered(setup: RunSetup, model: PlannedModel) -> int:
-    """Return the bytes of FSDP2's units that are whole at once: two, their gradients, and these as they travel."""
+    """Return the bytes of FSDP2's gathered units: two at once, their gradients, and the gradients in transit."""
     largest = _largest_unit(model.hf, model.head)
     reduced = FP32 if setup.config.engine.fsdp.grad_reduce_in_fp32 else setup.itemsize
     return largest * (2 * setup.itemsize + ((setup.itemsize + reduced) if model.trainable else 0))
@@ -235,6 +222,5 @@ def _largest_unit(hf: HFConfig, head: Head) -> int:
     """Return the elements of FSDP2's largest unit: a layer, the embedding or the head."""
     sizes: dict[str, int] = {}
     for parameter in transformers_parameters(hf, head):
-        unit = f"layer {parameter.layer}" if parameter.layer >= 0 else parameter.name
-        sizes[unit] = sizes.get(unit, 0) + parameter.rows * parameter.width
+        sizes[parameter.unit] = sizes.get(parameter.unit, 0) + parameter.numel
     return max(sizes.values())

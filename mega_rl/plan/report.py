@@ -6,16 +6,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from mega_rl.config.facts import divisors, listed
-from mega_rl.plan.changes import Proposal, cheapest
-from mega_rl.plan.cost import StepTime, step_time
-from mega_rl.plan.generation import embedded, server_of, weight_bytes
-from mega_rl.plan.hardware import Hardware
+from mega_rl.plan.cost import Hardware, StepTime, step_time
+from mega_rl.plan.memory import (
+    CONTEXT,
+    FRAGMENTATION,
+    FitVerdict,
+    RankMemory,
+    embedded,
+    host_bytes,
+    in_gb,
+    judge,
+    memory_of_stages,
+    server_of,
+)
+from mega_rl.plan.parameters import weight_bytes
 from mega_rl.plan.passes import num_microbatches, tokens_of_a_pass
-from mega_rl.plan.phases import CONTEXT, FRAGMENTATION, MemoryPhase, RankMemory, host_bytes, memory_of_stages
-from mega_rl.plan.search import Candidate, largest_batch, largest_rollout, nearby
+from mega_rl.plan.search import Candidate, Proposal, advice, cheapest, largest_batch, largest_rollout, nearby
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.traffic import Traffic, optimizer_steps, step_traffic, sync_traffic
-from mega_rl.plan.verdict import FitVerdict, in_gb, judge
 
 _LAYERS = {"hf": "transformers' layers", "te": "Transformer Engine's layers", "local": "Megatron-Core's own layers"}
 
@@ -29,7 +37,7 @@ class MemoryPlan:
     verdict: FitVerdict
     proposal: Proposal | None
     host: dict[str, int]
-    traffic: Sequence[Traffic]  # of the first rank of the fullest stage
+    traffic: Sequence[Traffic]  # from the first rank of the fullest stage
     sync: dict[str, int]
     nearby: Sequence[Candidate] = field(default_factory=list)
     search: Sequence[Candidate] | None = None  # None: not asked for
@@ -45,7 +53,7 @@ def make_plan(
 ) -> MemoryPlan:
     """Return the plan of a legal run; with `hardware` the time of a step, too.
 
-    server_ranks: GPUs of each server that is joined; 0: not known, and generation has no time.
+    server_ranks: GPUs of each server that the run joins; 0: not known, so generation has no time.
     """
     memory = memory_of_stages(setup)
     verdict = judge(setup, memory)
@@ -74,7 +82,10 @@ def as_text(plan: MemoryPlan) -> Iterator[str]:
     yield ""
     yield f"Memory of rank {plan.verdict.memory.rank}, which is the fullest, in GB. Needed is more than the sum:"
     yield f"{FRAGMENTATION:.0%} for fragmentation, and {CONTEXT / 1e9:.0f} GB for CUDA, NCCL and cuBLAS."
-    yield from table(["phase", "needed", *_columns(plan.verdict.memory.phases)], _phase_rows(plan.verdict.memory))
+    phases = plan.verdict.memory.phases
+    columns = list(dict.fromkeys(name for phase in phases for name, size in phase.entries.items() if size))
+    rows = [[each.name, gb(each.needed), *(gb(each.entries.get(name, 0)) for name in columns)] for each in phases]
+    yield from table(["phase", "needed", *columns], rows)
     if len(plan.memory) > 1:
         yield ""
         yield "Pipeline stages, GB needed"
@@ -92,17 +103,9 @@ def as_text(plan: MemoryPlan) -> Iterator[str]:
         yield from _time_lines(plan.setup, plan.time)
 
 
-def advice(setup: RunSetup, proposal: Proposal | None) -> str:
-    """Return the sentence that says how to make a run fit."""
-    if proposal is None:
-        return "none of the changes that were tried is enough; take more GPUs, or a smaller model or shorter sequences"
-    peak = proposal.verdict.phase
-    return f"{proposal.words(setup)}: {in_gb(peak.needed)} then, while {peak.name}"
-
-
 def as_json(plan: MemoryPlan) -> dict[str, object]:
     """Return the plan as JSON's types; sizes are bytes."""
-    setup, phase = plan.setup, plan.verdict.phase
+    setup, phase, proposal, time = plan.setup, plan.verdict.phase, plan.proposal, plan.time
     return {
         "world_size": setup.machine.world_size,
         "gpu_memory": setup.machine.gpu_memory,
@@ -110,12 +113,14 @@ def as_json(plan: MemoryPlan) -> dict[str, object]:
         "layers": setup.spec,
         "fits": plan.verdict.fits,
         "verdict": plan.verdict.sentence,
-        "peak": {
-            "rank": plan.verdict.memory.rank,
-            "phase": phase.name,
-            "needed": phase.needed,
+        "peak": {"rank": plan.verdict.memory.rank, "phase": phase.name, "needed": phase.needed},
+        "cheapest_change": None
+        if proposal is None
+        else {
+            "settings": dict(proposal.settings),
+            "world_size": proposal.world_size,
+            "needed": proposal.verdict.phase.needed,
         },
-        "cheapest_change": _proposal_json(plan.proposal),
         "ranks": [
             {
                 "rank": each.rank,
@@ -137,19 +142,26 @@ def as_json(plan: MemoryPlan) -> dict[str, object]:
         "search": None if plan.search is None else [_candidate_json(each) for each in plan.search],
         "traffic": [asdict(each) for each in plan.traffic],
         "weight_sync": plan.sync,
-        "time": None if plan.time is None else _time_json(plan.time),
+        "time": None
+        if time is None
+        else {
+            "seconds": time.total,
+            "tokens": time.tokens,
+            "training_mfu": time.mfu,
+            "phases": {phase.name: dict(phase.parts) for phase in time.phases},
+        },
     }
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a table: the first column to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    for row in (head, *rows):
-        cells = [
-            cell.ljust(width) if i == 0 or not _is_number(rows, i) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  " + "  ".join(cells).rstrip()
+    padded = []
+    for number, (title, *cells) in enumerate(zip(head, *rows, strict=True)):
+        width = max(map(len, [title, *cells]))
+        is_number = number > 0 and all(cell[:1].isdigit() or cell in ("-", "") for cell in cells)
+        padded.append([cell.rjust(width) if is_number else cell.ljust(width) for cell in (title, *cells)])
+    for row in zip(*padded, strict=True):
+        yield "  " + "  ".join(row).rstrip()
 
 
 def gb(nbytes: float) -> str:
@@ -157,36 +169,17 @@ def gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.2f}" if nbytes else "-"
 
 
-def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
-    return all(row[column][:1].isdigit() or row[column] in ("-", "") for row in rows)
-
-
 def _headline(setup: RunSetup) -> str:
     hf, machine = setup.actor.hf, setup.machine
     memory = "" if machine.gpu_memory is None else f" of {in_gb(machine.gpu_memory)}"
     parameters = weight_bytes(hf, 1) / 1e9
+    own = ((role, setup.for_model(model)) for role, model in setup.models.items())
+    own_layouts = "".join(f"; {role} {each.layout}" for role, each in own if each is not setup)
     return (
         f"{setup.config.model.path}: {hf.family}, {hf.num_layers} layers, {parameters:,.2f} B parameters; "
         f"{machine.world_size} GPU{'s' * (machine.world_size > 1)}{memory} on {machine.num_nodes} "
-        f"host{'s' * (machine.num_nodes > 1)}, {setup.layout}, {_LAYERS[setup.spec]}{_own_layouts(setup)}"
+        f"host{'s' * (machine.num_nodes > 1)}, {setup.layout}, {_LAYERS[setup.spec]}{own_layouts}"
     )
-
-
-def _own_layouts(setup: RunSetup) -> str:
-    own = ((role, setup.for_model(model)) for role, model in setup.models.items())
-    return "".join(f"; {role} {each.layout}" for role, each in own if each is not setup)
-
-
-def _columns(phases: Sequence[MemoryPhase]) -> list[str]:
-    names = dict.fromkeys(name for phase in phases for name, size in phase.entries.items() if size)
-    return list(names)
-
-
-def _phase_rows(memory: RankMemory) -> list[list[str]]:
-    columns = _columns(memory.phases)
-    return [
-        [phase.name, gb(phase.needed), *(gb(phase.entries.get(name, 0)) for name in columns)] for phase in memory.phases
-    ]
 
 
 def _state_lines(plan: MemoryPlan) -> Iterator[str]:
@@ -212,14 +205,14 @@ def _batch_lines(setup: RunSetup) -> Iterator[str]:
         largest = largest_batch(setup)
         yield "  largest that fits: " + ("none" if largest is None else f"{largest[0]}={largest[1]}")
     if setup.config.rollout.backend == "hf":
-        engine, fits = embedded(setup), largest_rollout(setup)
+        fits = largest_rollout(setup)
         note = "" if fits is None else f"; largest rollout.hf.batch_size that fits: {fits}"
-        yield f"  generation: {engine.rows} sequences together on a rank{note}"
+        yield f"  generation: {embedded(setup)[0]} sequences together on a rank{note}"
     elif setup.config.rollout.backend == "sglang":
-        server = server_of(setup)
-        yield f"  servers: cache of {server.sequences} sequences of full length, {in_gb(server.cache)} on a device"
+        _, cache, sequences = server_of(setup)
+        yield f"  servers: cache of {sequences} sequences of full length, {in_gb(cache)} on a device"
     if setup.config.rollout.source != "single_turn":
-        yield f"  rollout.source={setup.config.rollout.source}: what it does itself is not counted"
+        yield f"  rollout.source={setup.config.rollout.source}: its own work is not counted"
     yield f"  legal: trainer.prompts_per_step a multiple of {dp}; trainer.minibatch_size one of "
     yield f"    {listed(divisors(trainer.prompts_per_step))}"
     yield ""
@@ -275,22 +268,6 @@ def _spent(parts: Mapping[str, float]) -> str:
     total = sum(parts.values())
     ordered = sorted(parts.items(), key=lambda entry: -entry[1])
     return ", ".join(f"{name} {seconds(time)}" for name, time in ordered if time >= 0.01 * total)
-
-
-def _time_json(time: StepTime) -> dict[str, object]:
-    return {
-        "seconds": time.total,
-        "tokens": time.tokens,
-        "training_mfu": time.mfu,
-        "phases": {phase.name: dict(phase.parts) for phase in time.phases},
-    }
-
-
-def _proposal_json(proposal: Proposal | None) -> dict[str, object] | None:
-    if proposal is None:
-        return None
-    needed = proposal.verdict.phase.needed
-    return {"settings": dict(proposal.settings), "world_size": proposal.world_size, "needed": needed}
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, object]:

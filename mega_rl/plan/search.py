@@ -1,34 +1,223 @@
-"""Layouts and batch sizes near by, and the search for layouts of a world that fit."""
+"""Layouts near by, a search for layouts that fit, and the cheapest change that makes a run fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import product
 
 from mega_rl.config.facts import divisors
-from mega_rl.config.keys import value_of
+from mega_rl.config.keys import value_of, with_settings
+from mega_rl.config.needs import has_several_models, unmet
+from mega_rl.config.rules import check
+from mega_rl.config.schema import Config
+from mega_rl.converters.hf.config import facts_of
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.plan.changes import changed, is_legal
 from mega_rl.plan.cost import AGAIN
+from mega_rl.plan.memory import FitVerdict, in_gb, judge
+from mega_rl.plan.parameters import weight_bytes
 from mega_rl.plan.passes import num_microbatches, recompute_of
 from mega_rl.plan.setup import RunSetup
 from mega_rl.plan.traffic import step_traffic
-from mega_rl.plan.verdict import FitVerdict, judge
 
-_TOKENS = 1024  # step of the search for the largest micro-batch
 _MEGATRON = "engine.megatron"
+MOST_CHANGES = 4  # together
+_MOST_TRIED = 200  # combinations
+_TOKENS = 1024  # step of the search for the largest micro-batch
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """New values of settings, and their price: their cost in speed, in steps of roughly a tenth."""
+
+    kind: str  # changes of one kind exclude each other
+    settings: Mapping[str, object]
+    price: float
+    gpus: int = 1  # factor on the number of devices
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change of settings and the verdict on the changed run."""
+
+    settings: Mapping[str, object]
+    world_size: int
+    verdict: FitVerdict
+
+
+def advice(setup: RunSetup, proposal: Proposal | None) -> str:
+    """Return the sentence that says how to make a run fit."""
+    if proposal is None:
+        return "none of the changes that were tried is enough; take more GPUs, or a smaller model or shorter sequences"
+    new = ", ".join(
+        f"{key}={_written(value)} (now {_written(value_of(setup.config, key))})"
+        for key, value in proposal.settings.items()
+    )
+    words = f"set {new}"
+    if proposal.world_size != setup.machine.world_size:
+        words = f"take {proposal.world_size} GPUs" + (f" and set {new}" if new else "")
+    peak = proposal.verdict.phase
+    return f"{words}: {in_gb(peak.needed)} then, while {peak.name}"
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def changed(setup: RunSetup, settings: Mapping[str, object], *, gpus: int = 1) -> RunSetup:
+    """Return the run with other settings; settings that lose their effect take their defaults."""
+    idle = {entry.key for entry in unmet(setup.config)}
+    config = with_settings(setup.config, settings)
+    defaults = Config()
+    for entry in unmet(config):
+        if entry.key not in idle and entry.key not in settings:
+            config = with_settings(config, {entry.key: value_of(defaults, entry.key)})
+    machine = replace(setup.machine, world_size=setup.machine.world_size * gpus)
+    return replace(setup, config=config, machine=machine)
+
+
+def is_legal(setup: RunSetup) -> bool:
+    """Return whether the settings fit each other, the models and the number of ranks."""
+    facts = {key: facts_of(hf) for key, hf in setup.checkpoints.items()}
+    return not check(setup.config, world_size=setup.machine.world_size, models=facts)
+
+
+def cheapest(setup: RunSetup) -> Proposal | None:
+    """Return the cheapest changes that let a run fit, None if none of the tried changes is enough.
+
+    Changes are added one by one, the lowest total price first, and only if they lower the peak.
+    """
+    assert setup.machine.gpu_memory is not None, "nothing fits a memory that is not known"
+    options = list(possible(setup))
+    first = Proposal({}, setup.machine.world_size, judge(setup))
+    # (total price, order, changes, outcome): the search continues with the smallest entry.
+    open_sets: list[tuple[float, int, tuple[SettingChange, ...], Proposal]] = [(0.0, 0, (), first)]
+    seen: set[frozenset[int]] = set()
+    while open_sets and len(seen) < _MOST_TRIED:
+        _, _, chosen, proposal = heappop(open_sets)
+        if proposal.verdict.fits:
+            return proposal
+        for option in options:
+            extended = (*chosen, option)
+            key = frozenset(map(id, extended))
+            if key in seen or option.kind in {change.kind for change in chosen} or len(extended) > MOST_CHANGES:
+                continue
+            seen.add(key)
+            outcome = _outcome(setup, extended)
+            if outcome is not None and outcome.verdict.phase.needed < proposal.verdict.phase.needed:
+                heappush(open_sets, (sum(change.price for change in extended), len(seen), extended, outcome))
+    return None
+
+
+def _outcome(setup: RunSetup, chosen: Sequence[SettingChange]) -> Proposal | None:
+    """Return the outcome of changes, None if they are not legal together."""
+    settings = {key: value for change in chosen for key, value in change.settings.items()}
+    new = changed(setup, settings, gpus=max(change.gpus for change in chosen))
+    return Proposal(settings, new.machine.world_size, judge(new)) if is_legal(new) else None
+
+
+def possible(setup: RunSetup) -> Iterator[SettingChange]:
+    """Yield every single change that may make a run smaller."""
+    yield from _of_batches(setup)
+    yield from _of_rollouts(setup)
+    yield from _of_training(setup)
+    if setup.config.engine.backend == "megatron":
+        yield from _of_layout(setup)
+    for times in (2, 4, 8, 16):
+        yield SettingChange("gpus", {}, 20.0 * times, gpus=times)
+
+
+def _of_batches(setup: RunSetup) -> Iterator[SettingChange]:
+    micro = setup.config.trainer.microbatch
+    key, size = "trainer.microbatch.max_tokens", micro.max_tokens
+    if not micro.packing:
+        key, size = "trainer.microbatch.size", micro.size
+    smallest = setup.longest if micro.packing else 1
+    price, halved = 1.0, size // 2
+    while halved >= smallest:
+        yield SettingChange("batch", {key: halved}, price)
+        price, halved = price + 0.5, halved // 2
+    rows = setup.config.rollout.hf.batch_size
+    if setup.config.rollout.backend == "hf":
+        for number in (2, 4, 8, 16):
+            if rows // number >= 8:
+                yield SettingChange("rollout", {"rollout.hf.batch_size": rows // number}, 1.0 + 0.5 * number)
+
+
+def _of_rollouts(setup: RunSetup) -> Iterator[SettingChange]:
+    """Yield servers instead of the embedded engine, or more ranks for a server."""
+    machine, rollout = setup.machine, setup.config.rollout
+    weights = weight_bytes(setup.actor.hf, setup.rollout_itemsize)
+    if machine.gpu_memory is None:
+        return
+    server = rollout.sglang.server
+    sizes = [(tp, 1) for tp in (1, 2, 4, 8, 16) if tp <= machine.ranks_per_node and machine.ranks_per_node % tp == 0]
+    sizes += [(n * machine.ranks_per_node, n) for n in (2, 4, 8) if machine.num_nodes % n == 0]
+    heads = setup.actor.hf.num_heads
+    fitting = [(tp, n) for tp, n in sizes if weights / tp < machine.gpu_memory / 2 and heads % tp == 0]
+    if not fitting or rollout.sglang.urls or rollout.backend == "none":
+        return
+    tp, nodes = fitting[0]
+    settings: dict[str, object] = {} if tp == server.tp else {"rollout.sglang.server.tp": tp}
+    if nodes != server.nodes:
+        settings["rollout.sglang.server.nodes"] = nodes
+    if rollout.backend == "hf":
+        yield SettingChange("rollout", {"rollout.backend": "sglang", **settings}, 2.5)
+    elif tp > server.tp:
+        yield SettingChange("rollout", settings, 1.0 + nodes - 1)
+
+
+def _of_training(setup: RunSetup) -> Iterator[SettingChange]:
+    model, engine = setup.config.model, setup.config.engine
+    if not setup.takes_turns and has_several_models(setup.config):
+        # With the embedded engine only if servers do not help: they are the faster way for a model without room.
+        price = 0.8 if setup.config.rollout.backend == "sglang" else 3.0
+        yield SettingChange("turns", {"engine.resident_roles": "one"}, price)
+    if model.recompute == "none" and engine.backend == "megatron":
+        yield SettingChange("recompute", {"model.recompute": "selective"}, 1.0)
+    if model.recompute != "full":
+        yield SettingChange("recompute", {"model.recompute": "full"}, 3.3)
+    elif model.recompute_layers:
+        yield SettingChange("recompute", {"model.recompute_layers": 0}, 1.0)
+    if engine.backend == "fsdp":
+        if not engine.fsdp.cpu_offload:
+            yield SettingChange("offload", {"engine.fsdp.cpu_offload": True}, 12.0)
+        if engine.fsdp.shard_ranks:
+            yield SettingChange("sharding", {"engine.fsdp.shard_ranks": 0}, 1.0)
+        return
+    optimizer = engine.megatron.optimizer
+    if not optimizer.distributed:
+        yield SettingChange("sharding", {f"{_MEGATRON}.optimizer.distributed": True}, 0.5)
+    if not optimizer.cpu_offload and not optimizer.precision_aware:
+        yield SettingChange("offload", {f"{_MEGATRON}.optimizer.cpu_offload": 1.0}, 12.0)
+
+
+def _of_layout(setup: RunSetup) -> Iterator[SettingChange]:
+    par, machine = setup.config.engine.megatron, setup.machine
+    sequence_parallel = {} if par.sequence_parallel else {f"{_MEGATRON}.sequence_parallel": True}
+    if par.tp > 1 and sequence_parallel:
+        yield SettingChange("tp", sequence_parallel, 0.1)
+    for times in (2, 4, 8):
+        price = 2.0 * times
+        if par.tp * times <= machine.gpus_per_node:
+            yield SettingChange("tp", {f"{_MEGATRON}.tp": par.tp * times, **sequence_parallel}, price)
+        if not par.pipeline:
+            yield SettingChange("pp", {f"{_MEGATRON}.pp": par.pp * times}, price + 0.5)
+        yield SettingChange("cp", {f"{_MEGATRON}.cp": par.cp * times}, price + 0.7)
+        if setup.actor.hf.moe is not None:
+            yield SettingChange("ep", {f"{_MEGATRON}.ep": par.ep * times}, price - 0.5)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout of the run, and what it costs."""
+    """A layout of the run, and its costs."""
 
     settings: dict[str, object]
     layout: ParallelLayout
     recompute: str
     verdict: FitVerdict
-    work: float  # of a step, against one without recomputation and pipeline bubbles
+    work: float  # relative to a step without recomputation and pipeline bubbles
     sent: int  # bytes that the busiest end of the pipeline sends in a step
 
 
@@ -50,7 +239,7 @@ def largest_batch(setup: RunSetup) -> tuple[str, int] | None:
 
 
 def largest_rollout(setup: RunSetup) -> int | None:
-    """Return the most sequences that the embedded engine can generate together; None if not one fits."""
+    """Return the most sequences that the embedded engine can generate together; None if none fits."""
     key, rows = "rollout.hf.batch_size", setup.config.rollout.hf.batch_size
     if setup.config.rollout.backend != "hf" or setup.machine.gpu_memory is None:
         return None
@@ -77,10 +266,10 @@ def nearby(setup: RunSetup) -> list[Candidate]:
 
 
 def search(setup: RunSetup, *, most: int = 10) -> list[Candidate]:
-    """Return the best layouts that fit, at most so many: least work first, then least traffic.
+    """Return at most `most` of the best layouts that fit: least work first, then least traffic.
 
-    Every legal tp within a host, pp, cp up to 8 and ep, with and without recomputation. Raises ValueError where the
-    engine has no layouts.
+    Tries every legal tp within a host, pp, cp up to 8 and ep, with and without recomputation. Raises ValueError for an
+    engine without layouts.
     """
     if setup.config.engine.backend != "megatron":
         raise ValueError("engine.backend=fsdp has no layouts to search: every rank holds a share of everything")
@@ -106,13 +295,11 @@ def _sizes(setup: RunSetup) -> Iterator[dict[str, int]]:
 
 
 def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candidate | None:
-    """Return a layout judged; None where it is not legal. Its pipeline is even and its virtual stages are kept."""
+    """Return a layout with its verdict; None if it is not legal. Another pp makes the pipeline even, without vpp."""
     par = setup.config.engine.megatron
     settings: dict[str, object] = {f"{_MEGATRON}.{name}": size for name, size in sizes.items()}
-    if sizes["tp"] > 1:
-        settings[f"{_MEGATRON}.sequence_parallel"] = True
-    elif par.sequence_parallel:
-        settings[f"{_MEGATRON}.sequence_parallel"] = False
+    if sizes["tp"] > 1 or par.sequence_parallel:
+        settings[f"{_MEGATRON}.sequence_parallel"] = sizes["tp"] > 1
     if sizes["ep"] > 1 and par.etp == 0 and sizes["tp"] > 1:
         settings[f"{_MEGATRON}.etp"] = 1
     if sizes["pp"] != par.pp:

@@ -1,21 +1,32 @@
-"""The run that a plan describes: its settings, its models by role, and the machine that it is to run on."""
+"""The run that a plan describes: settings, models by role, and machine, from a recipe and options."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from mega_rl.config.attention import Role
+from mega_rl.config.facts import divisors, listed
+from mega_rl.config.loader import load
 from mega_rl.config.needs import models_take_turns
 from mega_rl.config.plugins.choices import has_reference, needs_critic
+from mega_rl.config.rules import check
 from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.hf.config import facts_of, read_hf_config
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
+from mega_rl.data.hub.resolve import checkpoint_folder
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 
 _BYTES = {"bf16": 2, "fp32": 4}
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}I": 1024**power for power, unit in enumerate("KMGT", start=1)}
 
 
 @dataclass(frozen=True)
@@ -34,8 +45,8 @@ class Machine:
 
     world_size: int
     gpus_per_node: int = 8
-    gpu_memory: int | None = None  # bytes of one device; None: not known, and nothing is judged
-    has_te: bool = False  # Transformer Engine is installed there
+    gpu_memory: int | None = None  # bytes of one device; None: not known, so there is no verdict
+    has_te: bool = False  # Transformer Engine is installed
 
     @property
     def num_nodes(self) -> int:
@@ -53,7 +64,7 @@ class RunSetup:
     """Inputs of a plan."""
 
     config: Config
-    checkpoints: Mapping[str, HFConfig]  # by config key, "model.path" among them
+    checkpoints: Mapping[str, HFConfig]  # config key -> architecture; has "model.path"
     machine: Machine
 
     @cached_property
@@ -63,20 +74,20 @@ class RunSetup:
 
     @cached_property
     def layout(self) -> ParallelLayout:
-        """Return the layout of every model without its own. Raises ValueError for sizes that do not go together."""
+        """Return the layout of all models without their own. Raises ValueError for sizes that do not fit together."""
         has_experts = any(model.hf.moe is not None for model in self.models.values())
         engine, world_size = self.config.engine, self.machine.world_size
         return ParallelLayout.of_engine(engine, world_size=world_size, has_experts=has_experts)
 
     def for_model(self, model: PlannedModel) -> RunSetup:
-        """Return these inputs with the layout of a model: another one for a reference that has its own."""
+        """Return these inputs with the layout of a model; only a reference may have its own."""
         if model.role != "reference" or not has_own_layout(self.config):
             return self
         return replace(self, config=replace(self.config, engine=self.config.engine.of_reference))
 
     @property
     def spec(self) -> Spec:
-        """Return whose layers run: those of transformers, of Transformer Engine, or Megatron-Core's own."""
+        """Return the layers that run: transformers', Transformer Engine's, or Megatron-Core's own."""
         if self.config.engine.backend == "fsdp":
             return "hf"
         wanted = self.config.engine.megatron.transformer_impl
@@ -129,9 +140,9 @@ class RunSetup:
 
 
 def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role, PlannedModel]:
-    """Return the models of a run by role; `checkpoints` maps config keys to architectures and has at least the actor's.
+    """Return the models of a run by role; a role without its own checkpoint has the actor's.
 
-    A role without a checkpoint of its own has the actor's.
+    checkpoints: architectures by config key, at least the actor's.
     """
     actor = checkpoints["model.path"]
     models: dict[Role, PlannedModel] = {"actor": PlannedModel("actor", actor, "lm", trainable=True)}
@@ -142,3 +153,66 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
     if config.reward.source == "model":
         models["reward"] = PlannedModel("reward", checkpoints.get("reward.model.path", actor), "value", trainable=False)
     return models
+
+
+def read_setup(recipe: Path | None, overrides: Sequence[str], machine: Machine) -> RunSetup:
+    """Return the run of a recipe on a machine; reads only the config.json of each model.
+
+    A machine with a world size of 0 gets the smallest world that the layout allows. Raises UserErrors with every
+    mistake.
+    """
+    config = load(recipe, overrides)
+    model, reward = config.model, config.reward
+    paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
+    if reward.source == "model":
+        paths["reward.model.path"] = reward.model.path
+    problems = [] if model.path else ["model.path is empty: name a folder with a config.json, or a model of the Hub"]
+    checkpoints: dict[str, HFConfig] = {}
+    for key, path in ((key, path) for key, path in paths.items() if path):
+        try:
+            checkpoints[key] = read_hf_config(checkpoint_folder(path, label=key, weights=False))
+        except UserError as error:
+            problems += [f"{key}: {line}" for line in str(error).splitlines()]
+    machine = replace(machine, world_size=machine.world_size or smallest_world(config))
+    facts = {key: facts_of(hf) for key, hf in checkpoints.items()}
+    problems += check(config, world_size=machine.world_size, models=facts)
+    problems += server_hosts(config, machine)
+    if problems:
+        raise UserErrors(problems)
+    return RunSetup(config, checkpoints, machine)
+
+
+def server_hosts(config: Config, machine: Machine) -> list[str]:
+    """Return why servers that the run starts do not fit the machine's hosts."""
+    server = config.rollout.sglang.server
+    if config.rollout.backend != "sglang" or config.rollout.sglang.urls or server.tp % server.nodes:
+        return []
+    given, hosts, gpus = f"rollout.sglang.server.nodes={server.nodes}", machine.num_nodes, machine.gpus_per_node
+    ranks = server.tp // server.nodes
+    if hosts % server.nodes:
+        legal = listed(divisors(hosts))
+        return [f"{given}: the run has {hosts} host(s), and each server takes {server.nodes} of them; legal: {legal}"]
+    if ranks > gpus:
+        return [
+            f"rollout.sglang.server.tp={server.tp} with {given}: a server has {ranks} ranks on each of its hosts, "
+            f"which have {gpus} GPUs; raise nodes to {-(-server.tp // gpus)}, or lower tp"
+        ]
+    return []
+
+
+def smallest_world(config: Config) -> int:
+    """Return the fewest ranks that a layout can have."""
+    if config.engine.backend == "fsdp":
+        return config.engine.fsdp.shard_ranks or 1
+    par = config.engine.megatron
+    layouts = (par, par.of_reference) if has_own_layout(config) else (par,)
+    return math.lcm(*(each.pp * math.lcm(each.tp * each.cp, each.ep * (each.etp or each.tp)) for each in layouts))
+
+
+def parse_bytes(text: str, *, option: str) -> int:
+    """Return the bytes of "80G", "80GB", "141e9" or "80GiB". Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMGT]?I?)B?", text.strip(), re.IGNORECASE)
+    size = 0.0 if match is None else float(match[1]) * _UNITS.get(match[2].upper(), 0)
+    if not 10**8 <= size <= 10**13:
+        raise UserError(f"{option}={text!r}: needs a size of one GPU's memory, as 80G or 79.6GiB")
+    return round(size)

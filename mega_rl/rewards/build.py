@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mega_rl import progress
 from mega_rl.config.schema import RewardConfig, RewardPoolConfig
 from mega_rl.config.schema.sandbox import CODE_TESTS, runs_code
 from mega_rl.cores import own_cores
@@ -22,6 +21,7 @@ from mega_rl.rewards.responses import ResponseReader
 from mega_rl.rewards.role import AbsentScorer, CalledRewards, TextScorer
 from mega_rl.rewards.sandbox.suites import UnknownTestsError
 from mega_rl.rewards.service import HttpRewards, Poster, find_service
+from mega_rl.tracking import progress
 from mega_rl.types import Prompt, PromptSet
 
 MAX_WORKERS = 8  # most workers of a rank, unless the config says how many

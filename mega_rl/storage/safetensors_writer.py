@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_rl import progress
 from mega_rl.errors import UserError
 from mega_rl.storage import disk
 from mega_rl.storage.output_folder import copy_files, name_file, output_folder, require_space, write_file
 from mega_rl.storage.safetensors_header import INDEX_FILE, METADATA, SINGLE_FILE, encode_header, matrix_shape
 from mega_rl.storage.safetensors_reader import DTYPE_NAMES, as_bytes
+from mega_rl.tracking import progress
 
 SHARD_BYTES = 5 << 30
 

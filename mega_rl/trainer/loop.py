@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mega_rl import progress
 from mega_rl.protocols import MetricsSink, WeightSync
+from mega_rl.tracking import progress
 from mega_rl.types import Metrics
 
 

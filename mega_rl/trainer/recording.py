@@ -11,8 +11,8 @@ from torch import Tensor
 from mega_rl.algorithms.corrections import Correction, SampledTokens
 from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.sequences import Sequences
-from mega_rl.metrics.records import to_json_value
 from mega_rl.protocols import Ranks
+from mega_rl.tracking.metrics.records import to_json_value
 from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.dumps import ReadResponse, sample_rows
 from mega_rl.trainer.loop import Event, Stages

@@ -10,8 +10,8 @@ from types import FrameType
 
 import torch
 
-from mega_rl import progress
 from mega_rl.protocols import Ranks
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.accelerator.norms import norm
 from mega_rl.algorithms.kl import FixedKL, k3
@@ -44,6 +43,7 @@ from mega_rl.engines.fsdp.optimizer import local
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.comm import GroupRanks
+from mega_rl.tracking import progress
 from mega_rl.types import Experience, response_mask
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan, TensorError

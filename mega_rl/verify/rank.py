@@ -8,9 +8,9 @@ import sys
 import warnings
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.accelerator import prepare
 from mega_rl.errors import UserError
+from mega_rl.tracking import progress
 from mega_rl.verify.plan import PHASE
 
 

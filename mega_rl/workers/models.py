@@ -17,9 +17,9 @@ from mega_rl.algorithms.losses.policy import KLTerm, policy_loss
 from mega_rl.algorithms.losses.value import clipped_value_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
-from mega_rl.metrics.flops import ModelWork
-from mega_rl.metrics.steps import WorkMeter
 from mega_rl.protocols import Inspect, LossOutput, ModelPasses, Teacher
+from mega_rl.tracking.metrics.flops import ModelWork
+from mega_rl.tracking.metrics.steps import WorkMeter
 from mega_rl.types import TRAINED_TOKENS, Experience, Lesson, Metrics, Rollout, TokenOutputs
 from mega_rl.workers.residency import EVERYTHING, PARAMETERS, ResidentModels
 

@@ -12,7 +12,7 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.plan.passes import training_pass
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
-from mega_rl.plan.state.ranks import state_of
+from mega_rl.plan.state import state_of
 from tests.fake_gpu.launch import reports_of
 from tests.fake_gpu.models import MODELS
 

@@ -13,7 +13,7 @@ for name in (
     "mega_rl.operations.launcher.store",
     "mega_rl.health.records",
     "mega_rl.engines.fsdp.engine",
-    "mega_rl.preflight",
+    "mega_rl.plan.preflight",
     "torch.distributed.run",
     "datasets",
     "tensorboard.summary.writer.record_writer",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl.metrics.records import read_metrics
+from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 from tests.hostile_programs.campaign import canaries
 from tests.hostile_programs.programs import Hostile

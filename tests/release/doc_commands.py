@@ -139,7 +139,7 @@ HOW: dict[str, How] = {
     "mega-rl replay runs/a/records/step_000051 --layout tp2pp2,fsdp2": How(
         "mega-rl replay runs/p/records/step_000001 --layout tp2pp2,fsdp2"
     ),
-    "mega-rl view RUN": How(apart="by tests/unit_tests/report/test_server.py: it serves until it is ended"),
+    "mega-rl view RUN": How(apart="by tests/unit_tests/tracking/report/test_server.py: it serves until it is ended"),
     "mega-rl data gsm8k data/gsm8k": How("mega-rl data gsm8k data/gsm8k --force"),
     f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main": How(
         f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main {SMALL} trainer.run_dir=runs/e"
@@ -152,7 +152,7 @@ HOW: dict[str, How] = {
         apart="by tests/unit_tests/operations/launcher: needs a launcher on each node"
     ),
     "mega-rl train --config my.yaml metrics.trackers=[wandb] metrics.project=sums metrics.run_name=first": How(
-        apart="by tests/unit_tests/metrics/test_trackers.py, with the real client"
+        apart="by tests/unit_tests/tracking/metrics/test_trackers.py, with the real client"
     ),
     "mega-rl train --config my.yaml data.train_files=[org/problems:default:train] data.prompt_key=question": How(
         f"mega-rl train --config {ONE} data.train_files=[org/problems:default:train] data.prompt_key=question"

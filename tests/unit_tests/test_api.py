@@ -17,7 +17,7 @@ import pytest
 import mega_rl
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
-from mega_rl.preflight import preflight
+from mega_rl.plan.preflight import preflight
 from tests.helpers.distributed import run_ranks
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint

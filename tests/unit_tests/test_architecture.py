@@ -204,7 +204,6 @@ def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
         "config",
         "data/hub",
         "plan",
-        "preflight",
         "verify",
     )
     assert [name for name in house.config_takers if not name.startswith(above_or_beside)] == []

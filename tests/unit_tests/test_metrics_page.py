@@ -12,10 +12,9 @@ import pytest
 
 from mega_rl.algorithms.distribution import QUANTILES as TOKEN_QUANTILES
 from mega_rl.algorithms.mismatch import LogprobMismatch
-from mega_rl.metrics.steps import TOKEN_PHASES
-from mega_rl.metrics.timers import PhaseTimer
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.rollout.sglang.weights.sync import PHASES
+from mega_rl.tracking.metrics.steps import TOKEN_PHASES, PhaseTimer
 from mega_rl.trainer.step_metrics import LENGTH_QUANTILES as RESPONSE_QUANTILES
 from mega_rl.types import TRAINED_TOKENS
 from mega_rl.workers import residency
@@ -32,7 +31,7 @@ WRITERS = (
     "checkpoint",
     "data",
     "engines",
-    "metrics",
+    "tracking/metrics",
     "models",
     "rewards",
     "rollout",

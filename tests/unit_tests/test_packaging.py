@@ -62,7 +62,9 @@ def test_the_wheel_is_the_package_with_its_recipes_and_licence(release: Release)
     tables = (path for kind in ("md", "toml", "tsv") for path in (ROOT / "mega_rl").rglob(f"*.{kind}"))
     data |= {path.relative_to(ROOT).as_posix() for path in tables}
     data |= {f"mega_rl/recipes/{name}.yaml" for name in packaged.names()}
-    data |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "mega_rl" / "report" / "page").iterdir()}
+    data |= {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "mega_rl" / "tracking" / "report" / "assets").iterdir()
+    }
     folder = f"mega_rl-{mega_rl.__version__}.dist-info"
     about = {f"{folder}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt")}
     assert release.wheel == code | data | about | {f"{folder}/licenses/LICENSE"}

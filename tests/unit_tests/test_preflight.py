@@ -1,3 +1,5 @@
+"""Checks before a run: what is missing or damaged is said in one line each."""
+
 from __future__ import annotations
 
 import json
@@ -10,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.preflight import host, known_bugs, launched_world_size, preflight
+from mega_rl.plan.preflight import checkpoints, host, launched_world_size, preflight
 from mega_rl.rewards.builtin import BUILTINS
 from mega_rl.rollout.sglang.server.installation import Installation
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts, write_shard
@@ -37,7 +39,7 @@ def problems(*overrides: str, world_size: int | None = None) -> list[str]:
     return list(caught.value.problems)
 
 
-def test_a_run_that_can_start() -> None:
+def test_legal_run_can_start() -> None:
     write_checkpoint(Path("r"), qwen3_config("8b"))
     pq.write_table(pa.table({"prompt": ["1+1="], "answer": ["2"]}), "v.parquet")
     Path("reward.py").write_text("def score(text, answer):\n    raise SystemExit('must not run')\n")
@@ -77,7 +79,7 @@ def test_rules_see_the_model() -> None:
     assert line == "engine.megatron.tp=32 does not divide the 16 attention heads of model.path; legal: 1, 2, 4, 8, 16"
 
 
-def test_no_model_and_no_data() -> None:
+def test_model_and_data_are_needed() -> None:
     with pytest.raises(UserErrors) as caught:
         preflight(None, [])
     assert caught.value.problems == (
@@ -91,177 +93,132 @@ def index(names: object) -> None:
     Path("m/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
-def truncated() -> None:
-    whole = Path("m/model.safetensors").read_bytes()
-    Path("m/model.safetensors").write_bytes(whole[:-2])
+def weights(data: bytes = b"", *, end: int | None = None, tail: bytes = b"") -> None:
+    Path("m/model.safetensors").write_bytes(data or Path("m/model.safetensors").read_bytes()[:end] + tail)
 
 
-def with_a_tail() -> None:
-    whole = Path("m/model.safetensors").read_bytes()
-    Path("m/model.safetensors").write_bytes(whole + b"x")
+def tokenizer(text: str) -> None:
+    Path("m/tokenizer.json").write_text(text)
 
 
-def damaged_header() -> None:
-    Path("m/model.safetensors").write_bytes((3).to_bytes(8, "little") + b"{x}")
+def architecture(**changes: object) -> None:
+    Path("m/config.json").write_text(json.dumps({**qwen3_config(), **changes}))
 
 
-def other_weights() -> None:
-    Path("m/model.safetensors").rename("m/pytorch_model.bin")
-
-
-def bad_config() -> None:
-    Path("m/config.json").write_text("{")
-
-
-def big_tokenizer() -> None:
-    Path("m/tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 151936}]}))
-
-
-BAD_CHECKPOINTS: list[tuple[Callable[[], object], str]] = [
-    (
-        other_weights,
+ONE_STAGE_MORE = ("engine.megatron.pp=2", "engine.megatron.pipeline=Ett|tt|ttL")
+# name -> damage, settings, beginning of the one problem
+DAMAGE: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
+    "other format": (
+        lambda: Path("m/model.safetensors").rename("m/pytorch_model.bin"), (),
         "m: holds neither model.safetensors nor model.safetensors.index.json; save the model again as safetensors",
     ),
-    (
-        lambda: index({"w": "a.safetensors"}),
+    "missing shard": (
+        lambda: index({"w": "a.safetensors"}), (),
         "m/a.safetensors: missing, though the index names it; download or copy it again",
     ),
-    (
-        lambda: index({"w": "../m/model.safetensors"}),
+    "shard outside": (
+        lambda: index({"w": "../m/model.safetensors"}), (),
         "m: the index names '../m/model.safetensors'; legal: a file inside the checkpoint",
     ),
-    (lambda: index({"w": 5}), "m: the index names 5; legal: a file inside the checkpoint"),
-    (
-        lambda: index([]),
+    "shard by number": (
+        lambda: index({"w": 5}), (), "m: the index names 5; legal: a file inside the checkpoint",
+    ),
+    "no index": (
+        lambda: index([]), (),
         "m/model.safetensors.index.json: not an index of shards; it needs a 'weight_map' of tensor to file",
     ),
-    (truncated, "m/model.safetensors: truncated, 76 bytes of the 78 that its header lists; fetch the file again"),
-    (with_a_tail, "m/model.safetensors: 1 bytes follow the last tensor; fetch the file again"),
-    (
-        damaged_header,
+    "truncated": (
+        lambda: weights(end=-2), (),
+        "m/model.safetensors: truncated, 76 bytes of the 78 that its header lists; fetch the file again",
+    ),
+    "tail": (
+        lambda: weights(tail=b"x"), (),
+        "m/model.safetensors: 1 bytes follow the last tensor; fetch the file again",
+    ),
+    "header": (
+        lambda: weights((3).to_bytes(8, "little") + b"{x}"), (),
         "m/model.safetensors: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 "
         "(char 1)); fetch the file again",
     ),
-    (
-        lambda: Path("m/model.safetensors").write_bytes(b"PK\x03\x04 this is a zip"),
+    "zip": (
+        lambda: weights(b"PK\x03\x04 this is a zip"), (),
         "m/model.safetensors: header of 7595448452415441744 bytes, at most 100000000 are allowed; not a safetensors "
         "file, fetch it again",
     ),
-    (
-        lambda: Path("m/model.safetensors").write_bytes(b""),
+    "empty": (
+        lambda: Path("m/model.safetensors").write_bytes(b""), (),
         "m/model.safetensors: 0 bytes are not a safetensors file; fetch the file again",
     ),
-    (
-        lambda: Path("m/tokenizer.json").unlink(),
+    "no tokenizer": (
+        lambda: Path("m/tokenizer.json").unlink(), (),
         "m: no tokenizer; it needs one of tokenizer.json, tokenizer.model, vocab.json, vocab.txt",
     ),
-    (lambda: Path("m/tokenizer.json").write_text("["), "m/tokenizer.json: not JSON; download or copy it again"),
-    (
-        lambda: Path("m/tokenizer.json").write_text('{"added_tokens": [3]}'),
+    "tokenizer, torn": (lambda: tokenizer("["), (), "m/tokenizer.json: not JSON; download or copy it again"),
+    "tokenizer, other": (
+        lambda: tokenizer('{"added_tokens": [3]}'), (),
         "m/tokenizer.json: not a tokenizer as the tokenizers library writes it; save it again",
     ),
-    (
-        big_tokenizer,
+    "tokenizer, too large": (
+        lambda: tokenizer(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 151936}]})), (),
         "m: the tokenizer has token id 151936, the model a vocabulary of 151936; they do not belong together",
     ),
-]
+    "no chat template": (
+        lambda: Path("m/tokenizer_config.json").unlink(), ("data.chat.template=true",),
+        "m: the tokenizer has no chat template; set data.chat.template=auto",
+    ),
+    "config": (lambda: Path("m/config.json").write_text("{"), (), ""),
+    "no folder": (dict, ("model.path=nowhere",), ""),
+    "layers": (
+        dict, ("engine.megatron.pp=2", "engine.megatron.pipeline=Ett|ttL"),
+        "engine.megatron.pipeline: model.path: pipeline=[2, 2] holds 4 layers, the model has 28",
+    ),
+    "notation": (
+        dict, ("engine.megatron.pp=2", "engine.megatron.pipeline=tt|ttL"),
+        "engine.megatron.pipeline: model.path: pipeline layout 'tt|ttL': must ",
+    ),
+    "stages": (
+        dict, ONE_STAGE_MORE,
+        "engine.megatron.pipeline: model.path: pipeline=[2, 2, 2]: must be pp*vpp=2 numbers of layers, none negative",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("damage", "line"), BAD_CHECKPOINTS, ids=range(len(BAD_CHECKPOINTS)))
-def test_damaged_checkpoints(damage: Callable[[], object], line: str) -> None:
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_checkpoint_is_reported(name: str) -> None:
+    damage, settings, line = DAMAGE[name]
     damage()
-    assert problems() == [f"model.path: {line}"]
+    (problem,) = problems(*settings, world_size=2)
+    assert problem.startswith(line if line.startswith("engine") else f"model.path: {line}")
 
 
-def test_config_json_that_cannot_be_read() -> None:
-    bad_config()
-    (line,) = problems()
-    assert line.startswith("model.path: ")
-    assert "m/config.json" in line
-    (line,) = problems("model.path=nowhere")
-    assert line.startswith("model.path: ")
-    assert "nowhere" in line
-
-
-def test_all_missing_shards_are_listed_and_whole_ones_pass() -> None:
+def test_all_missing_shards_are_listed() -> None:
     write_shard(Path("m/a.safetensors"))
     index({"1": "a.safetensors", "2": "b.safetensors", "3": "c.safetensors"})
     assert [line.split(":")[1] for line in problems()] == [" m/b.safetensors", " m/c.safetensors"]
 
 
-def test_no_chat_template() -> None:
-    Path("m/tokenizer_config.json").unlink()
-    (line,) = problems("data.chat.template=true")
-    assert line == "model.path: m: the tokenizer has no chat template; set data.chat.template=auto"
-    Path("m/chat_template.jinja").write_text("{{ messages }}")
-    assert preflight(None, [*BASE, "data.chat.template=true"])
-
-
-@pytest.mark.parametrize(
-    ("config", "line"),
-    [
-        (
-            {"model_type": "gpt_oss", **TINY["gpt_oss"]},
-            "model.path: m: model_type=gpt_oss can be converted (mega-rl convert) but not trained yet: the embedded "
-            "rollout engine has no attention sinks; ",
-        ),
-    ],
-)
-def test_what_converts_but_does_not_train_yet(config: dict[str, object], line: str) -> None:
-    """What no rollout engine samples from rightly is refused before a run starts."""
-    Path("m/config.json").write_text(json.dumps(config))
-    assert any(problem.startswith(line) for problem in problems()), problems()
-
-
-def test_a_fault_of_transformers_is_refused_with_the_release_that_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_without_training_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollout engine or a release of transformers computes them wrongly; windows and YaRN train."""
+    for changes in (
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    ):
+        architecture(**changes)
+        assert preflight(None, BASE)
+    Path("m/config.json").write_text(json.dumps({"model_type": "gpt_oss", **TINY["gpt_oss"]}))
+    refusal = "model.path: m: model_type=gpt_oss can be converted (mega-rl convert) but not trained yet: the embedded "
+    assert any(line.startswith(refusal + "rollout engine has no attention sinks; ") for line in problems())
     config = {"model_type": "deepseek_v2", **TINY["deepseek_v2"], "rope_scaling": {**YARN, **MSCALE}}
     Path("m/config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(known_bugs, "version", lambda name: {"transformers": "5.12.1"}[name])
+    monkeypatch.setattr(checkpoints, "version", lambda name: {"transformers": "5.12.1"}[name])
     (line,) = [problem for problem in problems() if "deepseek_v2" in problem]
     assert line.startswith("model.path: m: model_type=deepseek_v2 cannot be trained with the installed transformers: ")
     assert line.endswith("run 'pip install \"transformers>=5.15.0\"'")
-    monkeypatch.setattr(known_bugs, "version", lambda name: {"transformers": "5.15.0"}[name])
+    monkeypatch.setattr(checkpoints, "version", lambda name: {"transformers": "5.15.0"}[name])
     assert not any("deepseek_v2" in problem for problem in problems()), problems()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
-    ],
-)
-def test_windows_and_yarn_train(changes: dict[str, object]) -> None:
-    Path("m/config.json").write_text(json.dumps({**qwen3_config(), **changes}))
-    assert preflight(None, BASE)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
-            ("engine.megatron.pp=2", "engine.megatron.pipeline=Ett|ttL"),
-            "engine.megatron.pipeline: model.path: pipeline=[2, 2] holds 4 layers, the model has 28",
-        ),
-        (
-            ("engine.megatron.pp=2", "engine.megatron.pipeline=tt|ttL"),
-            "engine.megatron.pipeline: model.path: pipeline layout 'tt|ttL': must ",
-        ),
-        (
-            ("engine.megatron.pp=2", "engine.megatron.pipeline=Ett|tt|ttL"),
-            (
-                "engine.megatron.pipeline: model.path: pipeline=[2, 2, 2]: must be pp*vpp=2 numbers of layers, none "
-                "negative"
-            ),
-        ),
-    ],
-)
-def test_uneven_stages_that_do_not_come_out(overrides: tuple[str, ...], line: str) -> None:
-    (actual,) = problems(*overrides, world_size=4 if "engine.megatron.pp=4" in overrides else 2)
-    assert actual.startswith(line), actual
-
-
-def test_reference_and_critic_are_checked_too() -> None:
+def test_reference_and_critic_are_checked() -> None:
     write_checkpoint(Path("r"), qwen3_config("8b", vocab_size=1000, num_hidden_layers=7))
     (Path("r") / "model.safetensors").unlink()
     lines = problems(*ROLES, "engine.megatron.pp=2", world_size=2)
@@ -281,9 +238,13 @@ def change_tokenizer(folder: str, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_models_of_one_tokenizer_may_pad_their_vocabularies_differently() -> None:
-    write_checkpoint(Path("r"), qwen3_config("8b", vocab_size=152064))
-    write_checkpoint(Path("c"), qwen3_config("8b", vocab_size=3))
+def write_roles(reference: int = 151936, critic: int = 151936) -> None:
+    for name, size in (("r", reference), ("c", critic)):
+        write_checkpoint(Path(name), qwen3_config("8b", vocab_size=size))
+
+
+def test_vocabularies_may_be_padded_differently() -> None:
+    write_roles(152064, 3)
     change_tokenizer("r", padding={"strategy": "BatchLongest"}, decoder={"type": "Fuse"})
     assert preflight(None, [*BASE, *ROLES])
     (Path("c") / "config.json").write_text(json.dumps(qwen3_config("8b", vocab_size=2)))
@@ -293,9 +254,8 @@ def test_models_of_one_tokenizer_may_pad_their_vocabularies_differently() -> Non
     )
 
 
-def test_reference_and_critic_must_have_the_actors_tokenizer() -> None:
-    write_checkpoint(Path("r"), qwen3_config("8b"))
-    write_checkpoint(Path("c"), qwen3_config("8b"))
+def test_roles_must_have_the_actors_tokenizer() -> None:
+    write_roles()
     change_tokenizer("r", model={"type": "WordLevel", "vocab": {"a": 0, "é": 1}})
     change_tokenizer("c", normalizer={"type": "NFC"})
     fix = "it reads the actor's tokens, so take a checkpoint with the same tokenizer"
@@ -304,58 +264,50 @@ def test_reference_and_critic_must_have_the_actors_tokenizer() -> None:
         "model.critic_path: c: its tokenizer is not that of model.path (m): the tokens are the same, but they differ "
         "in normalizer; " + fix,
     ]
-
-
-def test_without_a_tokenizer_the_vocabularies_must_be_equal() -> None:
-    for name, size in (("r", 151936), ("c", 152064)):
-        write_checkpoint(Path(name), qwen3_config("8b", vocab_size=size))
-        (Path(name) / "tokenizer.json").unlink()
-    assert problems(*ROLES) == [
-        "model.critic_path has a vocabulary of 152064, model.path one of 151936; they must share the tokenizer",
-    ]
-
-
-def test_a_sentencepiece_model_does_not_say_which_tokens_it_has() -> None:
-    for name, size in (("m", 151936), ("r", 151936), ("c", 152064)):
-        if name != "m":
-            write_checkpoint(Path(name), qwen3_config("8b", vocab_size=size))
-        (Path(name) / "tokenizer.json").unlink()
-        (Path(name) / "tokenizer.model").write_bytes(b"pieces")
-    (line,) = problems(*ROLES)
-    assert line.startswith("model.critic_path has a vocabulary of 152064")
-    (Path("r") / "tokenizer.model").write_bytes(b"other pieces")
-    assert problems(*ROLES)[0].startswith("model.ref_path: r: its tokenizer is not that of model.path (m): ")
-
-
-def test_damaged_tokenizers_of_other_roles() -> None:
-    write_checkpoint(Path("r"), qwen3_config("8b"))
     (Path("r") / "tokenizer.json").write_text("{")
     assert problems("model.ref_path=r", "algorithm.kl.placement=loss") == [
         "model.ref_path: r/tokenizer.json: not JSON; download or copy it again"
     ]
 
 
-def test_data_files() -> None:
+def test_unknown_tokens_need_equal_vocabularies() -> None:
+    """Without a tokenizer, or with a model of SentencePiece, which lists no tokens here."""
+    write_roles(critic=152064)
+    for name in "rc":
+        (Path(name) / "tokenizer.json").unlink()
+    line = "model.critic_path has a vocabulary of 152064, model.path one of 151936; they must share the tokenizer"
+    assert problems(*ROLES) == [line]
+    Path("m/tokenizer.json").unlink()
+    for name in "mrc":
+        (Path(name) / "tokenizer.model").write_bytes(b"pieces")
+    assert problems(*ROLES) == [line]
+    (Path("r") / "tokenizer.model").write_bytes(b"other pieces")
+    assert problems(*ROLES)[0].startswith("model.ref_path: r: its tokenizer is not that of model.path (m): ")
+
+
+# --- data
+
+
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
+def test_data_files_are_checked(key: str) -> None:
     Path("empty.jsonl").touch()
     Path("text.txt").write_text("x")
     Path("other.jsonl").write_text('{"question": "1", "answer": "2"}\n')
     Path("broken.parquet").write_bytes(b"PAR1")
     pq.write_table(pa.table({"q": ["1"]}), "other.parquet")
     files = "[no.jsonl,empty.jsonl,text.txt,other.jsonl,broken.parquet,other.parquet]"
-    expected = [
-        f"no.jsonl: no such file (looked for {Path.cwd()}/no.jsonl)",
-        "empty.jsonl: is empty",
-        "text.txt: unknown kind of file; legal: .jsonl, .parquet, or org/name of the Hub",
-        "other.jsonl: has no column 'prompt' (data.prompt_key); it has answer, question",
-        "broken.parquet: not a readable Parquet file; write it again",
-        "other.parquet: has no column 'prompt' (data.prompt_key); it has q",
+    interval = ["trainer.val_interval=1"] * (key == "data.val_files")
+    assert problems(f"{key}={files}", *interval) == [
+        f"{key}: no.jsonl: no such file (looked for {Path.cwd()}/no.jsonl)",
+        f"{key}: empty.jsonl: is empty",
+        f"{key}: text.txt: unknown kind of file; legal: .jsonl, .parquet, or org/name of the Hub",
+        f"{key}: other.jsonl: has no column 'prompt' (data.prompt_key); it has answer, question",
+        f"{key}: broken.parquet: not a readable Parquet file; write it again",
+        f"{key}: other.parquet: has no column 'prompt' (data.prompt_key); it has q",
     ]
-    assert problems(f"data.train_files={files}") == [f"data.train_files: {line}" for line in expected]
-    lines = problems(f"data.val_files={files}", "trainer.val_interval=1")
-    assert lines == [f"data.val_files: {line}" for line in expected]
 
 
-def test_files_of_a_mixture() -> None:
+def test_files_of_a_mixture_are_checked() -> None:
     Path("other.jsonl").write_text('{"question": "1", "answer": "2"}\n')
     key = "data.mixture.sources"
     sources = [f"{key}.a={{files: no.jsonl}}", f"{key}.b={{files: [d.jsonl, other.jsonl]}}"]
@@ -541,36 +493,30 @@ def test_sources_that_are_not_used_are_not_looked_at() -> None:
     assert line.startswith("reward.model.path=nowhere has no effect")
 
 
-def test_folders() -> None:
+def test_folders_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems("trainer.run_dir=d.jsonl/run") == [
         f"trainer.run_dir='d.jsonl/run': {Path('d.jsonl').absolute()} is a file; name a folder"
     ]
     assert problems("checkpoint.resume=step_5") == [
         "checkpoint.resume='step_5': no such directory; legal: auto, never or a checkpoint directory"
     ]
-
-
-def test_a_folder_without_write_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
-    (line,) = problems("trainer.run_dir=runs/x")
-    assert line == f"trainer.run_dir='runs/x': {Path.cwd()} is not writable; name another folder"
-
-
-def test_deepep_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deep_ep" else object())
-    lines = problems("engine.megatron.moe.dispatcher=deepep", "trainer.device=cpu")
-    setting = "engine.megatron.moe.dispatcher=deepep"
-    assert f"{setting}: the package deep_ep is not installed (github.com/deepseek-ai/DeepEP); set alltoall" in lines
-    assert f"{setting} cannot run with trainer.device=cpu; set alltoall" in lines
-
-
-def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert problems("engine.megatron.transformer_impl=transformer_engine", "trainer.device=cpu") == [
-        "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'",
-        "engine.megatron.transformer_impl=transformer_engine: the package is not installed; set auto or local",
-        "engine.megatron.transformer_impl=transformer_engine cannot run with trainer.device=cpu; set auto or local",
+    assert problems("trainer.run_dir=runs/x") == [
+        f"trainer.run_dir='runs/x': {Path.cwd()} is not writable; name another folder"
     ]
+
+
+def test_packages_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    te, deepep = "engine.megatron.transformer_impl=transformer_engine", "engine.megatron.moe.dispatcher=deepep"
+    assert problems(te, "trainer.device=cpu") == [
+        "package psutil is missing: Megatron-Core hangs at a checkpoint without it; run 'pip install psutil'",
+        f"{te}: the package is not installed; set auto or local",
+        f"{te} cannot run with trainer.device=cpu; set auto or local",
+    ]
+    lines = problems(deepep, "trainer.device=cpu")
+    assert f"{deepep}: the package deep_ep is not installed (github.com/deepseek-ai/DeepEP); set alltoall" in lines
+    assert f"{deepep} cannot run with trainer.device=cpu; set alltoall" in lines
 
 
 # --- SGLang
@@ -583,16 +529,20 @@ JOINED = (
 
 
 def test_servers_to_start_need_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.prefix", "/nowhere")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sglang" else object())
-    (line,) = problems("rollout.backend=sglang")
-    assert line.startswith("rollout.backend=sglang needs SGLang 0.5.20, which is not installed; ")
-    Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')
-    Path("keys.json").chmod(0o600)
-    preflight(None, [*BASE, *JOINED])  # servers to join do not
-
-
-def test_servers_on_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a compiler on GPUs; servers to join need only keys that nobody else can read."""
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.prefix", "/nowhere")
+        patch.setattr("importlib.util.find_spec", lambda name: None if name == "sglang" else object())
+        (line,) = problems("rollout.backend=sglang")
+        assert line.startswith("rollout.backend=sglang needs SGLang 0.5.20, which is not installed; ")
+        (line,) = problems(*JOINED)
+        assert line.startswith("rollout.sglang.keys_file: keys.json: cannot be read as a file of keys")
+        Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')
+        Path("keys.json").chmod(0o644)
+        (line,) = problems(*JOINED)
+        assert "others than its owner may read it (mode 644); chmod 600" in line
+        Path("keys.json").chmod(0o600)
+        preflight(None, [*BASE, *JOINED])
     monkeypatch.setattr(host, "require_sglang", lambda device: Installation("0.5.20", None))
     monkeypatch.setenv("HOME", "/nowhere")
     preflight(None, [*BASE, "rollout.backend=sglang"])  # without GPUs
@@ -603,30 +553,16 @@ def test_servers_on_gpus_need_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_keys_of_joined_servers_are_their_owners_alone() -> None:
-    (line,) = problems(*JOINED)
-    assert line.startswith("rollout.sglang.keys_file: keys.json: cannot be read as a file of keys")
-    Path("keys.json").write_text('{"api_key": "a", "admin_key": "b"}')
-    Path("keys.json").chmod(0o644)
-    (line,) = problems(*JOINED)
-    assert "others than its owner may read it (mode 644); chmod 600" in line
-
-
 @pytest.mark.parametrize(
     ("tied", "backend", "refused"), [(True, "sglang", True), (False, "sglang", False), (True, "hf", False)]
 )
 def test_sglang_does_not_tie_every_family(tied: bool, backend: str, refused: bool) -> None:
     write_checkpoint(Path("moe"), {**TINY["qwen3_moe"], "tie_word_embeddings": tied})
-    overrides = ["model.path=moe", f"rollout.backend={backend}"]
-    try:
-        preflight(None, [*BASE, *overrides])
-        actual: tuple[str, ...] = ()
-    except UserErrors as error:
-        actual = error.problems
-    assert any("layer separate weights" in line for line in actual) == refused
+    lines = problems("model.path=moe", f"rollout.backend={backend}", "trainer.run_dir=d.jsonl")
+    assert any("layer separate weights" in line for line in lines) == refused
 
 
-def test_a_disk_without_room_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """12 bytes for each of Qwen3-0.6B's 596,049,920 parameters in FP32, of actor and critic; 2 for bf16 weights."""
     monkeypatch.setattr(host, "free_bytes", lambda path: 10**9)
     (line,) = problems("algorithm.advantage=gae", "model.dtype=fp32")
@@ -639,7 +575,7 @@ def test_a_disk_without_room_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -
     assert preflight(None, [*BASE, "checkpoint.save_final=false"])
 
 
-def test_variables_of_the_chat_template_are_its_own() -> None:
+def test_chat_template_names_its_variables() -> None:
     Path("m/chat_template.jinja").write_text("{% if enable_thinking %}think{% endif %}{{ messages }}{{ tools }}")
     kwargs = "data.chat.template_kwargs"
     assert preflight(None, [*BASE, "data.chat.template=true", f"{kwargs}={{enable_thinking: false, tools: []}}"])

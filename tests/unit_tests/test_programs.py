@@ -19,7 +19,6 @@ PROGRAMS = (
     "mega_rl.checkpoint.saving.writer",
     "mega_rl.cli",
     "mega_rl.cli.launcher",
-    "mega_rl.metrics.tracker_process",
     "mega_rl.operations.launcher.reaper",
     "mega_rl.operations.launcher.store",
     "mega_rl.processes",

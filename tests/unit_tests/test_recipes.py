@@ -18,9 +18,9 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserErrors
+from mega_rl.plan.memory import judge
+from mega_rl.plan.preflight import host, preflight
 from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.plan.verdict import judge
-from mega_rl.preflight import host, preflight
 from mega_rl.rollout.sglang.build import device_share, server_settings
 from mega_rl.rollout.sglang.server.settings import arguments
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts

@@ -20,7 +20,7 @@ def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], voc
     from mega_rl.assemble import session
     from mega_rl.assemble.plan import plan_run
     from mega_rl.assemble.roles import build_roles, role_facts
-    from mega_rl.preflight import preflight
+    from mega_rl.plan.preflight import preflight
 
     actual = {}
     for name, (recipe, overrides) in runs.items():

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.assemble.data import Tokens, chat_of, chat_template, warn_of_prompts
 from mega_rl.config.schema import Config, SourceConfig
 from mega_rl.data.columns import RewardColumns, RowColumns
@@ -22,6 +21,7 @@ from mega_rl.data.stream import FileShard, StreamPlan, StreamReader, StreamSampl
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.rewards.build import check_tests
+from mega_rl.tracking import progress
 from mega_rl.types import Prompt
 
 ONLY = ""  # name of the stream of a run without a mixture

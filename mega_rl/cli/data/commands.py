@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress
 from mega_rl.cli.data.problem_sets import GSM8K, INSTRUCTION, MATH, write_files
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import Overrides, Recipe
 from mega_rl.cli.quickstart.word_problems import make_problems, write_problems
+from mega_rl.tracking import progress
 
 app = Commands(name="data", help="Write the rows of a problem set, or show the prompts of a recipe.")
 

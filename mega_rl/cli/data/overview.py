@@ -23,9 +23,9 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.data.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
 from mega_rl.data.sampling.mixture import shares_of
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.request import smallest_world
-from mega_rl.preflight.data import check_data, check_validation
-from mega_rl.progress.printable import printable
+from mega_rl.plan.preflight.run import check_data, check_validation
+from mega_rl.plan.setup import smallest_world
+from mega_rl.tracking.progress import printable
 from mega_rl.types import Prompt
 
 LINE = 240  # characters of a prompt, or of an answer, that are shown: half from each end

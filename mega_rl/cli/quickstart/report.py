@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 
 from mega_rl.cli.tables import print_table
-from mega_rl.metrics.plot import plot_runs
-from mega_rl.metrics.records import read_metrics
+from mega_rl.tracking.metrics.plot import plot_runs
+from mega_rl.tracking.metrics.records import read_metrics
 
 EXPLAINED = "values/explained_variance"
 LAST_STEPS = 10

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from mega_rl import progress, versions
+from mega_rl import versions
 from mega_rl.cli.look import report
 from mega_rl.cli.quickstart import programs, sums, word_problems
 from mega_rl.config.loader import load
@@ -24,7 +24,8 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.launch import launch as start_ranks
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.preflight.launcher import refuse_tasks_of_srun
+from mega_rl.plan.preflight.host import refuse_tasks_of_srun
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.losses.aggregation import loss_weights, token_mean
 from mega_rl.algorithms.losses.policy import nll_loss
@@ -22,6 +21,7 @@ from mega_rl.config.schema import Config
 from mega_rl.data.sampling.epochs import permutation
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import LossOutput
+from mega_rl.tracking import progress
 from mega_rl.types import Experience, TokenOutputs, response_mask
 
 log = logging.getLogger(__name__)

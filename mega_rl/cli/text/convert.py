@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mega_rl import progress
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import in_units
+from mega_rl.tracking import progress
 
 if TYPE_CHECKING:
     from mega_rl.converters.offline.compare import Comparison, Verification

@@ -18,7 +18,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl import progress
 from mega_rl.converters.hf.companions import config_changes
 from mega_rl.converters.live.copying import BlockReader, TensorLike, blocks_of, fill
 from mega_rl.converters.live.export import join_pieces
@@ -34,6 +33,7 @@ from mega_rl.errors import UserErrors
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.storage.safetensors_header import matrix_shape
 from mega_rl.storage.safetensors_reader import CheckpointReader, bits, same_bits
+from mega_rl.tracking import progress
 
 Advance = Callable[[int], object]  # takes the bytes compared since the last call
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from mega_rl import progress
 from mega_rl.converters.live.copying import in_threads
 from mega_rl.converters.offline.checkpoint import WeightFiles, fill_windows, is_plain, rows_of
 from mega_rl.converters.offline.slabs import Slab
@@ -36,6 +35,7 @@ from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
 from mega_rl.storage.output_folder import output_folder, require_space
 from mega_rl.storage.safetensors_header import matrix_shape
 from mega_rl.storage.safetensors_writer import SafetensorsFile, TensorSpec, plan_shards
+from mega_rl.tracking import progress
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import IncompleteSnapshotError
 from tqdm import tqdm
 
-from mega_rl import progress
 from mega_rl.data.hub.errors import FAILURES, is_unreachable, reason
 from mega_rl.data.hub.names import ModelName
 from mega_rl.errors import UserError
+from mega_rl.tracking import progress
 
 INDEX = "model.safetensors.index.json"
 DESCRIPTION = (

@@ -18,10 +18,10 @@ from urllib.parse import quote, unquote
 from filelock import FileLock
 from huggingface_hub import HfApi, constants
 
-from mega_rl import progress
 from mega_rl.data.hub.errors import FAILURES, by_library, is_unreachable, reason, why_unreadable
 from mega_rl.data.hub.names import COMMIT, DatasetName, FolderName, Role
 from mega_rl.errors import UserError
+from mega_rl.tracking import progress
 
 DEADLINE_S = 3600.0  # of reading one split
 USUAL_SPLITS: dict[Role, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "test")}

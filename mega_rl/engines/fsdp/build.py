@@ -8,7 +8,6 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelRequest
@@ -19,6 +18,7 @@ from mega_rl.engines.fsdp.weights import load
 from mega_rl.engines.microbatches import Batching
 from mega_rl.models.build import DTYPES
 from mega_rl.parallel.groups import Groups
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 
-from mega_rl import progress
 from mega_rl.accelerator import Accelerator
 from mega_rl.config.schema import MoeConfig
 from mega_rl.converters.live.load import load_hf
@@ -26,6 +25,7 @@ from mega_rl.models.routing import Routing
 from mega_rl.models.specs import check_experts
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

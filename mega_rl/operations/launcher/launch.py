@@ -25,8 +25,8 @@ from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth,
 from mega_rl.operations.launcher.signals import StopSignals
 from mega_rl.operations.launcher.store import LOOPBACK, listen
 from mega_rl.operations.launcher.supervisor import Supervisor
-from mega_rl.progress.printable import printable
-from mega_rl.progress.terminal import ERASE_LINE
+from mega_rl.tracking.progress import printable
+from mega_rl.tracking.progress.terminal import ERASE_LINE
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from mega_rl import progress
 from mega_rl.parallel.vocab import hide
 from mega_rl.rollout.counter_rng import uniform_at
 from mega_rl.rollout.embedded.sampling import Sampler
+from mega_rl.tracking import progress
 from mega_rl.types import IdRanges
 
 # Finished rows leave the batch when at least this share of it is finished: each removal copies the cache once.

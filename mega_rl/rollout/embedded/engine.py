@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from mega_rl import progress
 from mega_rl.converters.live.transformers_names import weights_on_disk
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.counter_rng import stream_keys
@@ -22,6 +21,7 @@ from mega_rl.rollout.embedded.kv_cache import ATTENTION, cache_argument, make_ca
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
+from mega_rl.tracking import progress
 from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout, response_mask
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl import progress
 from mega_rl.protocols import EmbeddedEngine
+from mega_rl.tracking import progress
 from mega_rl.types import Metrics
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mega_rl.records.format import INPUTS, MODEL_OUTPUTS, TENSORS
-from mega_rl.records.reader import Array, Record
+from mega_rl.tracking.records.format import INPUTS, MODEL_OUTPUTS, TENSORS
+from mega_rl.tracking.records.reader import Array, Record
 
 ATOL = 1e-5  # in units of the value, or of 1 where it is smaller
 # bf16 keeps 8 bits, and each layout rounds partial sums in other places: `verify.tolerances` has the reasons.

@@ -10,7 +10,7 @@ from mega_rl.config.keys import keys_below, value_of, with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
 from mega_rl.config.schema import Config
-from mega_rl.records.format import RecordDescription
+from mega_rl.tracking.records.format import RecordDescription
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import REPLAY
 from mega_rl.verify.rl.inputs import with_layout

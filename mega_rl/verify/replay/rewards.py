@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mega_rl import progress
 from mega_rl.assemble.data import load_data, read_tokens
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
@@ -17,8 +16,9 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.records.reader import Array, Record
 from mega_rl.rewards.build import build_rewards
+from mega_rl.tracking import progress
+from mega_rl.tracking.records.reader import Array, Record
 from mega_rl.trainer.rows import scored_rows
 from mega_rl.types import Prompt, Rewards, Rollout
 from mega_rl.verify.replay.compare import ATOL, Difference, compare_tensor

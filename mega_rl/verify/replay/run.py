@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.accelerator.gpus import gpu_for_each
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError, UserError
-from mega_rl.records import folders
-from mega_rl.records.reader import Record, read_record
+from mega_rl.tracking import progress
+from mega_rl.tracking.records.format import folder_of
+from mega_rl.tracking.records.reader import Record, read_record
 from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import Layout, resolve_runs
 from mega_rl.verify.replay.compare import Difference, compare
@@ -89,7 +89,7 @@ def replay_layouts(prepared: Prepared, work: Path, *, timeout_s: float, atol: fl
 
 def result_of(record: Record, plan: ReplayPlan, *, atol: float | None = None) -> Sequence[Difference]:
     """Return the differences of a record and of what the ranks of a plan have written."""
-    replayed = folders.final(Path(plan.target), record.description.step)
+    replayed = folder_of(Path(plan.target), record.description.step)
     if not replayed.is_dir():
         raise RunError(f"{plan.layout.name}: the ranks have written no record of the step; see their lines above")
     return compare(record, read_record(replayed), atol=atol)

@@ -27,8 +27,8 @@ from mega_rl.engines.base import ModelRequest
 from mega_rl.parallel.comm import ranks_of, share
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Inspect, ModelPasses, Ranks, TokenModel
-from mega_rl.records.format import MODEL_OUTPUTS
-from mega_rl.records.reader import Record, read_record
+from mega_rl.tracking.records.format import MODEL_OUTPUTS
+from mega_rl.tracking.records.reader import Record, read_record
 from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.filters import leave_unscored_out
 from mega_rl.trainer.loop import Stages, StepLog

@@ -14,8 +14,8 @@ from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
 from mega_rl.converters.offline.writing import WriteOptions
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
-from mega_rl.records.format import WEIGHTS
-from mega_rl.records.reader import Record
+from mega_rl.tracking.records.format import WEIGHTS
+from mega_rl.tracking.records.reader import Record
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # model.dtype -> server's dtype
 

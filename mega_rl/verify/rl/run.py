@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl import progress
 from mega_rl.config.keys import flat
 from mega_rl.config.schema import Config
 from mega_rl.errors import RunError, UserError
+from mega_rl.tracking import progress
 from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import Layout, resolve_runs, stages_of
 from mega_rl.verify.plan import REFERENCE, RUNS

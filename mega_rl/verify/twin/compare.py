@@ -14,7 +14,7 @@ from mega_rl.accelerator import prepare
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.preflight.known_bugs import known_bug
+from mega_rl.plan.preflight.checkpoints import known_bug
 from mega_rl.verify.twin.reference import hf_logits, hf_weights
 from mega_rl.verify.twin.shrink import Twin, num_elements, write_twin
 

@@ -27,7 +27,7 @@ def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, Any]:
 
     accelerator = prepare("cpu")
     from mega_rl.assemble import build_trainer, session
-    from mega_rl.preflight import preflight
+    from mega_rl.plan.preflight import preflight
 
     torch.set_num_threads(1)
     actual = {}

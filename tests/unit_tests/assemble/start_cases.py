@@ -28,7 +28,7 @@ def run_all(rank: int, folder: str, runs: Sequence[Sequence[str]]) -> list[list[
     accelerator: Any = prepare("cpu")
     from mega_rl.assemble import build_trainer, session
     from mega_rl.errors import UserError
-    from mega_rl.preflight import preflight
+    from mega_rl.plan.preflight import preflight
 
     os.chdir(folder)
     said = []

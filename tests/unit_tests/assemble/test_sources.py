@@ -17,7 +17,7 @@ from mega_rl.config.rules import check
 from mega_rl.data import rows
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserError
-from mega_rl.preflight.data import check_data
+from mega_rl.plan.preflight.run import check_data
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
 OWN = """

@@ -10,8 +10,8 @@ import pytest
 from mega_rl.assemble.trainer import _watch, policy_gradient_rules
 from mega_rl.config.loader import load
 from mega_rl.errors import RunError
-from mega_rl.metrics.steps import WorkMeter
 from mega_rl.parallel.comm import SingleRank
+from mega_rl.tracking.metrics.steps import WorkMeter
 from mega_rl.trainer.policy_gradient import PolicyGradientRules
 from tests.helpers.rollouts import make_rollout
 

@@ -13,7 +13,7 @@ def run_all(rank: int, runs: dict[str, Sequence[str]]) -> dict[str, list[tuple[s
 
     accelerator = prepare("cpu")
     from mega_rl.assemble import build_trainer, session
-    from mega_rl.preflight import preflight
+    from mega_rl.plan.preflight import preflight
 
     seen = {}
     for name, settings in runs.items():

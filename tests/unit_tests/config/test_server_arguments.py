@@ -11,7 +11,7 @@ import pytest
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.rules.servers import DECIDED, KEY, REFUSED
-from mega_rl.preflight.host import check_servers
+from mega_rl.plan.preflight.host import check_servers
 from mega_rl.rollout.sglang.server.installation import argument_names, find_sglang
 from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments
 from tests.helpers.sglang import needs_sglang

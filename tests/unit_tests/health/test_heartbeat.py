@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl import progress
 from mega_rl.errors import RunError
 from mega_rl.health import heartbeat
 from mega_rl.health.guard import Guard
 from mega_rl.health.heartbeat import Heartbeat, RankFacts
 from mega_rl.health.records import RankRecord, read_records
+from mega_rl.tracking import progress
 
 
 def heartbeat_in(folder: Path) -> Heartbeat:

@@ -1,11 +1,14 @@
-"""Real models by the sizes in their config.json."""
+"""Real models by the sizes in their config.json, and results of live engines for the comparison with a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
+from tests.helpers.distributed import run_ranks
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -92,3 +95,17 @@ def hf_config(**sizes: Any) -> HFConfig:
 
 QWEN3_0_6B, QWEN3_8B, QWEN3_32B = (hf_config(**sizes) for sizes in SIZES.values())
 QWEN3_235B = parse_hf_config(QWEN3_235B_A22B, where="config.json")
+
+Cases = Mapping[str, tuple[int, str, dict[str, Any]]]  # name -> (world size, family, case)
+
+
+def run_live(cases: Cases, checkpoints: Mapping[str, Path], run_cases: Callable[..., Any]) -> dict[str, list[Any]]:
+    """Return the result of every case by rank, with one launch for each world size."""
+    results: dict[str, list[Any]] = {}
+    for world_size in {size for size, _, _ in cases.values()}:
+        own = {
+            name: (str(checkpoints[family]), case) for name, (size, family, case) in cases.items() if size == world_size
+        }
+        by_rank = run_ranks(world_size, run_cases, own, timeout_s=300)
+        results |= {name: [rank[name] for rank in by_rank] for name in own}
+    return results

@@ -13,10 +13,9 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Spec
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.activations import LayerShape, Recompute, kept
-from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.plan.activations_on_ranks import CASES, run_cases
-from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, hf_config
+from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, hf_config, run_live
 
 pytestmark = pytest.mark.timeout(300)  # the first test pays for both launches
 SIZES = {"hidden_size": 64, "intermediate_size": 320, "num_attention_heads": 8, "num_hidden_layers": 2}
@@ -45,17 +44,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def live(checkpoints: dict[str, Path]) -> dict[str, dict[str, float]]:
     """Every case as rank 0 measured it."""
-    results: dict[str, dict[str, float]] = {}
-    for world_size in (1, 2):
-        cases = {
-            name: (str(checkpoints[family]), case) for name, (size, family, case) in CASES.items() if size == world_size
-        }
-        results |= run_ranks(world_size, run_cases, cases, timeout_s=200)[0]
-    return results
+    return {name: ranks[0] for name, ranks in run_live(CASES, checkpoints, run_cases).items()}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_formula_is_what_autograd_keeps(
+def test_formula_equals_what_autograd_keeps(
     name: str, live: dict[str, dict[str, float]], checkpoints: dict[str, Path]
 ) -> None:
     """All layers and the head, local layers, with the kernels of a GPU in place of a CPU's."""
@@ -91,7 +84,7 @@ def activation_bytes(
     return round(tokens * sum(kept(LayerShape(hf, layout, spec), recompute or Recompute()).values()))
 
 
-def test_real_models_have_the_known_sizes() -> None:
+def test_real_models_have_known_sizes() -> None:
     """Counted on a simulated device before, final norm and head's input included: 0.96 and 2.64 GB a layer."""
     for hf, layers, expected in ((QWEN3_0_6B, 2, 0.96), (QWEN3_8B, 4, 2.64)):
         ends = 2 * hf.hidden_size * 2 * TOKENS
@@ -99,13 +92,13 @@ def test_real_models_have_the_known_sizes() -> None:
         assert round(per_layer / 1e9, 2) == expected
 
 
-def test_less_is_kept_the_more_is_recomputed() -> None:
+def test_recomputation_keeps_less() -> None:
     modes = [Recompute(), Recompute("selective"), Recompute("selective", ("core_attn", "mlp")), Recompute("full")]
     sizes = [activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS, recompute=mode) for mode in modes]
     assert sizes == sorted(set(sizes), reverse=True)
 
 
-def test_parallelism_cuts_what_a_rank_keeps() -> None:
+def test_parallelism_cuts_activations() -> None:
     """Tensor parallelism leaves norms and their results whole unless sequence parallelism cuts them too."""
     one = activation_bytes(QWEN3_8B, ParallelLayout(), TOKENS)
     tp = activation_bytes(QWEN3_8B, ParallelLayout(world_size=4, tp=4), TOKENS)
@@ -115,7 +108,7 @@ def test_parallelism_cuts_what_a_rank_keeps() -> None:
     assert te < one
 
 
-def test_padding_of_length_classes_counts_inside_attention_alone() -> None:
+def test_padding_counts_only_inside_attention() -> None:
     shape = LayerShape(hf_config(num_hidden_layers=2), ParallelLayout())
     padded = kept(replace(shape, padding=2.0), Recompute())
     plain = kept(shape, Recompute())

@@ -11,15 +11,14 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError
-from mega_rl.metrics.flops import ModelWork
-from mega_rl.plan.changes import changed
-from mega_rl.plan.cost import BUBBLE, COMPUTING, StepTime, step_time, transport_of
-from mega_rl.plan.hardware import HARDWARE, RATES, hardware_of
+from mega_rl.plan.cost import BUBBLE, COMPUTING, HARDWARE, RATES, StepTime, hardware_of, step_time, transport_of
 from mega_rl.plan.passes import num_microbatches
 from mega_rl.plan.report import as_json, as_text, make_plan
+from mega_rl.plan.search import changed
 from mega_rl.plan.setup import Machine
-from mega_rl.plan.state.ranks import state_of
+from mega_rl.plan.state import state_of
 from mega_rl.plan.traffic import sync_traffic
+from mega_rl.tracking.metrics.flops import ModelWork
 from tests import scale_pages
 from tests.helpers.inputs import qwen3_config, write_checkpoint
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
@@ -36,7 +35,7 @@ def phase(time: StepTime, name: str) -> dict[str, float]:
     return dict(next(each.parts for each in time.phases if each.name == name))
 
 
-def test_without_messages_and_bubbles_training_reaches_the_share_of_products() -> None:
+def test_ideal_training_reaches_the_matmul_share() -> None:
     """On any number of stages and tensor-parallel ranks every product counts once."""
     for settings in ({}, {f"{MEGATRON}.tp": 2}, {f"{MEGATRON}.pp": 4, f"{MEGATRON}.tp": 2}):
         setup = changed(run("8b"), {"model.recompute": "none", **settings})
@@ -57,7 +56,7 @@ def test_recomputation_is_one_more_forward() -> None:
     assert again / plain == pytest.approx(4 / 3)
 
 
-def test_the_stages_of_a_pipeline_wait_for_each_other() -> None:
+def test_stages_wait_for_each_other() -> None:
     """(pp - 1) / vpp micro-batches of each optimizer step, as long as the slowest stage's."""
     setup = run("32b")
     parts = phase(step_time(setup, IDEAL), "training the actor")
@@ -71,7 +70,7 @@ def test_layers_and_output_make_the_whole_model() -> None:
         assert sum(parts) == pytest.approx(ModelWork(hf, head="lm").forward([100]), rel=1e-12)
 
 
-def test_messages_take_the_slowest_link_of_their_group() -> None:
+def test_messages_take_the_slowest_link() -> None:
     """Four tensor-parallel ranks are on one host; of eight, half are on another one where hosts have four GPUs."""
     setup = changed(run("8b"), {f"{MEGATRON}.tp": 8})
     one_host = phase(step_time(setup, H100), "training the actor")["tensor parallelism"]
@@ -80,7 +79,7 @@ def test_messages_take_the_slowest_link_of_their_group() -> None:
     assert two_hosts / one_host == pytest.approx(H100.nvlink / (4 * H100.network))
 
 
-def test_tokens_for_experts_leave_by_their_own_adapter() -> None:
+def test_experts_use_the_adapter_of_each_gpu() -> None:
     setup = scale_pages.RUNS["235b"].setup
     hardware = HARDWARE["h200"]
     parts = phase(step_time(setup, hardware), "training the actor")
@@ -114,7 +113,7 @@ def test_every_coefficient_has_an_effect(rate: str) -> None:
     assert faster
 
 
-def test_the_embedded_engine_is_bound_by_its_launches() -> None:
+def test_embedded_engine_is_bound_by_launches() -> None:
     """With few rows weights and cache are read long before the host has launched a layer's kernels."""
     setup = run("0.6b", rollout__hf__batch_size=8)
     slow = phase(step_time(setup, H100), "generating")["launches and messages"]
@@ -131,7 +130,7 @@ def test_generation_ahead_hides_the_shorter_half() -> None:
     assert phase(step_time(scale.setup, HARDWARE["h200"]), "generating") == {}
 
 
-def test_a_server_over_two_hosts_sums_between_them() -> None:
+def test_server_on_two_hosts_sums_between_them() -> None:
     """Twice for each layer and token, by a ring over all adapters of a host; a server on one host does not."""
     setup, hardware = scale_pages.RUNS["deepseek-v3"].setup, HARDWARE["h200"]
     one, two = (phase(step_time(setup, hardware, server_ranks=ranks), "generating") for ranks in (8, 16))
@@ -143,7 +142,7 @@ def test_a_server_over_two_hosts_sums_between_them() -> None:
     assert two["messages between hosts"] == pytest.approx(nbytes / (8 * hardware.network * hardware.link_share))
 
 
-def test_weights_leave_the_trainer_once_for_all_servers() -> None:
+def test_weights_are_sent_once_for_all_servers() -> None:
     setup = scale_pages.RUNS["deepseek-v3"].setup
     hardware = HARDWARE["h200"]
     parts = phase(step_time(setup, hardware), "sending weights")
@@ -152,7 +151,7 @@ def test_weights_leave_the_trainer_once_for_all_servers() -> None:
     )
 
 
-def test_turns_move_what_a_step_changes_twice_and_frozen_weights_once() -> None:
+def test_turns_move_trained_models_twice() -> None:
     """Gradients return as zeros, and the reference's weights are on the host already."""
     setup = run(
         "8b",
@@ -176,7 +175,7 @@ def test_turns_move_what_a_step_changes_twice_and_frozen_weights_once() -> None:
         ({"rollout.sglang.placement": "separate", TRANSPORT: "shared_memory"}, "shared_memory"),
     ],
 )
-def test_the_transport_is_the_one_that_a_run_chooses(settings: dict[str, str], expected: str) -> None:
+def test_transport_equals_the_choice_of_a_run(settings: dict[str, str], expected: str) -> None:
     """Whatever the number of hosts: `mega_rl.rollout.sglang.weights.transports.choose` has the order for GPUs."""
     setup = changed(run("8b", rollout__backend="sglang"), settings)
     assert transport_of(setup) == expected
@@ -193,20 +192,16 @@ def test_the_transport_is_the_one_that_a_run_chooses(settings: dict[str, str], e
         ("h100", ["peak=inf"], "needs a number above 0"),
     ],
 )
-def test_a_mistake_is_one_sentence(gpu: str, rates: list[str], words: str) -> None:
+def test_mistake_is_one_sentence(gpu: str, rates: list[str], words: str) -> None:
+    h200 = hardware_of("h200", ["network=25e9", "matmul_share=0.4"])
+    assert h200 == replace(HARDWARE["h200"], network=25e9, matmul_share=0.4)
     with pytest.raises(UserError) as caught:
         hardware_of(gpu, rates)
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_rates_replace_those_of_the_kind() -> None:
-    assert hardware_of("h200", ["network=25e9", "matmul_share=0.4"]) == replace(
-        HARDWARE["h200"], network=25e9, matmul_share=0.4
-    )
-
-
-def test_the_plan_tells_the_time_where_the_kind_of_gpu_is_given() -> None:
+def test_plan_tells_the_time_for_a_gpu() -> None:
     setup = run("8b")
     plan = make_plan(setup, hardware=H100)
     lines = list(as_text(plan))
@@ -225,7 +220,7 @@ def test_the_plan_tells_the_time_where_the_kind_of_gpu_is_given() -> None:
         (["--gpu", "abacus"], "--gpu='abacus': legal"),
     ],
 )
-def test_the_command_refuses_what_has_no_effect(
+def test_command_refuses_options_without_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
     model = write_checkpoint(tmp_path / "model", qwen3_config("8b"))
@@ -233,7 +228,7 @@ def test_the_command_refuses_what_has_no_effect(
     assert words in capsys.readouterr().err
 
 
-def test_weights_in_fp8_are_planned_in_bf16() -> None:
+def test_fp8_weights_are_planned_in_bf16() -> None:
     """The published DeepSeek-V3: the plan says that a run wants it converted, and counts what is converted."""
     scale = scale_pages.RUNS["deepseek-v3"]
     setup = scale.setup
@@ -245,17 +240,17 @@ def test_weights_in_fp8_are_planned_in_bf16() -> None:
 
 
 class TestPage:
-    def test_it_is_what_the_plans_say(self) -> None:
+    def test_page_equals_the_plans(self) -> None:
         """`make docs` has been run."""
         page = scale_pages.PAGE.read_text(encoding="utf-8")
         assert scale_pages.rendered(page) == page
 
-    def test_it_has_every_run_and_every_coefficient(self) -> None:
+    def test_page_has_every_run_and_coefficient(self) -> None:
         page = scale_pages.PAGE.read_text(encoding="utf-8")
         assert {match[2] for match in scale_pages.BLOCK.finditer(page)} == {*scale_pages.RUNS, "coefficients"}
         assert all(f"`{rate}`" in page for rate in RATES)
 
-    def test_its_settings_are_arguments_of_a_shell(self) -> None:
+    def test_settings_are_arguments_of_a_shell(self) -> None:
         """What a shell makes of a command's words is what the plan was made of."""
         for scale in scale_pages.RUNS.values():
             words = shlex.split(scale.command.replace("\\\n", ""))

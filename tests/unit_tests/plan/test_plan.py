@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,13 @@ from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.plan.changes import changed, cheapest, is_legal
-from mega_rl.plan.generation import embedded, kv_bytes_per_token, server_of, weight_bytes
+from mega_rl.plan.memory import embedded, judge, kv_bytes_per_token, memory_of_stages, server_of
+from mega_rl.plan.parameters import weight_bytes
 from mega_rl.plan.passes import forward_pass, num_microbatches, shape_of, tokens_of_a_pass, training_pass
-from mega_rl.plan.phases import memory_of_stages
-from mega_rl.plan.report import advice, as_json, as_text, make_plan
-from mega_rl.plan.request import parse_bytes, read_setup, server_hosts, smallest_world
-from mega_rl.plan.search import largest_batch, nearby, search
-from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.plan.traffic import num_servers, step_traffic, sync_traffic
-from mega_rl.plan.verdict import judge
+from mega_rl.plan.report import as_json, as_text, make_plan
+from mega_rl.plan.search import advice, changed, cheapest, is_legal, largest_batch, nearby, search
+from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup, server_hosts, smallest_world
+from mega_rl.plan.traffic import num_servers, step_traffic
 from tests.unit_tests.plan.models import DEEPSEEK_V3, QWEN3_0_6B, QWEN3_8B, QWEN3_32B
 
 GB = 10**9
@@ -76,26 +74,25 @@ def run(name: str, memory: int | None = 80 * GB, **settings: Any) -> RunSetup:
 
 
 @pytest.mark.parametrize(
-    ("name", "needed"),
-    [("32b", 165.6), ("8b", 124.2)],
+    ("name", "fits", "needed"), [("32b", False, 165.6), ("8b", False, 124.2), ("0.6b", True, 62.4)]
 )
-def test_the_embedded_engine_does_not_fit_with_large_models(name: str, needed: float) -> None:
-    """A whole copy of the model and the cache of all rows on every GPU, beside the trainer's whole state."""
+def test_embedded_engine_fits_only_small_models(name: str, fits: bool, needed: float) -> None:
+    """It has a whole copy of the model and the cache of all rows on every GPU, next to the trainer's whole state."""
     verdict = judge(run(name))
-    assert verdict.fits is False
-    assert verdict.phase.name == "generating"
-    assert verdict.phase.needed / 1e9 == pytest.approx(needed, abs=0.5)
+    assert verdict.fits is fits
+    generating = next(phase for phase in verdict.memory.phases if phase.name == "generating")
+    assert generating is verdict.phase
+    assert generating.needed / 1e9 == pytest.approx(needed, abs=0.5)
 
 
-def test_the_embedded_engine_fits_with_a_small_model() -> None:
-    verdict = judge(run("0.6b"))
-    assert verdict.fits is True
-    needed = {phase.name: phase.needed for phase in verdict.memory.phases}
-    assert needed["generating"] / 1e9 == pytest.approx(62.4, abs=0.5)
+def test_verdict_needs_the_memory_of_a_gpu() -> None:
+    verdict = judge(run("8b", memory=None))
+    assert verdict.fits is None
+    assert "--gpu-memory" in verdict.sentence
 
 
 @pytest.mark.parametrize("name", ["32b", "8b", "8b fsdp", "0.6b"])
-def test_the_proposed_change_makes_the_run_fit(name: str) -> None:
+def test_proposed_change_makes_the_run_fit(name: str) -> None:
     setup = run(name)
     proposal = cheapest(setup)
     assert proposal is not None
@@ -105,20 +102,19 @@ def test_the_proposed_change_makes_the_run_fit(name: str) -> None:
     assert judge(new, memory_of_stages(new)).fits
     words = advice(setup, proposal)
     assert all(f"{key}=" in words for key in proposal.settings)
+    assert ("rollout.backend=sglang (now hf)" in words) or name != "32b"
 
 
-def test_a_large_model_is_told_to_leave_the_embedded_engine() -> None:
-    setup = run("32b")
-    assert "rollout.backend=sglang (now hf)" in advice(setup, cheapest(setup))
+def test_impossible_and_turn_taking_runs_get_advice() -> None:
+    """PPO of 32B on 16 devices of 80 GB: its models fit one at a time."""
+    hopeless, ppo = run("0.6b", memory=2 * GB), ppo_of_32b()
+    assert cheapest(hopeless) is None
+    assert "none of the changes" in advice(hopeless, None)
+    assert judge(ppo).fits is False
+    assert "engine.resident_roles=one (now auto)" in advice(ppo, cheapest(ppo))
 
 
-def test_a_run_that_cannot_fit_is_told_so() -> None:
-    setup = run("0.6b", memory=2 * GB)
-    assert cheapest(setup) is None
-    assert "none of the changes" in advice(setup, None)
-
-
-def test_a_bucket_is_at_least_the_largest_tensor() -> None:
+def test_bucket_holds_the_largest_tensor() -> None:
     """The embedding of 8B, 1.24 GB in bf16, travels whole: beside a buffer for its parts, and as servers get it."""
     embedding = 2 * 151936 * 4096
 
@@ -129,12 +125,6 @@ def test_a_bucket_is_at_least_the_largest_tensor() -> None:
     sglang = {"rollout__backend": "sglang"}
     assert sending(256, **sglang) == 3 * embedding + 2 * (256 << 20)
     assert sending(256, **sglang, rollout__sglang__placement="separate") == 4 * embedding
-
-
-def test_nothing_is_judged_without_a_memory() -> None:
-    verdict = judge(run("8b", memory=None))
-    assert verdict.fits is None
-    assert "--gpu-memory" in verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -149,7 +139,7 @@ def test_nothing_is_judged_without_a_memory() -> None:
         ({"rollout.max_new_tokens": 1024}, "generating"),
     ],
 )
-def test_what_saves_memory_saves_it(settings: dict[str, Any], fewer: str) -> None:
+def test_changes_save_memory(settings: dict[str, Any], fewer: str) -> None:
     """Each of these makes its phase smaller, and no phase larger."""
     setup = run("8b")
     before = {phase.name: phase.needed for phase in memory_of_stages(setup)[0].phases}
@@ -158,7 +148,7 @@ def test_what_saves_memory_saves_it(settings: dict[str, Any], fewer: str) -> Non
     assert all(after[name] <= size * 1.001 for name, size in before.items())
 
 
-def test_logits_in_float32_take_twice_the_memory() -> None:
+def test_float32_logits_take_twice_the_memory() -> None:
     """And the backward of the head both gradients in float32, half of the logits' gradient in bf16, and a product."""
     setup = changed(run("8b"), {f"{MEGATRON}.pp": 1})
     fp32 = changed(setup, {"model.fp32_head": True})
@@ -171,7 +161,7 @@ def test_logits_in_float32_take_twice_the_memory() -> None:
     assert forwards[1].logits == 2 * forwards[0].logits > 0
 
 
-def test_frozen_weights_have_neither_gradient_nor_optimizer_state() -> None:
+def test_frozen_weights_have_only_weights() -> None:
     setup = run("8b")
     state = memory_of_stages(setup)[0].states["actor"]
     frozen = memory_of_stages(changed(setup, {"model.frozen": ["decoder.layers.0.*"]}))[0].states["actor"]
@@ -192,13 +182,13 @@ def test_colocated_servers_take_turns_with_the_trainer() -> None:
     assert make_plan(setup).host["models that leave their devices, pinned"] == 8 * kept
 
 
-def test_servers_on_several_hosts_share_the_weights_over_all_their_ranks() -> None:
+def test_servers_share_weights_over_all_ranks() -> None:
     """Eight hosts of eight GPUs have four servers of sixteen; a host of a server has half of its ranks."""
     given = {"backend": "sglang", "sglang__server__tp": 16, "sglang__server__nodes": 2, "sglang__server__host": "eth0"}
     setup = run("32b", **{f"rollout__{name}": value for name, value in given.items()})
     assert is_legal(setup)
     assert num_servers(setup) == 4
-    assert server_of(setup).weights == weight_bytes(setup.actor.hf, 2) // 16
+    assert server_of(setup)[0] == weight_bytes(setup.actor.hf, 2) // 16
     assert num_servers(changed(setup, {"rollout.sglang.server.tp": 8})) == 8  # two of four ranks on each host
 
 
@@ -232,7 +222,7 @@ def test_servers_have_to_fit_the_hosts(tp: int, nodes: int, gpus: int, words: li
     assert server_hosts(joined, Machine(gpus)) == []
 
 
-def test_servers_over_several_hosts_are_proposed_where_one_host_is_too_small() -> None:
+def test_servers_over_several_hosts_are_proposed() -> None:
     """Hosts of one GPU each: two of them have room for a server of 32B beside the trainer."""
     setup = run("32b", rollout__backend="sglang", rollout__sglang__server__host="eth0")
     setup = replace(setup, machine=Machine(64, gpus_per_node=1, gpu_memory=80 * GB))
@@ -251,7 +241,7 @@ def ppo_of_32b(**settings: Any) -> RunSetup:
     return setup
 
 
-def test_models_that_take_turns_are_counted_one_at_a_time() -> None:
+def test_turns_count_one_model_at_a_time() -> None:
     """The state of the role at work, of which a pass without gradients needs the weights; the rest is on the host."""
     together, turns = ppo_of_32b(), ppo_of_32b(engine__resident_roles="one")
     assert (together.takes_turns, turns.takes_turns) == (False, True)
@@ -273,17 +263,7 @@ def test_models_that_take_turns_are_counted_one_at_a_time() -> None:
     assert "models that leave their devices, pinned" not in make_plan(together).host
 
 
-def test_turns_are_proposed_where_they_let_a_run_fit() -> None:
-    """PPO of 32B on 16 devices of 80 GB: actor, critic and reference do not fit together, and fit one at a time."""
-    setup = ppo_of_32b()
-    assert judge(setup).fits is False
-    proposal = cheapest(setup)
-    assert proposal is not None
-    assert proposal.settings["engine.resident_roles"] == "one"
-    assert "engine.resident_roles=one (now auto)" in advice(setup, proposal)
-
-
-def test_models_beside_servers_take_turns_by_themselves() -> None:
+def test_models_next_to_servers_take_turns() -> None:
     """Unless there is no second model, or the user wants all of them."""
     colocated = ppo_of_32b(rollout__sglang__placement="colocated")
     assert colocated.takes_turns
@@ -295,16 +275,15 @@ def test_models_beside_servers_take_turns_by_themselves() -> None:
     assert "gradients" not in saving
 
 
-def test_the_cache_of_the_embedded_engine_has_room_for_the_longest_sequence() -> None:
+def test_embedded_cache_holds_longest_sequences() -> None:
     setup = run("8b")
-    memory = embedded(setup)
-    logits = memory.rows * 151936 * (2 + 3 * 4)
-    assert memory.cache == memory.rows * setup.longest * kv_bytes_per_token(QWEN3_8B, 2) + logits
+    rows, nbytes = embedded(setup)
+    assert nbytes == rows * (setup.longest * kv_bytes_per_token(QWEN3_8B, 2) + 151936 * (2 + 3 * 4))
     assert kv_bytes_per_token(QWEN3_8B, 2) == 36 * 2 * 8 * 128 * 2
     assert kv_bytes_per_token(QWEN3_8B, 2, tp=4) == 36 * 2 * 2 * 128 * 2
 
 
-def test_stages_hold_what_is_in_flight() -> None:
+def test_stages_hold_activations_in_flight() -> None:
     """Of four stages the first has four micro-batches in flight, the last one; it alone has logits."""
     settings = {f"{MEGATRON}.pp": 4, f"{MEGATRON}.tp": 1, f"{MEGATRON}.sequence_parallel": False}
     setup = changed(run("8b"), settings)
@@ -325,15 +304,17 @@ def test_stages_hold_what_is_in_flight() -> None:
         ({f"{MEGATRON}.transformer_impl": "transformer_engine"}, "packed"),
     ],
 )
-def test_attention_is_held_as_the_kernel_of_a_gpu_holds_it(settings: dict[str, Any], kernel: str) -> None:
-    """`mega_rl.models.varlen.fits`, and what Transformer Engine's layers do; padding is that of length classes."""
+def test_attention_follows_the_kernel_of_a_gpu(settings: dict[str, Any], kernel: str) -> None:
+    """`mega_rl.models.varlen.fits`; Transformer Engine's layers keep less; padding comes from length classes."""
     setup = changed(run("8b"), settings)
+    te = replace(setup, machine=replace(setup.machine, has_te=True))
+    assert training_pass(te, te.actor, 0).activations <= training_pass(setup, setup.actor, 0).activations
     shape = shape_of(setup, setup.actor, moe=False)
     assert shape.core == kernel
     assert (shape.padding > 1) == (kernel in ("classes", "eager") and setup.config.trainer.microbatch.packing)
 
 
-def test_sinks_and_wide_heads_are_no_matter_for_the_kernel_of_variable_lengths() -> None:
+def test_sinks_and_wide_heads_use_length_classes() -> None:
     setup = run("8b")
     for change in ({"sinks": True}, {"head_dim": 260}, {"head_dim": 512}):
         model = replace(setup.actor, hf=replace(setup.actor.hf, **change))
@@ -341,21 +322,7 @@ def test_sinks_and_wide_heads_are_no_matter_for_the_kernel_of_variable_lengths()
     assert shape_of(setup, replace(setup.actor, hf=replace(setup.actor.hf, head_dim=256)), moe=False).core == "varlen"
 
 
-def test_traffic_of_a_step() -> None:
-    """Gradients in FP32 and weights in bf16 over two replicas, four optimizer steps, of the actor and the critic."""
-    setup = run("8b")
-    traffic = {(each.use, each.collective, each.ranks): each.nbytes for each in step_traffic(setup, 0)}
-    states = memory_of_stages(setup)[0].states
-    gradients = states["actor"].gradients + states["critic"].gradients
-    assert traffic["gradients", "reduce-scatter", 2] == gradients // 2 * 4
-    assert traffic["updated weights", "all-gather", 2] == pytest.approx(gradients // 2 // 2 * 4, rel=1e-4)
-    assert ("tensor parallelism", "reduce-scatter", 4) in traffic
-    sync = sync_traffic(setup)
-    assert sync["model"] == 2 * 8_190_735_360
-    assert sync["gathered by each rank"] == pytest.approx(sync["model"] * 3 / 4)
-
-
-def test_the_largest_batch_is_the_largest() -> None:
+def test_largest_batch_is_the_largest() -> None:
     setup = changed(run("8b"), {"rollout.backend": "sglang"})
     largest = largest_batch(setup)
     assert largest is not None
@@ -364,7 +331,7 @@ def test_the_largest_batch_is_the_largest() -> None:
     assert not judge(changed(setup, {key: value + 1024})).fits
 
 
-def test_a_source_without_an_engine_counts_no_generation() -> None:
+def test_source_without_engine_counts_no_generation() -> None:
     """No second model, cache, server or time for responses, and the report says so."""
     own = {"rollout.backend": "none", "rollout.source": "own.py:Replay"}
     setup = changed(run("8b"), own)
@@ -376,17 +343,13 @@ def test_a_source_without_an_engine_counts_no_generation() -> None:
     text = "\n".join(as_text(make_plan(setup)))
     assert "generation:" not in text
     assert "servers:" not in text
-    assert "rollout.source=own.py:Replay: what it does itself is not counted" in text
+    assert "rollout.source=own.py:Replay: its own work is not counted" in text
 
 
-def test_layouts_near_by_are_legal_and_judged() -> None:
-    setup = run("8b")
-    candidates = nearby(setup)
+def test_search_proposes_layouts_that_fit() -> None:
+    candidates = nearby(run("8b"))
     assert {str(each.layout) for each in candidates} >= {"tp4-dp2-sp", "tp2-dp4-sp", "tp8-dp1-sp"}
-    assert all(is_legal(changed(setup, each.settings)) for each in candidates)
-
-
-def test_the_search_proposes_what_fits() -> None:
+    assert all(is_legal(changed(run("8b"), each.settings)) for each in candidates)
     setup = changed(run("8b"), {"rollout.backend": "sglang"})
     candidates = search(setup, most=3)
     assert 0 < len(candidates) <= 3
@@ -436,16 +399,15 @@ def test_text_and_json_say_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("80G", 80 * GB), ("80GB", 80 * GB), ("79.5GiB", int(79.5 * 2**30)), ("141e9", 141 * GB)]
+    ("text", "size"),
+    [
+        *(("80G", 80 * GB), ("80GB", 80 * GB), ("79.5GiB", int(79.5 * 2**30)), ("141e9", 141 * GB)),
+        *((text, None) for text in ("", "80", "much", "-80G", "80X", "1e99")),
+    ],
 )
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_bytes(text, option="--gpu-memory") == size
-
-
-@pytest.mark.parametrize("text", ["", "80", "much", "-80G", "80X", "1e99"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="--gpu-memory="):
-        parse_bytes(text, option="--gpu-memory")
+def test_only_sizes_of_gpus_are_read(text: str, size: int | None) -> None:
+    with pytest.raises(UserError, match="--gpu-memory=") if size is None else nullcontext():
+        assert parse_bytes(text, option="--gpu-memory") == size
 
 
 @pytest.mark.parametrize("name", packaged.names())
@@ -463,15 +425,8 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     assert len(refusal.value.problems) >= 3
 
 
-def test_a_world_is_as_large_as_the_layout_needs() -> None:
+def test_smallest_world_holds_the_layout() -> None:
     config = with_settings(Config(), {f"{MEGATRON}.tp": 2, f"{MEGATRON}.pp": 2, f"{MEGATRON}.ep": 4})
     assert smallest_world(config) == 16
     fsdp = with_settings(Config(), {"engine.backend": "fsdp", "engine.fsdp.shard_ranks": 4})
     assert smallest_world(fsdp) == 4
-
-
-def test_transformer_engine_needs_less() -> None:
-    setup = run("8b")
-    te = replace(setup, machine=replace(setup.machine, has_te=True))
-    assert te.spec == "te"
-    assert training_pass(te, te.actor, 0).activations < training_pass(setup, setup.actor, 0).activations

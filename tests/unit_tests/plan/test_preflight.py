@@ -13,9 +13,8 @@ import pytest
 from mega_rl.cli.app import main
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
-from mega_rl.preflight import memory
-from mega_rl.preflight.launcher import gpus_are_hidden, ranks_of_this_host
-from mega_rl.preflight.memory import check_memory
+from mega_rl.plan.preflight import host
+from mega_rl.plan.preflight.host import check_memory, ranks_of_this_host, smallest_gpu
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.plan.models import QWEN3, QWEN3_8B, QWEN3_32B
 from tests.unit_tests.plan.test_plan import COMMON, GB, OF_8B, OF_32B
@@ -29,13 +28,13 @@ def model(tmp_path: Path) -> Path:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, hf: Any, gpus: int, own: dict[str, Any], size: int | None) -> list[str]:
-    monkeypatch.setattr(memory, "smallest_gpu", lambda: size)
+    monkeypatch.setattr(host, "smallest_gpu", lambda: size)
     config = with_settings(Config(), {**COMMON, **own, "model.path": "Qwen"})
     return list(check_memory(config, {"model.path": hf}, gpus))
 
 
 @pytest.mark.parametrize(("hf", "gpus", "own"), [(QWEN3_8B, 8, OF_8B), (QWEN3_32B, 64, OF_32B)], ids=["8b", "32b"])
-def test_what_does_not_fit_is_refused_with_what_to_change(
+def test_too_large_run_is_refused_with_advice(
     monkeypatch: pytest.MonkeyPatch, hf: Any, gpus: int, own: dict[str, Any]
 ) -> None:
     (problem,) = refusal(monkeypatch, hf, gpus, own, 80 * GB)
@@ -45,16 +44,16 @@ def test_what_does_not_fit_is_refused_with_what_to_change(
     assert "mega-rl plan shows all of it" in problem
 
 
-def test_what_fits_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fitting_run_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(monkeypatch, QWEN3_8B, 8, OF_8B, 200 * GB) == []
 
 
-def test_a_cpu_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(monkeypatch, QWEN3_8B, 8, OF_8B, None) == []
     assert refusal(monkeypatch, QWEN3_8B, 8, {**OF_8B, "trainer.device": "cpu"}, 80 * GB) == []
 
 
-def test_plan_refuses_a_family_that_training_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_untrained_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(TINY["gpt_oss"] | {"max_position_embeddings": 4096}), encoding="utf-8"
     )
@@ -63,11 +62,11 @@ def test_plan_refuses_a_family_that_training_refuses(tmp_path: Path, capsys: pyt
     assert "attention sinks" in capsys.readouterr().err
 
 
-def test_preflight_runs_the_check(
+def test_preflight_plans_only_legal_settings(
     monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After the settings: a run of illegal ones is not planned."""
-    from mega_rl.preflight import run
+    from mega_rl.plan.preflight import run
 
     seen: list[int] = []
 
@@ -76,8 +75,7 @@ def test_preflight_runs_the_check(
         return ["too large"]
 
     monkeypatch.setattr(run, "check_memory", record)
-    monkeypatch.setattr(run, "check_tokenizers", lambda *_: [])
-    monkeypatch.setattr(run, "check_disk", lambda *_: [])
+    monkeypatch.setattr(run, "DESCRIPTIONS", ())
     config = with_settings(Config(), {"model.path": str(model), "trainer.run_dir": str(model / "run")})
     checkpoints = {"model.path": QWEN3_8B}
     assert run._of_models(config, checkpoints, 1) == ["too large"]
@@ -86,12 +84,11 @@ def test_preflight_runs_the_check(
     assert seen == [1]
 
 
-@pytest.mark.parametrize(("shown", "hidden"), [(None, False), ("0,1", False), ("", True), ("-1", True)])
-def test_gpus_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch, shown: str | None, hidden: bool) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if shown is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
-    assert gpus_are_hidden() is hidden
+@pytest.mark.parametrize("shown", ["", "-1"])
+def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: pytest.fail("the driver is asked"))
+    assert smallest_gpu() is None
 
 
 def test_ranks_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +113,7 @@ class TestCommand:
         assert isinstance(record["fits"], bool)
         assert record["ranks"][0]["state"]["actor"]["weights"] > 4 * GB
 
-    def test_the_text_begins_with_the_verdict(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_text_begins_with_the_verdict(self, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert (
             main(["plan", "gsm8k_qwen3_8b_8gpu_fsdp", f"model.path={model}", "--gpus", "8", "--gpu-memory", "80G"]) == 0
         )
@@ -134,7 +131,7 @@ class TestCommand:
             (["model.path=/nowhere"], "model.path: "),
         ],
     )
-    def test_a_mistake_is_one_sentence(
+    def test_mistake_is_one_sentence(
         self, model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
     ) -> None:
         assert main(["plan", "gsm8k_qwen3_8b_8gpu_fsdp", f"model.path={model}", *arguments]) == 2

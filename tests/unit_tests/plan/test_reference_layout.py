@@ -1,4 +1,4 @@
-"""The plan of a reference on a layout of its own, and what distillation over the whole vocabulary costs."""
+"""The plan of a reference on its own layout, of distillation over the whole vocabulary, of checkpoints in memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pytest
 
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
-from mega_rl.plan.changes import is_legal
-from mega_rl.plan.generation import weight_bytes
-from mega_rl.plan.phases import host_bytes, memory_of_stages
+from mega_rl.plan.memory import host_bytes, lesson_bytes, memory_of_stages
+from mega_rl.plan.parameters import weight_bytes
 from mega_rl.plan.report import as_text, make_plan
-from mega_rl.plan.request import smallest_world
-from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.plan.state.lessons import lesson_bytes
+from mega_rl.plan.search import is_legal
+from mega_rl.plan.setup import Machine, RunSetup, smallest_world
 from mega_rl.plan.traffic import step_traffic
 from tests.unit_tests.plan.models import QWEN3_8B, QWEN3_32B
 
@@ -46,7 +44,7 @@ def setup(**own: Any) -> RunSetup:
     return run
 
 
-def test_the_teachers_state_is_that_of_its_own_layout() -> None:
+def test_teacher_has_the_state_of_its_layout() -> None:
     shared, own = memory_of_stages(setup()), memory_of_stages(setup(tp=8))
     assert [each.rank for each in own] == [0]
     weights = own[0].states["reference"].weights
@@ -55,7 +53,7 @@ def test_the_teachers_state_is_that_of_its_own_layout() -> None:
     assert own[0].states["actor"] == shared[0].states["actor"]
 
 
-def test_every_stage_of_the_teacher_is_looked_at() -> None:
+def test_every_stage_of_the_teacher_is_planned() -> None:
     memory = memory_of_stages(setup(pp=4))
     assert [(each.rank, each.pp_rank) for each in memory] == [(0, 0), (2, 0), (4, 0), (6, 0)]
     assert memory[0].states["reference"].weights > memory[1].states["reference"].weights  # has the embedding
@@ -68,15 +66,25 @@ def test_host_memory_of_hidden_states_and_the_projection() -> None:
         expected = sum(TOKENS * tp // 8 * 5120 * 2 * ranks for tp, ranks in cuts)
         assert entries["the teacher's hidden states"] == expected
         assert entries.get("the teacher's projection", 0) == kept
-        assert lesson_bytes(run, 0).projection == (kept // 8)
+        assert lesson_bytes(run, 0)[0] == (kept // 8)
 
 
-def test_the_text_names_the_layout_and_traffic_is_its_own() -> None:
+def test_text_and_traffic_follow_the_layout() -> None:
     run = setup(tp=8)
     assert next(as_text(make_plan(run))).endswith("; reference tp8-dp1-sp")
     for each, expected in ((setup(), {2}), (run, {2, 8})):
         assert {sent.ranks for sent in step_traffic(each, 0) if sent.use == "tensor parallelism"} == expected
 
 
-def test_the_smallest_world_holds_both_layouts() -> None:
+def test_smallest_world_holds_both_layouts() -> None:
     assert smallest_world(setup(tp=4, pp=2).config) == 8
+
+
+@pytest.mark.parametrize(("nodes", "interval", "copies"), [(1, 1, 2), (2, 1, 2), (1, 0, 0)])
+def test_checkpoints_in_memory_are_counted(nodes: int, interval: int, copies: int) -> None:
+    """14 bytes per parameter of actor and critic, which has a small head; several hosts keep copies of another's."""
+    settings = {"algorithm.advantage": "gae", "checkpoint.memory.interval": interval, "engine.megatron.tp": 2}
+    config = with_settings(Config(), {**settings, "model.path": "actor"})
+    run = RunSetup(config, {"model.path": QWEN3_8B}, Machine(8, 8 // nodes))
+    planned = host_bytes(run, memory_of_stages(run)).get("checkpoints in memory", 0)
+    assert planned == pytest.approx(copies * 2 * 14 * weight_bytes(QWEN3_8B, 1), rel=0.05)

@@ -11,9 +11,9 @@ import pytest
 from mega_rl.config.keys import with_settings
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.plan.setup import Machine, PlannedModel, RunSetup
-from mega_rl.plan.traffic import Passes, Traffic, pass_traffic, update_traffic
-from tests.helpers.distributed import run_ranks
+from mega_rl.plan.traffic import Traffic, pass_traffic, update_traffic
 from tests.helpers.models import write_tiny_checkpoint
+from tests.unit_tests.plan.models import run_live
 from tests.unit_tests.plan.test_states import UNTIED
 from tests.unit_tests.plan.traffic_on_ranks import CASES, LENGTH, MICRO, ROWS, config_of, run_cases
 
@@ -39,15 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def live(checkpoints: dict[str, Path]) -> dict[str, list[dict[str, Counter[Any]]]]:
-    """Bytes of every case, by rank."""
-    results: dict[str, list[dict[str, Counter[Any]]]] = {}
-    for world_size in {size for size, _, _ in CASES.values()}:
-        cases = {
-            name: (str(checkpoints[family]), case) for name, (size, family, case) in CASES.items() if size == world_size
-        }
-        by_rank = run_ranks(world_size, run_cases, cases, timeout_s=300)
-        results |= {name: [rank[name] for rank in by_rank] for name in cases}
-    return results
+    return run_live(CASES, checkpoints, run_cases)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,8 +64,8 @@ def test_every_rank_sends_what_the_plan_says(
     micros = ROWS * LENGTH // MICRO
     for rank, sent in enumerate(live[name]):
         pp_rank = setup.layout.coordinates(rank).pp_rank
-        training = [*pass_traffic(setup, model, Passes(0, micros), pp_rank), *update_traffic(setup, model, pp_rank)]
-        assert _by_group(pass_traffic(setup, model, Passes(micros, 0), pp_rank)) == sent["forward"], f"rank {rank}"
+        training = [*pass_traffic(setup, model, 0, micros, pp_rank), *update_traffic(setup, model, pp_rank)]
+        assert _by_group(pass_traffic(setup, model, micros, 0, pp_rank)) == sent["forward"], f"rank {rank}"
         assert _by_group(training) == sent["training"], f"rank {rank}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.metrics.records import read_metrics
+from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 from tests.unit_tests.assemble.run_cases import run_all

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 from torch import Tensor
 
-from mega_rl import progress
 from mega_rl.parallel.comm import SingleRank
+from mega_rl.tracking import progress
 from mega_rl.trainer.stop import StopRequest
 
 

@@ -17,9 +17,9 @@ from mega_rl.cli.app import app
 from mega_rl.cli.replay import in_words
 from mega_rl.config.keys import flat
 from mega_rl.errors import UserError
-from mega_rl.records.format import MODEL_OUTPUTS, RECORD_FILE
-from mega_rl.records.reader import Record, read_record
 from mega_rl.storage.safetensors_header import read_entries
+from mega_rl.tracking.records.format import MODEL_OUTPUTS, RECORD_FILE
+from mega_rl.tracking.records.reader import Record, read_record
 from mega_rl.verify.layouts import parse
 from mega_rl.verify.replay.compare import ATOL, Difference
 from mega_rl.verify.replay.plan import ReplayPlan
@@ -275,7 +275,7 @@ def test_mistakes_are_one_line(replays: Replays, tmp_path: Path) -> None:
         prepare(record, "tp16", tmp_path / "b")
     result = CliRunner().invoke(app, ["replay", str(tmp_path)])
     assert isinstance(result.exception, UserError)
-    assert "is no record" in str(result.exception)
+    assert "is not a record" in str(result.exception)
 
 
 def test_a_plan_survives_its_file(replays: Replays, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mega_rl import progress
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import broadcast_json, run_on_all, run_on_one
 from mega_rl.protocols import Ranks
@@ -19,6 +18,7 @@ from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.kept import KeptServers
 from mega_rl.rollout.sglang.server.nodes import Node
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
+from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)
 

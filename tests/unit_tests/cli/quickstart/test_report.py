@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli.quickstart.report import summarize
-from mega_rl.metrics.sinks import JsonlSink
+from mega_rl.tracking.metrics.sinks import JsonlSink
 
 STEPS = 12
 SECONDS = {"train_s": 1.0, "warm_start_s": 2.0, "total_s": 4.0}

@@ -14,7 +14,7 @@ from mega_rl.config.loader import load
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.config.render import resolved_yaml
 from mega_rl.errors import UserError
-from mega_rl.preflight import preflight
+from mega_rl.plan.preflight import preflight
 from tests.helpers.hub_server import Hub, folder_files, go_offline
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_shard
 

@@ -13,7 +13,7 @@ from tests.helpers.hub_server import Hub, dataset_card, parquet_bytes
 
 PROGRAM = """
 import sys
-from mega_rl.preflight import preflight
+from mega_rl.plan.preflight import preflight
 config = preflight(None, sys.argv[1:])
 print(config.model.path, config.data.train_files)
 """

@@ -16,7 +16,7 @@ from mega_rl.config.rules.validation import files_of
 from mega_rl.data.hub import rows
 from mega_rl.data.hub.names import DatasetName
 from mega_rl.errors import UserError
-from mega_rl.preflight import preflight
+from mega_rl.plan.preflight import preflight
 from tests.helpers.hub_server import Hub, dataset_card, go_offline, parquet_bytes
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from mega_rl.data.columns import RowColumns
 from mega_rl.data.hub.names import DatasetName
 from mega_rl.data.hub.rows import hub_shards
 from mega_rl.errors import UserError
-from mega_rl.preflight import preflight
+from mega_rl.plan.preflight import preflight
 from tests.helpers.hub_server import Hub, parquet_bytes
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from mega_rl import progress
 from mega_rl.accelerator import prepare
 from mega_rl.errors import PeerError, RunError
 from mega_rl.health.flight_recorder import FlightRecorder
@@ -22,6 +21,7 @@ from mega_rl.parallel.agreement import run_beside_meetings
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.tracking import progress
 from tests.helpers.distributed import device_for
 
 WORLD_SIZE = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli.quickstart import sums
-from mega_rl.metrics.records import read_metrics
+from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
 from tests.unit_tests.rollout.sglang.test_training import REWARD

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from mega_rl.cli.quickstart import sums
-from mega_rl.metrics.records import read_metrics
+from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.selection import FULL
 from tests.helpers.sglang import needs_sglang
 

@@ -1,0 +1,281 @@
+"""Checks of checkpoints: an architecture that can be trained, complete weight files, tokenizers that fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from mega_rl.config.plugins.choices import LOSS
+from mega_rl.config.rules.reference import has_own_layout
+from mega_rl.config.schema import ChatConfig, Config, DataConfig
+from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug
+from mega_rl.converters.hf.companions import companions
+from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
+from mega_rl.storage.safetensors_header import read_entries
+
+ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.model.path"
+# Properties of a checkpoint that its forward does not depend on.
+_NOT_COMPUTED = ("eos_token_ids", "pad_token_id", "dtype", "initializer_range")
+
+
+def checkpoint_paths(config: Config) -> dict[str, str]:
+    """Return the folder of every checkpoint that the run reads, by config key."""
+    model, reward = config.model, config.reward
+    paths = {ACTOR: model.path, REFERENCE: model.ref_path, CRITIC: model.critic_path}
+    if reward.source == "model":
+        paths[REWARD] = reward.model.path
+    return {key: path for key, path in paths.items() if path}
+
+
+def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
+    """Return the architecture of every readable checkpoint, by config key, and the problems of the others."""
+    checkpoints: dict[str, HFConfig] = {}
+    problems: list[str] = []
+    if not config.model.path:
+        problems.append("model.path is empty: name a Hugging Face checkpoint directory")
+    for key, path in checkpoint_paths(config).items():
+        try:
+            checkpoints[key] = read_hf_config(path)
+        except UserError as error:
+            problems += [f"{key}: {line}" for line in str(error).splitlines()]
+            continue
+        problems += [f"{key}: {path}: {problem}" for problem in untrained(checkpoints[key])]
+    return checkpoints, problems
+
+
+def untrained(hf: HFConfig) -> Iterator[str]:
+    """Yield why a model that can be converted cannot be trained: its family, a known bug, quantized weights."""
+    reason = FAMILIES[hf.family].not_trained
+    if reason:
+        yield (
+            f"model_type={hf.family} can be converted (mega-rl convert) but not trained yet: {reason}; "
+            f"trained are {', '.join(TRAINED)}"
+        )
+    bug = known_bug(hf)
+    if bug is not None:
+        yield (
+            f"model_type={hf.family} cannot be trained with the installed transformers: rollouts would come from "
+            f"another model, since {bug.what}; run 'pip install \"transformers>={bug.fixed_in}\"'"
+        )
+    if hf.quantization is not None:
+        yield f"quantization_config: {hf.quantization} weights can be converted but not trained yet"
+
+
+def known_bug(hf: HFConfig, *, transformers: str | None = None) -> KnownBug | None:
+    """Return why a release of transformers computes wrong logits for an architecture; None if no bug is known.
+
+    transformers: the installed version by default.
+    """
+    release = Version(transformers or version("transformers"))
+    bugs = FAMILIES[hf.family].known_bugs
+    return next((bug for bug in bugs if release < Version(bug.fixed_in) and bug.concerns(hf)), None)
+
+
+def check_weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Yield the errors in weight files of the checkpoints and in files that an export copies."""
+    paths = {key: Path(path) for key, path in checkpoint_paths(config).items() if key in checkpoints}
+    for key, path in paths.items():
+        yield from (f"{key}: {problem}" for problem in _weight_files(path))
+    if ACTOR in paths and (config.checkpoint.hf_final or config.checkpoint.hf_interval):
+        try:
+            companions(paths[ACTOR])
+        except UserError as error:
+            yield f"{ACTOR}: {error}"
+
+
+def _weight_files(directory: Path) -> Iterator[str]:
+    """Yield the problems of the weight files, looked up as `mega_rl.storage.safetensors_reader` does."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        yield from _shard(single)
+    elif not index.is_file():
+        yield f"{directory}: holds neither {single.name} nor {index.name}; save the model again as safetensors"
+    else:
+        try:
+            names = set(read_json_object(index)["weight_map"].values())
+        except (UserError, KeyError, TypeError, AttributeError):
+            yield f"{index}: not an index of shards; it needs a 'weight_map' of tensor to file"
+            return
+        for name in sorted(names, key=str):
+            yield from _indexed_shard(directory, name)
+
+
+def _indexed_shard(directory: Path, name: object) -> Iterator[str]:
+    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+        yield f"{directory}: the index names {name!r}; legal: a file inside the checkpoint"
+    elif not (directory / name).is_file():
+        yield f"{directory / name}: missing, though the index names it; download or copy it again"
+    else:
+        yield from _shard(directory / name)
+
+
+def _shard(path: Path) -> Iterator[str]:
+    """Yield the problems of a file's header and size."""
+    try:
+        read_entries(path)
+    except UserErrors as error:
+        yield from error.problems
+    except UserError as error:
+        yield str(error)
+
+
+def tensor_shape(directory: Path, name: str) -> list[int] | None:
+    """Return a tensor's shape from the header of its file; None if it is missing or the file is damaged."""
+    file = directory / "model.safetensors"
+    try:
+        if not file.is_file():
+            shard = read_json_object(directory / "model.safetensors.index.json")["weight_map"][name]
+            if any(_indexed_shard(directory, shard)):
+                return None
+            file = directory / shard
+        return list(read_entries(file)[name].shape)
+    except (UserError, OSError, KeyError, TypeError):
+        return None
+
+
+def check_pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Yield the problems of uneven stages: their notation, their number, or the sum of their layers."""
+    par, own = config.engine.megatron, has_own_layout(config)
+    reference = REFERENCE if config.model.ref_path else ACTOR
+    cut = [("engine.megatron", par, key) for key in checkpoints if not (own and key == REFERENCE)]
+    if own and reference in checkpoints:
+        cut.append(("engine.megatron.reference", par.of_reference, reference))
+    for section, sizes, key in cut:
+        if sizes.pp == 1 or not sizes.pipeline:
+            continue  # a rule of the config refuses the setting with one stage
+        try:
+            pipeline = parse_pipeline(sizes.pipeline)
+            layout = ParallelLayout(world_size=sizes.pp, pp=sizes.pp, vpp=sizes.vpp, pipeline=pipeline)
+            layout.layers_of(0, checkpoints[key].num_layers)
+        except ValueError as error:
+            yield f"{section}.pipeline: {key}: {error}"
+
+
+def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Yield a problem if the reference copies the weights of an actor of another architecture."""
+    interval, pair = config.algorithm.kl.reference_interval, (ACTOR, REFERENCE)
+    if not interval or not all(key in checkpoints for key in pair):
+        return
+    actor, reference = (asdict(replace(checkpoints[key], raw={})) for key in pair)
+    different = [name for name, value in actor.items() if reference[name] != value and name not in _NOT_COMPUTED]
+    if different:
+        sides = "; ".join(f"{name} {actor[name]} and {reference[name]}" for name in different[:3])
+        yield (
+            f"algorithm.kl.reference_interval={interval}: the reference takes in the actor's weights, but model.path "
+            f"and model.ref_path differ in {sides}; name a reference of the actor's architecture, or set it to 0"
+        )
+
+
+def check_teacher(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Yield a problem if student and teacher of a loss over the vocabulary differ in its size."""
+    sizes = [checkpoints[key].vocab_size for key in (ACTOR, REFERENCE) if key in checkpoints]
+    if LOSS.needs(config, "needs_teacher") and len(set(sizes)) == 2:
+        yield (
+            f"algorithm.loss={config.algorithm.loss}: a divergence goes over one vocabulary, but model.path has "
+            f"{sizes[0]} entries and model.ref_path {sizes[1]}; take a teacher of the same size, or another loss with "
+            "algorithm.advantage=distillation, which compares only the sampled tokens"
+        )
+
+
+def check_tokenizers(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
+    """Yield the problems of the checkpoints' tokenizers.
+
+    Actor and reward model need one; reference and critic read the actor's tokens, so theirs must give the same ids.
+    """
+    paths = {key: Path(path) for key, path in checkpoint_paths(config).items() if key in checkpoints}
+    tokenizers: dict[str, TokenizerIdentity | None] = {}
+    for key, path in paths.items():
+        try:
+            tokenizers[key] = tokenizer = read_tokenizer(path)
+        except UserError as error:
+            yield f"{key}: {error}"
+            continue
+        size = checkpoints[key].vocab_size
+        if tokenizer is None and key in (ACTOR, REWARD):
+            yield f"{key}: {path}: no tokenizer; it needs one of {', '.join(TOKENIZER_FILES)}"
+        elif tokenizer is not None and tokenizer.largest_id >= size:
+            yield (
+                f"{key}: {path}: the tokenizer has token id {tokenizer.largest_id}, the model a vocabulary of {size}; "
+                "they do not belong together"
+            )
+    for key in (key for key in (ACTOR, REWARD) if tokenizers.get(key) is not None):
+        yield from (f"{key}: {problem}" for problem in _settings(paths[key], config.data if key == ACTOR else None))
+    actor = tokenizers.get(ACTOR)
+    for key in (key for key in (REFERENCE, CRITIC) if actor is not None and key in tokenizers):
+        tokenizer = tokenizers[key]
+        difference = "" if tokenizer is None or actor is None else tokenizer.difference(actor)
+        size, actors = checkpoints[key].vocab_size, checkpoints[ACTOR].vocab_size
+        if difference:
+            yield (
+                f"{key}: {paths[key]}: its tokenizer is not that of model.path ({paths[ACTOR]}): {difference}; it "
+                "reads the actor's tokens, so take a checkpoint with the same tokenizer"
+            )
+        elif size != actors and (tokenizer is None or not tokenizer.tokens):
+            # Without a list of tokens the padding of a larger vocabulary is unknown.
+            yield (f"{key} has a vocabulary of {size}, model.path one of {actors}; they must share the tokenizer")
+
+
+def _settings(directory: Path, data: DataConfig | None) -> Iterator[str]:
+    """Yield the problems of tokenizer_config.json, and of the chat template if `data` uses it."""
+    try:
+        settings = read_json_object(directory / "tokenizer_config.json")
+    except UserError as error:
+        yield str(error)
+        return
+    if data is None or data.chat.template != "true":
+        return
+    template = _template(directory, settings, tools="tools" in data.chat.template_kwargs)
+    if template is None:
+        yield f"{directory}: the tokenizer has no chat template; set data.chat.template=auto"
+        return
+    yield from _variables(directory, template, data.chat)
+    for name, source in data.mixture.named().items():
+        own = ChatConfig(template_kwargs=source.template_kwargs)
+        yield from _variables(directory, template, own, section=f"data.mixture.sources.{name}")
+
+
+def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> str | None:
+    """Return the chat template that transformers takes, a file before the settings; None without a template."""
+    file = directory / "additional_chat_templates" / "tool_use.jinja"
+    if not tools or not file.is_file():
+        file = directory / "chat_template.jinja"
+    template = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else settings.get("chat_template")
+    if isinstance(template, list):  # entries {"name", "template"}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("tool_use", named.get("default")) if tools else named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _variables(directory: Path, template: str, chat: ChatConfig, *, section: str = "data.chat") -> Iterator[str]:
+    """Yield the variables that the template does not read, or that the run sets itself, and an unusable date."""
+    import jinja2
+
+    from mega_rl.data.chat import OWN, template_variables, writes_date
+
+    try:
+        if chat.date:
+            date.fromisoformat(chat.date)
+    except ValueError:
+        yield f"data.chat.date={chat.date!r}: is not a date; write it as {date.today().isoformat()}"
+    try:
+        known, dated = template_variables(template), writes_date(template)
+    except jinja2.TemplateSyntaxError:
+        return  # the tokenizer's own reader has the last word, row by row
+    if chat.date and not dated:
+        yield f"data.chat.date={chat.date!r}: the chat template in {directory} writes no date; leave it out"
+    for name in chat.template_kwargs:
+        if name in OWN:
+            yield f"{section}.template_kwargs.{name}: is set by the run itself; remove it"
+        elif name not in known:
+            legal = ", ".join(sorted(known)) or "none"
+            yield f"{section}.template_kwargs.{name}: the chat template in {directory} reads no {name}; legal: {legal}"

@@ -1,0 +1,190 @@
+"""All checks of a run, as tables, and the checks of its data files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mega_rl import versions
+from mega_rl.config.loader import load
+from mega_rl.config.plugins.choices import CHOICES
+from mega_rl.config.plugins.files import missing_name
+from mega_rl.config.rules import check
+from mega_rl.config.rules.validation import files_of
+from mega_rl.config.schema import Config, DataConfig, ValidationConfig
+from mega_rl.converters.hf.config import facts_of
+from mega_rl.data.hub.names import dataset_name
+from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
+from mega_rl.errors import UserError, UserErrors, no_such
+from mega_rl.plan.preflight.checkpoints import (
+    check_pipeline,
+    check_reference,
+    check_teacher,
+    check_tokenizers,
+    check_weight_files,
+    read_checkpoints,
+)
+from mega_rl.plan.preflight.host import (
+    Checkpoints,
+    check_disk,
+    check_folders,
+    check_memory,
+    check_packages,
+    check_servers,
+    launched_world_size,
+    refuse_tasks_of_srun,
+)
+from mega_rl.plan.preflight.rewards import check_rewards
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+# Checks by the files that they read; every one takes the config and the architectures of checkpoints by config key.
+Check = Callable[[Config, Checkpoints], Iterable[str]]
+NO_FILES: tuple[Check, ...] = (lambda config, _: check_packages(config), lambda config, _: check_folders(config))
+DESCRIPTIONS: tuple[Check, ...] = (check_tokenizers, NO_FILES[0], check_servers, NO_FILES[1], check_disk)
+WEIGHTS_AND_DATA: tuple[Check, ...] = (
+    check_weight_files,
+    lambda config, _: check_validation(config.validation, config.data),
+    lambda config, _: (problem for choice in CHOICES for problem in choice.file_problems(config)),
+)
+
+
+def preflight(
+    recipe: str | Path | None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    world_size: int | None = None,
+    launchers: int = 1,
+) -> Config:
+    """Return the Config of a run that can start; arguments as of `mega_rl.config.loader.load` and `check_run`.
+
+    Raises UserErrors with every mistake, one line each.
+    """
+    return check_run(load(recipe, overrides), world_size=world_size, launchers=launchers)
+
+
+def check_run(
+    config: Config,
+    *,
+    world_size: int | None = None,
+    reward_given: bool = False,
+    launchers: int = 1,
+    trains: bool = True,
+) -> Config:
+    """Check a config against the rules between settings, the files that the run reads, and this machine.
+
+    Return the config to run with, whose Hub names are replaced by downloaded folders and files.
+
+    world_size: the launcher's WORLD_SIZE by default, else 1. reward_given: a function of the calling program scores
+    responses, so the config's function is not looked up. launchers: of the run, on as many nodes. trains: it reads
+    training prompts; an evaluation does not.
+
+    Raises UserErrors with every mistake, one line each.
+    """
+    refuse_tasks_of_srun(launchers=launchers)
+    world_size = launched_world_size() if world_size is None else world_size
+    if names := hub_names(config):
+        config = _downloaded(config, names, world_size)
+    checkpoints, unread = read_checkpoints(config)
+    problems = [*versions.problems(), *_of_models(config, checkpoints, world_size), *unread]
+    problems += [*check_data(config.data, trains=trains), *_problems(WEIGHTS_AND_DATA, config, checkpoints)]
+    problems += [] if reward_given else [*check_rewards(config, checkpoints)]
+    if problems:
+        raise UserErrors(problems)
+    return config
+
+
+def _problems(checks: Iterable[Check], config: Config, checkpoints: Checkpoints) -> list[str]:
+    return [problem for check in checks for problem in check(config, checkpoints)]
+
+
+def _of_models(config: Config, checkpoints: Checkpoints, world_size: int) -> list[str]:
+    """Return every problem that shows without weights and data."""
+    models = {key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()}
+    problems = [*check(config, world_size=world_size, models=models)]
+    problems += _problems((check_pipeline, check_reference, check_teacher), config, checkpoints)
+    if not problems:  # memory can be planned only for legal settings
+        problems += check_memory(config, checkpoints, world_size)
+    return [*problems, *_problems(DESCRIPTIONS, config, checkpoints)]
+
+
+def _downloaded(config: Config, names: HubNames, world_size: int) -> Config:
+    """Return the config with downloaded folders and files for Hub names, the same on all ranks of a node.
+
+    Settings are checked before anything is downloaded, the models' descriptions before weights and data.
+    """
+
+    def admit(described: Config) -> None:
+        checkpoints, unread = read_checkpoints(described)
+        if problems := [*_of_models(described, checkpoints, world_size), *unread]:
+            raise UserErrors(problems)
+
+    if problems := [*versions.problems(), *check(config, world_size=world_size), *_problems(NO_FILES, config, {})]:
+        raise UserErrors(problems)
+    return fetch(config, names, admit=admit)
+
+
+def check_data(data: DataConfig, *, trains: bool = True) -> Iterator[str]:
+    """Yield the problems of the files of prompts."""
+    if trains and not data.train_files and data.reads_train_files:
+        yield "data.train_files is empty: name at least one JSONL or Parquet file"
+    for name, source in data.mixture.named().items():
+        own = replace(data, prompt_key=source.prompt_key or data.prompt_key)
+        yield from _data_files(f"data.mixture.sources.{name}", _local(source.files, data), own)
+    yield from _data_files("data.train_files", _local(data.train_files, data), data)
+    yield from _data_files("data.val_files", data.val_files, data)
+
+
+def check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator[str]:
+    """Yield the problems of the files of validation sets, and of the function that extracts a response's answer."""
+    for name, files in validation.sets.items():
+        yield from _data_files(f"validation.sets.{name}", files_of(files), data)
+    if validation.answer_of and (problem := missing_name(validation.answer_of, builtin=(), kind="function")):
+        yield f"validation.answer_of={validation.answer_of!r}: {problem}"
+
+
+def _local(files: Sequence[str], data: DataConfig) -> list[str]:
+    """Return the files of training prompts without streamed data sets of the Hub."""
+    return [file for file in files if not data.stream.rows or dataset_name(file) is None]
+
+
+def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[str]:
+    for path in map(Path, files):
+        if path.suffix not in DATA_SUFFIXES:
+            legal = ", ".join(DATA_SUFFIXES)
+            yield f"{key}: {path}: unknown kind of file; legal: {legal}, or org/name of the Hub"
+        elif not path.is_file() or path.stat().st_size == 0:
+            yield f"{key}: {path}: " + ("is empty" if path.is_file() else no_such("file", path))
+        else:
+            try:
+                columns = _parquet_columns(path) if path.suffix == ".parquet" else _first_row_columns(path)
+            except UserError as error:
+                yield f"{key}: {error}"
+                continue
+            if columns is not None and data.prompt_key not in columns:
+                there = ", ".join(sorted(columns))
+                yield f"{key}: {path}: has no column {data.prompt_key!r} (data.prompt_key); it has {there}"
+
+
+def _parquet_columns(path: Path) -> set[str]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_schema
+
+    try:
+        return set(read_schema(path).names)
+    except (ArrowException, OSError):
+        raise UserError(f"{path}: not a readable Parquet file; write it again") from None
+
+
+def _first_row_columns(path: Path) -> set[str] | None:
+    """Return the keys of the first row; None if it is malformed: the reader of the data reports it."""
+    with path.open("rb") as file:
+        line = file.readline()
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return set(row) if isinstance(row, dict) else None

@@ -1,0 +1,257 @@
+"""Weights, gradients and optimizer state of one model on one rank, in bytes, exact for DDP, torch_fsdp2 and FSDP.
+
+Buffers follow the rules of `megatron.core.distributed.param_and_grad_buffer` (0.16.1): parameters from last to first,
+each beginning at a multiple of 64 elements, and each bucket rounded up to the least common multiple of 128 and the
+ranks. All of this applies only under the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+
+from mega_rl.config.schema import Config, DdpConfig, MegatronOptimizerConfig
+from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from mega_rl.plan.parameters import FP32, Parameter, chunk_parameters, transformers_parameters
+from mega_rl.plan.setup import PlannedModel, RunSetup
+
+_START, _END = 64, 128  # elements
+_SMALLEST_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements (megatron-core 0.16.1, DistributedDataParallel)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that stay from step to step, and bytes of the optimizer's step."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0  # FP32 main parameters and moments on the device
+    host: int = 0  # optimizer state in host memory
+    step: int = 0  # more, from the preparation of gradients to the next mini-batch
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class Training:
+    """The settings that decide how much state a model of Megatron-Core's engine has."""
+
+    itemsize: int
+    trainable: bool
+    frozen: tuple[str, ...]
+    ddp: DdpConfig
+    optimizer: MegatronOptimizerConfig
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One buffer: parameters of one dtype that one group of ranks reduces."""
+
+    itemsize: int  # bytes of a parameter's element
+    ranks: int  # number that share it
+    distributed: bool  # under the distributed optimizer
+    spans: tuple[tuple[int, int], ...]  # first and last + 1 element of each parameter
+    buckets: tuple[tuple[int, int], ...]
+    of_experts: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Return the elements with padding."""
+        return self.buckets[-1][1]
+
+    @property
+    def trained(self) -> int:
+        """Return the elements without padding."""
+        return sum(end - first for first, end in self.spans)
+
+    def owned(self, index: int) -> int:
+        """Return the elements of parameters whose optimizer state rank `index` of the group holds."""
+        if not self.distributed:
+            return self.trained
+        starts, total = [first for first, _ in self.spans], 0
+        for begin, stop in self.buckets:
+            size = (stop - begin) // self.ranks
+            first, end = begin + index * size, begin + (index + 1) * size
+            inside = self.spans[max(bisect_right(starts, first) - 1, 0) : bisect_right(starts, end - 1)]
+            total += sum(max(0, min(one_end, end) - max(one_first, first)) for one_first, one_end in inside)
+        return total
+
+
+@lru_cache(maxsize=64)
+def lay_out(
+    parameters: tuple[Parameter, ...], *, ranks: int, distributed: bool, bucket_size: int | None
+) -> tuple[Buffer, ...]:
+    """Return the buffers of trained parameters that `ranks` ranks share, one for each dtype.
+
+    bucket_size: elements of a bucket; None: one bucket, shared embeddings aside.
+    """
+    buffers = []
+    for itemsize in dict.fromkeys(parameter.itemsize for parameter in parameters):
+        members = [parameter for parameter in parameters if parameter.itemsize == itemsize]
+        spans, buckets = _spans(members, math.lcm(ranks, _END) if distributed else 1, distributed, bucket_size)
+        buffers.append(Buffer(itemsize, ranks, distributed, spans, buckets, of_experts=members[0].of_expert))
+    return tuple(buffers)
+
+
+def _spans(
+    parameters: list[Parameter], multiple: int, distributed: bool, bucket_size: int | None
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """Return the spans of parameters and the buckets, whose ends are multiples of `multiple`."""
+    spans: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    begin = at = 0
+    is_open = False  # the bucket that begins at `begin` holds a parameter
+
+    def close() -> None:
+        nonlocal begin, at, is_open
+        at = -(-at // multiple) * multiple
+        buckets.append((begin, at))
+        begin, is_open = at, False
+
+    for parameter in reversed(parameters):
+        at = -(-at // _START) * _START if distributed else at
+        has_own_bucket = parameter.shared_embedding and distributed
+        if has_own_bucket and is_open:
+            close()
+        spans.append((at, at + parameter.numel))
+        at, is_open = at + parameter.numel, True
+        if has_own_bucket or (bucket_size is not None and at - begin >= bucket_size):
+            close()
+    if is_open:
+        close()
+    return tuple(spans), tuple(buckets)
+
+
+def state_of(setup: RunSetup, model: PlannedModel, rank: int) -> StateBytes:
+    """Return the bytes of a model on a global rank, once gradients exist."""
+    if setup.config.engine.backend == "fsdp":
+        return _fsdp_state(setup, model, rank)
+    return _state(setup.sharding(model), training_of(setup, model), rank)
+
+
+def _fsdp_state(setup: RunSetup, model: PlannedModel, rank: int) -> StateBytes:
+    ranks, fsdp = shard_ranks(setup.config, setup.machine.world_size), setup.config.engine.fsdp
+    frozen = tuple(setup.config.model.frozen) if model.trainable else ("*",)
+    parameters = transformers_parameters(model.hf, model.head, frozen)
+    state = _sharded_state(parameters, ranks=ranks, index=rank % ranks)
+    if not fsdp.reduce_every_microbatch:
+        state += StateBytes(gradients=FP32 * sum(parameter.numel for parameter in parameters if parameter.trained))
+    return StateBytes(host=state.weights + state.gradients + state.optimizer) if fsdp.cpu_offload else state
+
+
+def _sharded_state(parameters: Iterable[Parameter], *, ranks: int, index: int) -> StateBytes:
+    """Return the bytes of FP32 shards: weights and gradients in padded memory, moments of a rank's own rows."""
+    weights = gradients = moments = 0
+    for parameter in parameters:
+        padded = parameter.padded(ranks)
+        weights += padded
+        if parameter.trained:
+            gradients += padded
+            moments += 2 * parameter.held(ranks, index)
+    return StateBytes(weights * FP32, gradients * FP32, moments * FP32)
+
+
+def shard_ranks(config: Config, world_size: int) -> int:
+    """Return the ranks that share one copy of weights and optimizer state."""
+    return config.engine.fsdp.shard_ranks or world_size
+
+
+def training_of(setup: RunSetup, model: PlannedModel) -> Training:
+    """Return how a model of Megatron-Core's engine trains."""
+    par = setup.config.engine.megatron
+    frozen = tuple(setup.config.model.frozen) if model.trainable else ()
+    return Training(setup.itemsize, model.trainable, frozen, par.ddp, par.optimizer)
+
+
+@lru_cache(maxsize=1024)
+def _state(sharding: Sharding, training: Training, rank: int) -> StateBytes:
+    chunks = (_chunk_state(sharding, training, rank, stage) for stage in range(sharding.layout.vpp))
+    return sum(chunks, StateBytes())
+
+
+def parameters_of(sharding: Sharding, training: Training, rank: int, stage: int) -> tuple[Parameter, ...]:
+    """Return the parameters of one chunk of a model on a global rank."""
+    at = sharding.layout.coordinates(rank)
+    # Ranks that differ in data or context parallelism hold the same.
+    at = RankCoordinates(at.tp_rank, 0, 0, at.pp_rank, at.ep_rank, at.etp_rank)
+    return chunk_parameters(sharding, at, stage, itemsize=training.itemsize, frozen=training.frozen)
+
+
+def _chunk_state(sharding: Sharding, training: Training, rank: int, stage: int) -> StateBytes:
+    parameters = parameters_of(sharding, training, rank, stage)
+    if not training.trainable:
+        return StateBytes(weights=_nbytes(parameters))
+    if training.ddp.implementation == "torch_fsdp2":
+        size, index = _dense_place(sharding.layout, training.ddp, rank)
+        return _sharded_state(parameters, ranks=size, index=index)
+    if training.ddp.implementation == "megatron_fsdp":
+        return _megatron_fsdp_state(sharding.layout, training, sum(parameter.numel for parameter in parameters))
+    total = StateBytes(weights=_nbytes(parameter for parameter in parameters if not parameter.trained))
+    for buffer, index in chunk_buffers(sharding, training, rank, stage):
+        total += _buffer_state(training, buffer, buffer.owned(index))
+    return total
+
+
+def _nbytes(parameters: Iterable[Parameter]) -> int:
+    return sum(parameter.numel * parameter.itemsize for parameter in parameters)
+
+
+def _megatron_fsdp_state(layout: ParallelLayout, training: Training, numel: int) -> StateBytes:
+    """Return the bytes of Megatron FSDP, without padding: a few elements per parameter."""
+    ddp, b = training.ddp, training.itemsize
+    mine = -(-numel // (layout.dp * layout.cp // ddp.optimizer_instances))
+    gradient = FP32 if ddp.grad_reduce_in_fp32 else b
+    return StateBytes(
+        weights=(mine if ddp.fsdp_sharding == "optim_grads_params" else numel) * b,
+        gradients=(numel if ddp.fsdp_sharding == "optim" else mine) * gradient,
+        optimizer=mine * (2 * FP32 + (0 if b == FP32 else FP32)),
+        step=0 if gradient == FP32 else mine * FP32,
+    )
+
+
+def _buffer_state(training: Training, buffer: Buffer, owned: int) -> StateBytes:
+    """Return the bytes of one buffer; the distributed optimizer pads weights and keeps state only for `owned`."""
+    optimizer = training.optimizer
+    gradient = FP32 if training.ddp.grad_reduce_in_fp32 else buffer.itemsize
+    moments = owned * 2 * (2 if optimizer.precision_aware and optimizer.moment_dtype == "bf16" else FP32)
+    # FP32 weights are their own main parameters; a precision-aware optimizer keeps the other 16 bits of bf16 ones.
+    main = 0 if buffer.itemsize == FP32 else owned * (2 if optimizer.precision_aware else FP32)
+    on_host = round(moments * optimizer.cpu_offload)
+    return StateBytes(
+        weights=(buffer.numel if optimizer.distributed else buffer.trained) * buffer.itemsize,
+        gradients=buffer.numel * gradient,
+        optimizer=main + moments - on_host,
+        host=on_host,
+        # Gradients of main parameters: a view of FP32 gradients, else a copy from `prepare_grads` to the next step.
+        step=0 if gradient == FP32 or optimizer.precision_aware else owned * FP32,
+    )
+
+
+def chunk_buffers(sharding: Sharding, training: Training, rank: int, stage: int) -> list[tuple[Buffer, int]]:
+    """Return the buffers of a chunk, dense ones first, each with this rank's index in its group."""
+    layout, ddp, distributed = sharding.layout, training.ddp, training.optimizer.distributed
+    parameters = parameters_of(sharding, training, rank, stage)
+    # Buckets are cut only where reduction overlaps with the backward: on the first pipeline rank, in its first chunk.
+    bucket_size = None
+    if ddp.overlap_grad_reduce and stage == 0 and layout.coordinates(rank).pp_rank == 0:
+        bucket_size = ddp.bucket_size or max(_SMALLEST_BUCKET, _BUCKET_PER_RANK * layout.dp)
+    expert_ranks = layout.ep * layout.etp
+    expert_size = layout.stage_size // expert_ranks // ddp.optimizer_instances
+    expert_place = expert_size, rank % layout.stage_size // expert_ranks % expert_size
+    buffers = []
+    for of_expert, (size, index) in ((False, _dense_place(layout, ddp, rank)), (True, expert_place)):
+        members = tuple(each for each in parameters if each.trained and each.of_expert == of_expert)
+        for buffer in lay_out(members, ranks=size, distributed=distributed, bucket_size=bucket_size):
+            buffers.append((buffer, index))
+    return buffers
+
+
+def _dense_place(layout: ParallelLayout, ddp: DdpConfig, rank: int) -> tuple[int, int]:
+    """Return (size, index) of the ranks that share the buffers of all but experts: data and context parallel."""
+    at, size = layout.coordinates(rank), layout.dp * layout.cp // ddp.optimizer_instances
+    return size, (at.dp_rank * layout.cp + at.cp_rank) % size

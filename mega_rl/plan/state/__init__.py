@@ -1,1 +1,0 @@
-"""Weights, gradients and optimizer state of a model on each rank, in bytes."""

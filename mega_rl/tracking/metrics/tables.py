@@ -1,0 +1,188 @@
+"""Tables of a run on the terminal: its models before the first step, its outcome at the end."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from mega_rl.errors import UserError
+from mega_rl.tracking.metrics.records import Series, held_out_reward, read_series
+from mega_rl.tracking.progress.terminal import clock, standard_error
+
+METRICS = "metrics.jsonl"
+BARS = "▁▂▃▄▅▆▇█"
+SPARKLINE_WIDTH = 36
+MOST_VALIDATIONS = 6  # in a row; earlier ones are left out
+_NUMBER = "parameters"  # the column that is aligned to the right
+_TITLES = ("role", "model", "family", _NUMBER, "engine", "layout", "attention", "dtype", "trains")
+_UNITS = ((1_000_000_000_000, "T"), (1_000_000_000, "B"), (1_000_000, "M"), (1_000, "K"))
+
+
+@dataclass(frozen=True)
+class RoleFacts:
+    """Model of a role, as the table shows it."""
+
+    role: str  # "actor"
+    model: str  # a checkpoint directory, a function, an address
+    family: str = ""  # config.json's model_type; empty if the role has no model
+    parameters: int | None = None  # number in the whole model
+    engine: str = ""  # "megatron" or "fsdp"
+    layout: str = ""  # "tp2 dp2"
+    attention: str = ""  # the kernels that run: "sdpa", "te: flash"
+    dtype: str = ""  # dtype of computation
+    trains: bool = False
+
+
+def show_startup(
+    roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "", console: Console | None = None
+) -> None:
+    """Print a table of the run's roles: a frame on a wide terminal, else one line for each role.
+
+    For one rank only. Empty columns are left out. On a narrow terminal facts that all models share go into a line
+    below, and paths get their own lines. prompts, stop_tokens: texts of the last lines, about how prompts are written
+    and where a response ends. console: standard error unless given.
+    """
+    console = console or standard_error()
+    rows = [_TITLES, *map(_cells, roles)]
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    lines: list[str] = []
+    if not console.is_terminal:
+        lines = _aligned(columns)
+    elif 1 + sum(max(map(cell_len, column)) + 3 for column in columns) > console.width:
+        lines = _narrow(columns)
+    else:
+        table = Table(*(Column(title, justify="right" if title == _NUMBER else "left") for title, *_ in columns))
+        for row in list(zip(*columns, strict=True))[1:]:
+            table.add_row(*(Text(cell or "-", overflow="fold") for cell in row))
+        console.print(table)
+    lines += [f"prompts: {prompts}"] * bool(prompts) + [f"responses end at {stop_tokens}"] * bool(stop_tokens)
+    _print_lines(console, lines)
+
+
+def _cells(role: RoleFacts) -> tuple[str, ...]:
+    parameters = "" if role.parameters is None else short_count(role.parameters)
+    return (
+        *(role.role, role.model, role.family, parameters, role.engine, role.layout, role.attention, role.dtype),
+        "yes" if role.trains else "no",
+    )
+
+
+def _narrow(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return the table as lines for a narrow terminal."""
+    by_title = {title: cells for title, *cells in columns}
+    models = [number for number, family in enumerate(by_title.get("family", ())) if family]
+    shared = {
+        title: cells[models[0]]
+        for title, cells in by_title.items()
+        if title not in ("role", "model") and len(models) > 1 and len({cells[number] for number in models}) == 1
+    }
+    head, *lines = _aligned([column for column in columns if column[0] != "model" and column[0] not in shared])
+    pairs = zip(lines, by_title["model"], strict=True)
+    result = [head, *itertools.chain.from_iterable((line, f"  {model}") for line, model in pairs)]
+    if shared:
+        result.append("all models: " + ", ".join(f"{title} {text}" for title, text in shared.items() if text))
+    return result
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return plain lines of the table, columns padded to equal widths."""
+    padded = []
+    for title, *cells in columns:
+        texts = [title, *(cell or "-" for cell in cells)]
+        width = max(map(len, texts))
+        padded.append([text.rjust(width) if title == _NUMBER else text.ljust(width) for text in texts])
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def short_count(number: int) -> str:
+    """Return a number with three digits: "494M" or "7.62B"."""
+    for size, unit in _UNITS:
+        if number >= size - size // 2000:  # rounds up to 1 of the unit
+            digits = number / size
+            return f"{digits:.{2 if digits < 9.995 else 1 if digits < 99.95 else 0}f}{unit}"
+    return str(number)
+
+
+def show_summary(run_dir: Path, *, console: Console | None = None) -> None:
+    """Print the summary of a run with metrics: a frame on a terminal, else plain lines.
+
+    console: standard error unless given.
+    """
+    console = console or standard_error()
+    rows = summary_rows(run_dir)
+    if rows and console.is_terminal:
+        table = Table(show_header=False)
+        for name, text in rows:
+            table.add_row(name, Text(text, overflow="fold"))
+        console.print(table)
+    else:
+        width = max((len(name) for name, _ in rows), default=0)
+        _print_lines(console, [f"{name:<{width}}  {text}" for name, text in rows])
+
+
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def summary_rows(run_dir: Path) -> list[tuple[str, str]]:
+    """Return (name, text) of each row: steps, time, rewards, validation, files."""
+    path = run_dir / METRICS
+    try:
+        series = read_series(path) if path.is_file() else {}
+    except UserError as error:  # the run has ended well, so a damaged file must not fail it
+        return [("metrics", str(error)), *_files(run_dir)[1:]]
+    if not series:
+        return []
+    last = max(one.steps[-1] for one in series.values())
+    seconds = sum(series["time/step_s"].values) if "time/step_s" in series else 0.0
+    rows = [("steps", str(last)), ("time in steps", clock(seconds))]
+    if "reward/mean" in series:
+        values = series["reward/mean"].values
+        rows.append(("reward", f"{values[0]:.4f} -> {values[-1]:.4f}  {sparkline(values)}"))
+    held_out = held_out_reward(series)
+    if held_out is not None:
+        named = held_out.removeprefix("val/").rpartition("/")[0]
+        rows.append((f"validation reward{named and ' of '}{named}", _validations(series[held_out])))
+    files = _files(run_dir)
+    export = [("export", f"mega-rl checkpoint export {run_dir} FOLDER")] * ("checkpoint" in dict(files))
+    return [*rows, *files, *export, ("page", f"mega-rl report {run_dir}"), ("plot", f"mega-rl plot {run_dir}")]
+
+
+def _validations(series: Series) -> str:
+    shown = list(zip(series.steps, series.values, strict=True))[-MOST_VALIDATIONS:]
+    left_out = "... " * (len(series.steps) > MOST_VALIDATIONS)
+    return left_out + "  ".join(f"{step}: {value:.4f}" for step, value in shown)
+
+
+def _files(run_dir: Path) -> list[tuple[str, str]]:
+    """List a run's newest files: metrics, checkpoint, Hugging Face model, samples."""
+    rows = [("metrics", str(run_dir / METRICS))]
+    for name, folder in (("checkpoint", run_dir / "checkpoints"), ("Hugging Face model", run_dir / "hf")):
+        saved = sorted(path for path in folder.glob("step_*") if path.is_dir())
+        rows += [(name, str(saved[-1]))] if saved else []
+    if (run_dir / "rollouts").is_dir():
+        rows.append(("samples", str(run_dir / "rollouts")))
+    return rows
+
+
+def sparkline(values: Sequence[float], *, width: int = SPARKLINE_WIDTH) -> str:
+    """Return finite values as bars between their lowest and highest, averaged down to `width` characters."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    edges = [len(finite) * i // count for i in range(count + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, span = min(means), max(means) - min(means)
+    if span == 0.0:
+        return BARS[0] * count
+    return "".join(BARS[min(int((mean - low) / span * len(BARS)), len(BARS) - 1)] for mean in means)

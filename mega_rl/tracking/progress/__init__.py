@@ -1,0 +1,239 @@
+"""Phases: named pieces of work, nested, that a listener may show while they last.
+
+Works as logging does. Code that loads, generates or saves opens a phase and knows nothing of terminals. Without a
+listener (in a library, in tests, on ranks other than 0) nothing is shown. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+
+class Phase:
+    """A piece of work in progress: its name and, if it can be counted, the part that is done.
+
+    `rounds` marks work that repeats: `done` counts whole rounds, and other phases run inside a round.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        total: float | None = None,
+        done: float = 0.0,
+        unit: str = "",
+        deadline_s: float | None = None,
+        rounds: bool = False,
+    ) -> None:
+        """unit: of `total` and `done`, "B" for bytes. deadline_s: seconds after which the waiting code gives up."""
+        self.name, self.unit, self.note = name, unit, ""
+        self.total, self.done = total, done
+        self.first = done  # work done before the phase began
+        self.deadline_s, self.rounds = deadline_s, rounds
+        self.began = self.advanced = time.monotonic()  # `advanced`: time of the last progress
+        self.thread = threading.get_ident()
+        self._lock = threading.Lock()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the phase began."""
+        return time.monotonic() - self.began
+
+    def advance(self, amount: float = 1.0) -> None:
+        """Add to the work done; from any thread."""
+        with self._lock:
+            self.done += amount
+            self.advanced = time.monotonic()
+
+    def report(self, done: float, total: float | None = None, *, unit: str | None = None, note: str = "") -> None:
+        """Set the work done, and the total if it is known by now; from any thread."""
+        self.done, self.note = done, note
+        self.total = self.total if total is None else total
+        self.unit = self.unit if unit is None else unit
+
+    def end(self) -> None:
+        """End the phase; a second call does nothing."""
+        with _lock:
+            if self not in _active:
+                return
+            _active.remove(self)
+        _tell_listener()
+
+
+class Listener(Protocol):
+    """Receiver of phases as they begin, advance and end."""
+
+    def changed(self, phases: tuple[Phase, ...]) -> None:
+        """Take the phases in progress, the outermost first, after one has begun or ended."""
+        ...
+
+    def close(self) -> None:
+        """Stop showing phases."""
+        ...
+
+
+_PHASES = "_mega_rl_phases"  # attribute of an error that has left a phase
+_lock = threading.Lock()
+_active: list[Phase] = []
+_listener: Listener | None = None
+
+
+def listen(listener: Listener | None) -> None:
+    """Show phases from now on with `listener` instead of the current one; None shows nothing."""
+    global _listener
+    with _lock:
+        before, _listener = _listener, listener
+    if before is not None:
+        before.close()
+    _tell_listener()
+
+
+def close() -> None:
+    """Remove the live line and stop showing phases."""
+    listen(None)
+
+
+def _tell_listener() -> None:
+    with _lock:
+        listener, phases = _listener, tuple(_active)
+    if listener is not None:
+        listener.changed(phases)
+
+
+def show_progress(*, live: bool = True) -> None:
+    """Show phases and logs on this terminal; see `terminal.show_progress`, which imports rich."""
+    from mega_rl.tracking.progress import terminal
+
+    terminal.show_progress(live=live)
+
+
+def active() -> tuple[Phase, ...]:
+    """Return the phases in progress, the outermost first."""
+    with _lock:
+        return tuple(_active)
+
+
+def active_at(error: BaseException) -> tuple[Phase, ...]:
+    """Return the phases in progress when an error was raised; the current ones if it has left none."""
+    phases: tuple[Phase, ...] = vars(error).get(_PHASES, ()) or active()
+    return phases
+
+
+def begin(
+    name: str,
+    *,
+    total: float | None = None,
+    unit: str = "",
+    deadline_s: float | None = None,
+    announce: bool = False,
+) -> Phase:
+    """Begin a phase that its owner ends, maybe on another thread. announce: also log a line with its name."""
+    return _begun(Phase(name, total=total, unit=unit, deadline_s=deadline_s), announce=announce)
+
+
+def _begun(begun: Phase, *, announce: bool = False) -> Phase:
+    if announce:
+        log.info("%s", begun.name)
+    with _lock:
+        _active.append(begun)
+    _tell_listener()
+    return begun
+
+
+@contextmanager
+def phase(
+    name: str, *, total: float | None = None, unit: str = "", deadline_s: float | None = None, announce: bool = False
+) -> Iterator[Phase]:
+    """Show the block as a phase. announce: also log a line with its name, for work that happens once in a run."""
+    with _ending(begin(name, total=total, unit=unit, deadline_s=deadline_s, announce=announce)) as begun:
+        yield begun
+
+
+@contextmanager
+def rounds(name: str, total: int, *, done: int = 0) -> Iterator[Phase]:
+    """Show the block as `total` rounds of which `done` were done before; the block advances the phase after each."""
+    with _ending(_begun(Phase(name, total=total, done=done, rounds=True))) as begun:
+        yield begun
+
+
+@contextmanager
+def importing(names: str, *, announce: bool = False) -> Iterator[Phase]:
+    """Show the block, which imports modules, as the phase "importing NAMES".
+
+    Python collects no garbage meanwhile, and later collections skip all objects of the imports: PyTorch and
+    Megatron-Core make half a million objects that stay. Collecting them takes a sixth of the time of the imports, and
+    0.3 s of each full collection of the run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with phase(f"importing {names}", announce=announce) as begun:
+            yield begun
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _ending(begun: Phase) -> Iterator[Phase]:
+    """End a phase with the block; an error that leaves it keeps the phases that were in progress."""
+    try:
+        yield begun
+    finally:
+        error = sys.exception()
+        if error is not None and _PHASES not in vars(error):
+            setattr(error, _PHASES, active())
+        begun.end()
+
+
+def _innermost() -> Phase | None:
+    thread = threading.get_ident()
+    return next((phase for phase in reversed(active()) if phase.thread == thread and not phase.rounds), None)
+
+
+def report(done: float, total: float | None = None, *, unit: str = "", note: str = "") -> None:
+    """Set the work done in the innermost phase of this thread; outside of phases do nothing."""
+    if (innermost := _innermost()) is not None:
+        innermost.report(done, total, unit=unit, note=note)
+
+
+def counter(total: float, *, unit: str = "") -> Callable[[float], None]:
+    """Return a function that adds to the innermost phase of this thread, from any thread; starts counting at 0."""
+    innermost = _innermost()
+    if innermost is None:
+        return lambda amount: None
+    innermost.report(0.0, total, unit=unit)
+    return innermost.advance
+
+
+def note(text: str) -> None:
+    """Set the word next to the innermost phase of this thread; outside of phases do nothing."""
+    if (innermost := _innermost()) is not None:
+        innermost.note = text
+
+
+def printable(text: str) -> str:
+    """Return a text on one line for a terminal or a log: ESC as \\x1b, line ends as \\n.
+
+    Texts of policies, files and programs could otherwise move the cursor, or look like lines of the log.
+    """
+    if text.isprintable():
+        return text
+    kept = (c if c.isprintable() or c == "\t" or unicodedata.category(c) == "Zs" else _escaped(c) for c in text)
+    return "".join(kept)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code >= 0x7F else character.encode("unicode_escape").decode()

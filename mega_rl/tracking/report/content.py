@@ -1,0 +1,126 @@
+"""Content of a report as JSON's types: facts, thinned curves, settings, symptoms and samples of runs.
+
+All curves share one grid of steps. A grid has one column for each step or, for long runs, for several neighbouring
+steps. Each column keeps the mean of its values, and their minimum and maximum, so that a spike stays visible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+from mega_rl import __version__
+from mega_rl.health.records import read_records
+from mega_rl.storage.strict_json import JsonFields
+from mega_rl.tracking.metrics.records import Series
+from mega_rl.tracking.report.page import OVERVIEW, THEMES, explain, render, reward_parts, theme_of
+from mega_rl.tracking.report.runs import METRICS, Run, changed_settings, differing_keys, seed_groups, shorten
+from mega_rl.tracking.report.samples import MAX_CHARACTERS, read_samples
+from mega_rl.tracking.report.symptoms import RULES, symptoms_of
+
+MAX_BYTES = 2_000_000  # size of a page
+MAX_CURVES = 1_000_000  # characters of all curves together, about
+MAX_COLUMNS, MIN_COLUMNS = 1000, 20
+MAX_SETTING = 2_000  # characters
+MAX_PARTS = 6  # named parts of the reward among the first charts
+_CHARACTERS_OF_A_COLUMN = 26  # mean, minimum and maximum of four digits
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Columns of equal width that cover the steps of all runs."""
+
+    first: int  # step
+    width: int  # steps of a column
+    columns: int
+
+    def column(self, step: int) -> int:
+        """Return the column of a step."""
+        return (step - self.first) // self.width
+
+
+def make_grid(runs: Sequence[Run], *, max_characters: int = MAX_CURVES) -> Grid:
+    """Return the finest grid whose curves of all runs take at most about `max_characters` of JSON."""
+    curves = [series for run in runs for series in run.series.values()]
+    first = min((series.steps[0] for series in curves), default=0)
+    last = max((series.steps[-1] for series in curves), default=0)
+    room = max_characters // (_CHARACTERS_OF_A_COLUMN * max(len(curves), 1))
+    columns = min(max(room, MIN_COLUMNS), MAX_COLUMNS)
+    width = max(1, math.ceil((last - first + 1) / columns))
+    return Grid(first, width, (last - first) // width + 1)
+
+
+def thin(series: Series, grid: Grid) -> JsonFields:
+    """Return a curve for the page.
+
+    `at` lists the columns with values, `mean` their means; `low` and `high` exist if a column holds several steps.
+    `bad` lists columns with values that are NaN or infinite, which count in nothing else.
+    """
+    columns: dict[int, list[float]] = {}
+    bad: set[int] = set()
+    for step, value in zip(series.steps, series.values, strict=True):
+        if math.isfinite(value):
+            columns.setdefault(grid.column(step), []).append(value)
+        else:
+            bad.add(grid.column(step))
+    at = sorted(columns)
+    curve: JsonFields = {"at": None if at == list(range(grid.columns)) else at}
+    curve["mean"] = [shorten(math.fsum(columns[column]) / len(columns[column])) for column in at]
+    if grid.width > 1:
+        curve["low"] = [shorten(min(columns[column])) for column in at]
+        curve["high"] = [shorten(max(columns[column])) for column in at]
+    if bad:
+        curve["bad"] = sorted(bad)
+    return curve
+
+
+def page_of(runs: Sequence[Run]) -> str:
+    """Return the report of runs as HTML, at most `MAX_BYTES` in UTF-8 however long they are."""
+    room = MAX_CURVES
+    while True:
+        text = render(content_of(runs, max_characters=room))
+        if len(text.encode()) < MAX_BYTES or room < MAX_CURVES // 64:
+            return text
+        room //= 2
+
+
+def content_of(runs: Sequence[Run], *, max_characters: int = MAX_CURVES) -> JsonFields:
+    """Return the content of a report of runs; max_characters: of all curves, about."""
+    grid = make_grid(runs, max_characters=max_characters)
+    names = sorted({name for run in runs for name in run.series})
+    settings = sorted({key for run in runs for key in run.config})
+    samples = [read_samples(run.folder, max_characters=MAX_CHARACTERS // len(runs)) for run in runs]
+    # Named parts of the reward stand behind the reward.
+    overview = [OVERVIEW[0], *reward_parts(names)[:MAX_PARTS], *OVERVIEW[1:]]
+    return {
+        "version": __version__,
+        "runs": [_facts(run) for run in runs],
+        "groups": seed_groups(runs),
+        "grid": asdict(grid),
+        "curves": {
+            name: [thin(run.series[name], grid) if name in run.series else None for run in runs] for name in names
+        },
+        "metrics": {name: entry for name in names if (entry := explain(name))},
+        "themes": [[title, [name for name in names if theme_of(name) == title]] for title, _ in THEMES],
+        "overview": [name for name in overview if name in names],
+        "rules": len(RULES),
+        "config": {key: [_cut(run.config.get(key)) for run in runs] for key in settings},
+        "differing": differing_keys(runs),
+        "changed": changed_settings(runs[0].config) if len(runs) == 1 else {},
+        "symptoms": [[asdict(symptom) for symptom in symptoms_of(run.series)] for run in runs],
+        "samples": [{"rows": rows, "left_out": left_out} for rows, left_out in samples],
+    }
+
+
+def _cut(setting: str | None) -> str | None:
+    return None if setting is None else setting[:MAX_SETTING]
+
+
+def _facts(run: Run) -> JsonFields:
+    """Return the facts of a run for the heading of the page."""
+    facts: JsonFields = {"label": run.label, "last": run.last_step, "seed": run.config.get("trainer.seed")}
+    if run.series:
+        facts["date"] = f"{datetime.fromtimestamp((run.folder / METRICS).stat().st_mtime):%Y-%m-%d %H:%M}"
+    return {**facts, "hosts": [record.host for record in read_records(run.folder).values()]}

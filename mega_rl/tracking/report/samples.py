@@ -1,0 +1,174 @@
+"""Samples of a report: responses that a run has dumped, or records of steps with a value for each token.
+
+A sample on the page has the fields source ("step 20"), prompt, response, numbers, and for records texts (of each token)
+and values (by name, one for each text). A model wrote the texts: the page never reads them as HTML.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from mega_rl.errors import UserError
+from mega_rl.storage.strict_json import JsonFields, parse_object
+from mega_rl.tracking.report.runs import shorten
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from mega_rl.tracking.records.reader import Record
+
+logger = logging.getLogger(__name__)
+
+MAX_CHARACTERS = 400_000  # all samples of a page together, as JSON
+MAX_LINE = 16 << 20  # characters of a row that is read
+MAX_TEXT = 6_000  # characters of a prompt or response
+MAX_TOKENS = 1_500  # a longer sample is cut
+NUM_SOURCES = 4  # dumps and records of a run that are shown, the newest of each
+NUM_ROWS = 12  # rows of each, the first ones
+_DUMP, _RECORD = re.compile(r"(?:step|val)_(\d+)\.jsonl"), re.compile(r"step_(\d{6,12})")
+_TEXTS = ("prompt", "rendered_prompt", "response", "token_texts")
+Columns: TypeAlias = "Mapping[str, npt.NDArray[np.float32]]"  # columns of a row by name, [tokens]
+_Compute: TypeAlias = "Callable[[Columns], npt.NDArray[np.float32]]"
+
+# Name on the page, the columns it needs besides the trainer's log-probs ("trainer"), and its values. A record without
+# entropies shows -log p of the sampled token, whose expectation is the entropy.
+_ESTIMATE = "entropy estimate (-log p)"
+_VALUES: tuple[tuple[str, tuple[str, ...], _Compute], ...] = (
+    ("advantage", ("advantages",), lambda c: c["advantages"]),
+    ("log-prob difference", ("rollout_logprobs",), lambda c: c["trainer"] - c["rollout_logprobs"]),
+    ("entropy", ("entropy",), lambda c: c["entropy"]),
+    (_ESTIMATE, (), lambda c: -c["trainer"]),
+    ("log-prob over reference", ("ref_logprobs",), lambda c: c["trainer"] - c["ref_logprobs"]),
+    ("value", ("values",), lambda c: c["values"]),
+)
+
+
+def read_samples(run_dir: Path, *, max_characters: int = MAX_CHARACTERS) -> tuple[list[JsonFields], int]:
+    """Return the newest samples of a run, those with values of tokens first, and the number without room.
+
+    A damaged file is logged and left out.
+    """
+    rows: list[JsonFields] = []
+    room, left_out = max_characters, 0
+    for sample in _newest(run_dir):
+        size = len(json.dumps(sample, ensure_ascii=True))
+        if size > room:
+            left_out += 1
+            continue
+        rows.append(sample)
+        room -= size
+    return rows, left_out
+
+
+def _newest(run_dir: Path) -> Iterator[JsonFields]:
+    for folder in _by_step(run_dir / "records", _RECORD):
+        try:
+            yield from _of_record(folder)
+        except UserError as error:
+            logger.warning("%s; left out of the report", error)
+    for file in _by_step(run_dir / "rollouts", _DUMP):
+        validation, step = file.name.startswith("val"), int(file.stem.partition("_")[2])
+        source = f"validation of step {step}" if validation else f"step {step}"
+        try:
+            yield from (_sample(row, source) for row in _rows(file))
+        except (OSError, ValueError) as error:
+            logger.warning("%s: cannot be read: %s; left out of the report", file, error)
+
+
+def _by_step(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    """Return the newest entries of a folder that have such a name, newest step first."""
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    steps = [(int(match[1]), path) for path in entries if (match := name.fullmatch(path.name))]
+    return [path for _, path in sorted(steps, reverse=True)][:NUM_SOURCES]
+
+
+def _rows(file: Path) -> Iterator[JsonFields]:
+    """Yield the first rows of a dump. Raises OSError for a pipe, which may have no writer, and the like."""
+    with open(file, encoding="utf-8", opener=_open_regular) as lines:
+        for _ in range(NUM_ROWS):
+            line = lines.readline(MAX_LINE)
+            if not line.endswith("\n"):
+                return  # the end, or a row that is being written
+            yield parse_object(line)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is not a regular file")
+    return descriptor
+
+
+def _sample(row: JsonFields, source: str) -> JsonFields:
+    numbers = {key: value for key, value in row.items() if key not in _TEXTS and not isinstance(value, (list, dict))}
+    return {
+        "source": source,
+        "prompt": _cut(str(row.get("rendered_prompt") or row.get("prompt") or "")),
+        "response": _cut(str(row.get("response", ""))),
+        "numbers": {key: _short(value) for key, value in numbers.items()},
+        "texts": [],
+        "values": {},
+    }
+
+
+def _short(value: object) -> object:
+    return shorten(value) if isinstance(value, float) else _cut(value) if isinstance(value, str) else value
+
+
+def _cut(text: str) -> str:
+    """Return a text with its middle left out if it is long."""
+    if len(text) <= MAX_TEXT:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+def _of_record(folder: Path) -> Iterator[JsonFields]:
+    """Yield samples of the first rows of a record; values of tokens are None off the loss mask.
+
+    Raises UserError for a record that is damaged or of another format.
+    """
+    from mega_rl.tracking.records.reader import read_record  # imports numpy, which other commands need not wait for
+
+    record = read_record(folder)
+    for number, row in enumerate(record.rows[:NUM_ROWS]):
+        try:
+            texts, values = [str(text) for text in row["token_texts"]], _values(record, number)
+            if any(len(column) != len(texts) for column in values.values()):
+                raise ValueError("texts of tokens and their values differ in number")
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{folder}: row {number} does not fit a record ({error}); it is damaged") from error
+        short = {
+            name: [shorten(value) if math.isfinite(value) else None for value in column[:MAX_TOKENS]]
+            for name, column in values.items()
+        }
+        yield _sample(row, f"record of step {row['step']}") | {"texts": texts[:MAX_TOKENS], "values": short}
+
+
+def _values(record: Record, row: int) -> dict[str, list[float]]:
+    """Return the values of a row's tokens by name; none for a record without the trainer's log-probs."""
+    import numpy as np
+
+    length = int(record.tensors["lengths"][row])
+    mask = record.tensors["loss_mask"][row, :length].astype(bool)
+    columns = {name: tensor[row, :length] for name, tensor in record.tensors.items() if tensor.ndim == 2}
+    trainer = columns.get("policy_logprobs", columns.get("old_logprobs"))
+    if trainer is None:
+        return {}
+    columns["trainer"] = trainer
+    there = [(name, compute) for name, needed, compute in _VALUES if set(needed) <= columns.keys()]
+    return {
+        name: np.where(mask, compute(columns), np.nan).tolist()
+        for name, compute in there
+        if name != _ESTIMATE or "entropy" not in columns
+    }

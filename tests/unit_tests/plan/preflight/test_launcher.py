@@ -1,0 +1,84 @@
+"""Tasks of srun that start ranks themselves are not taken for separate runs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mega_rl.api import Trainer, load_config
+from mega_rl.cli import app as cli
+from mega_rl.errors import UserError
+from mega_rl.plan.preflight.host import refuse_tasks_of_srun
+
+JOB = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8"}
+STEP = {**JOB, "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+def in_environment(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name in ("RANK", *(name for name in os.environ if name.startswith("SLURM_"))):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        STEP,
+        {**STEP, "SLURM_PROCID": "5"},
+        {**STEP, "SLURM_NTASKS": "1"},
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+    ],
+)
+def test_one_of_several_tasks_is_refused(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    in_environment(monkeypatch, environment)
+    with pytest.raises(UserError, match=r"srun started [28] tasks, .* as a rank"):
+        refuse_tasks_of_srun()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        JOB,
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"},
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {"SLURM_PROCID": "0"},
+        {**STEP, "RANK": "3"},
+        {**JOB, "SLURM_PROCID": "0"},
+    ],
+    ids=["no Slurm", "salloc", "one task", "one task in a larger job", "one", "none named", "torchrun", "batch script"],
+)
+def test_other_starts_are_accepted(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    in_environment(monkeypatch, environment)
+    refuse_tasks_of_srun()
+
+
+@pytest.mark.parametrize(
+    "command", [["train", "--nproc-per-node", "2"], ["train", "--nproc-per-node", "1"], ["quickstart"]]
+)
+def test_commands_refuse_tasks_in_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    in_environment(monkeypatch, STEP)
+    assert cli.main(command) == 2
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "error: " in line)
+    assert line.startswith("error: srun started 8 tasks, which would be 8 separate runs, not ranks of one; leave out ")
+
+
+def test_tasks_without_launcher_are_ranks(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    in_environment(monkeypatch, STEP)
+    assert cli.main(["train", "--config", "quickstart"]) == 2
+    assert "error: srun has started this task without SLURM_STEP_NUM_NODES" in capfd.readouterr().err
+    with pytest.raises(UserError, match="srun has started this task without SLURM_STEP_NUM_NODES"):
+        Trainer(load_config("quickstart"))
+
+
+def test_launcher_on_each_node_may_be_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_environment(monkeypatch, STEP)
+    refuse_tasks_of_srun(launchers=8)
+    with pytest.raises(UserError, match="srun started 8 tasks"):
+        refuse_tasks_of_srun(launchers=4)

@@ -1,0 +1,170 @@
+"""A step's timer and meter, with a clock that the test moves, and the traces of chosen steps."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from mega_rl.parallel.comm import SingleRank
+from mega_rl.tracking.metrics.steps import TOKEN_PHASES, PhaseTimer, StepMeter, StepTraces, WorkMeter
+from mega_rl.workers.models import RoleMeter
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spend(timer: PhaseTimer | StepMeter, clock: Clock, **seconds: float) -> None:
+    for name, length in seconds.items():
+        with timer.phase(name):
+            clock.now += length
+
+
+def meter_of(clock: Clock, *, peak: float | None = 10e12, traces: StepTraces | None = None) -> StepMeter:
+    peaks: list[Mapping[str, int]] = [{"allocated": 7}, {"allocated": 5}]
+    meter = StepMeter(PhaseTimer(clock=clock), WorkMeter(), SingleRank(), peak, lambda: peaks.pop(0), traces)
+    if traces is None:
+        meter.reset()
+    return meter
+
+
+def test_phases_add_up_to_the_step() -> None:
+    """A step begins when the last one was read."""
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+    spend(timer, clock, generate=3.0, update_actor=1.0)
+    spend(timer, clock, update_actor=4.0)
+    clock.now += 1.5
+    assert timer.metrics() == {
+        "time/generate_s": 3.0, "time/update_actor_s": 5.0, "time/step_s": 10.0, "time/coverage": pytest.approx(0.8),
+    }  # fmt: skip
+    spend(timer, clock, log=2.0)
+    assert timer.metrics() == {"time/log_s": 2.0, "time/step_s": 2.0, "time/coverage": 1.0}
+    clock.now += 7.0
+    timer.reset()
+    clock.now += 1.0
+    assert timer.metrics() == {"time/step_s": 1.0, "time/coverage": 0.0}
+    assert timer.metrics() == {"time/step_s": 0.0, "time/coverage": 1.0}
+
+
+def test_nested_phases_are_refused() -> None:
+    timer = PhaseTimer()
+    outer, inner = timer.phase("generate"), timer.phase("reward")
+    with pytest.raises(RuntimeError, match="'reward' starts inside phase 'generate'"), outer, inner:
+        pass
+    with timer.phase("reward"):
+        pass
+    assert {"time/generate_s", "time/reward_s"} <= timer.metrics().keys()
+
+
+def test_device_is_waited_for_at_both_ends() -> None:
+    clock = Clock()
+    calls: list[float] = []
+
+    def synchronize() -> None:
+        calls.append(clock.now)
+        clock.now += 10.0  # the queue drains while waiting
+
+    timer = PhaseTimer(synchronize=synchronize, clock=clock)
+    spend(timer, clock, update_actor=1.0)
+    assert calls == [100.0, 111.0]
+    assert timer.metrics()["time/update_actor_s"] == 11.0, "its own queue counts, the earlier queue does not"
+
+
+def test_failed_phase_is_closed() -> None:
+    clock = Clock()
+    timer = PhaseTimer(clock=clock)
+
+    def fail() -> None:
+        clock.now += 2.0
+        raise KeyError("user")
+
+    with pytest.raises(KeyError), timer.phase("reward"):
+        fail()
+    assert timer.metrics()["time/reward_s"] == 2.0
+
+
+@pytest.mark.parametrize(("peak", "mfu"), [(10e12, 0.2), (None, None)])
+def test_rate_counts_only_phases_of_models(peak: float | None, mfu: float | None) -> None:
+    """8 TFLOP in 4 s, on a device that does 10 in a second; memory is only this step's peak."""
+    clock = Clock()
+    meter = meter_of(clock, peak=peak)
+    spend(meter, clock, generate=5.0, values=1.0, update_actor=3.0)
+    meter.work.total += 8e12
+    record = meter.metrics()
+    assert (record["perf/model_tflops"], record.get("perf/mfu")) == (2.0, mfu)
+    assert (record["memory/peak_allocated_bytes"], record["time/step_s"]) == (5, 9.0)
+
+
+def test_step_without_models_has_no_rate() -> None:
+    clock = Clock()
+    meter = meter_of(clock)
+    spend(meter, clock, generate=6.0, reward=2.0)
+    record = meter.metrics()
+    assert not {"perf/model_tflops", "perf/mfu"} & record.keys()
+    assert record["time/reward_fraction"] == 0.25
+
+
+def test_tokens_are_divided_by_their_phase() -> None:
+    """300 tokens in 2 s; phases without tokens or without a rate are not reported."""
+    clock = Clock()
+    meter = meter_of(clock)
+    for phase, seconds in (("values", 2.0), ("log", 1.0), ("ref_logprobs", 1.0)):
+        with meter.phase(phase):
+            clock.now += seconds
+            if phase != "ref_logprobs":
+                meter.work.count(100.0)
+                meter.work.count(200.0)
+    rates = {name: value for name, value in meter.metrics().items() if name.endswith("tokens_per_s")}
+    assert rates == {"perf/values_tokens_per_s": 150.0}
+
+
+def test_chosen_steps_are_traced(tmp_path: Path) -> None:
+    clock = Clock()
+    meter = meter_of(clock, traces=StepTraces(tmp_path / "profile", steps=[2], rank=3, memory=False))
+    meter.peak_memory = dict
+    for _ in range(3):
+        meter.reset()
+        with meter.phase("values"):
+            torch.ones(3).cumsum(0)
+        meter.metrics()
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == "step_000002_rank3.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert "aten::cumsum" in names
+
+
+class Work:
+    """One operation a token forward, three in an update."""
+
+    def forward(self, lengths: list[int]) -> float:
+        return float(sum(lengths))
+
+    def update(self, lengths: list[int]) -> float:
+        return 3.0 * sum(lengths)
+
+
+def test_rank_counts_its_share_of_the_replica() -> None:
+    """Ten tokens on two ranks; a forward for a lesson counts as work only."""
+    meter, batch = WorkMeter(), cast(Any, SimpleNamespace(lengths=torch.tensor([4, 6])))
+    role = RoleMeter(cast(Any, Work()), meter, replica_size=2)
+    meter.phase = "values"
+    role.forward(batch)
+    assert meter.take() == 5.0
+    role.forward(batch, tokens=False)
+    role.update(batch)
+    assert (meter.take(), meter.take()) == (20.0, 0.0)
+    assert meter.take_tokens()[TOKEN_PHASES.index("values")] == 10.0
+    assert not any(meter.take_tokens())

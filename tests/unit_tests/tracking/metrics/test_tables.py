@@ -1,0 +1,132 @@
+"""The table of a run's models before its first step, and the table at its end."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mega_rl.tracking.metrics.sinks import JsonlSink
+from mega_rl.tracking.metrics.tables import RoleFacts, short_count, show_startup, show_summary, sparkline
+
+ACTOR = RoleFacts(
+    role="actor", model="/models/a[bold]b", family="qwen2", parameters=494_032_768, engine="megatron",
+    layout="tp2 dp2", attention="te: flash", dtype="bf16", trains=True,
+)  # fmt: skip
+CRITIC = RoleFacts("critic", "/models/larger", "qwen2", 7_615_616_512, "megatron", "tp2 dp2", "sdpa", "bf16", True)
+REWARD = RoleFacts("reward", "exact_match")
+
+
+def console(*, terminal: bool, width: int = 80) -> tuple[Console, io.StringIO]:
+    stream = io.StringIO()
+    return Console(file=stream, force_terminal=terminal, width=width, color_system=None), stream
+
+
+def shown(*roles: RoleFacts, terminal: bool, width: int = 80, stop_tokens: str = "") -> str:
+    made, stream = console(terminal=terminal, width=width)
+    show_startup(roles, stop_tokens=stop_tokens, console=made)
+    return stream.getvalue()
+
+
+def summary(run: Path, *, terminal: bool = False) -> str:
+    made, stream = console(terminal=terminal)
+    show_summary(run, console=made)
+    return stream.getvalue()
+
+
+def test_every_role_is_one_line_without_terminal() -> None:
+    """However narrow the log seems; brackets in paths are no markup; columns without a word are left out."""
+    assert shown(ACTOR, CRITIC, REWARD, terminal=False, width=20) == (
+        "role    model             family  parameters  engine    layout   attention  dtype  trains\n"
+        "actor   /models/a[bold]b  qwen2         494M  megatron  tp2 dp2  te: flash  bf16   yes\n"
+        "critic  /models/larger    qwen2        7.62B  megatron  tp2 dp2  sdpa       bf16   yes\n"
+        "reward  exact_match       -                -  -         -        -          -      no\n"
+    )
+    assert shown(REWARD, terminal=False) == "role    model        trains\nreward  exact_match  no\n"
+
+
+def test_wide_terminal_gets_a_frame() -> None:
+    wide = shown(ACTOR, CRITIC, REWARD, terminal=True, width=120)
+    assert wide.count("\n") == 7
+    for text in ("/models/a[bold]b", "te: flash", "7.62B", "exact_match", "│ reward │"):
+        assert text in wide
+
+
+def test_narrow_terminal_folds_no_word() -> None:
+    """Facts that all models share are said once."""
+    assert shown(ACTOR, CRITIC, REWARD, terminal=True, width=80) == (
+        "role    parameters  attention\n"
+        "actor         494M  te: flash\n"
+        "  /models/a[bold]b\n"
+        "critic       7.62B  sdpa\n"
+        "  /models/larger\n"
+        "reward           -  -\n"
+        "  exact_match\n"
+        "all models: family qwen2, engine megatron, layout tp2 dp2, dtype bf16, trains yes\n"
+    )
+
+
+@pytest.mark.parametrize(("terminal", "width"), [(False, 80), (True, 80), (True, 120)], ids=["log", "narrow", "wide"])
+def test_stop_tokens_are_the_last_line(terminal: bool, width: int) -> None:
+    """Brackets in a token are no markup."""
+    text = shown(ACTOR, CRITIC, terminal=terminal, width=width, stop_tokens="<eos> (id 1) or [/b] (id 2)")
+    assert text.endswith("\nresponses end at <eos> (id 1) or [/b] (id 2)\n")
+
+
+def test_counts_have_three_digits() -> None:
+    assert {number: short_count(number) for number in (0, 999, 9_994, 9_996, 99_960, 999_600_000)} == {
+        0: "0", 999: "999", 9_994: "9.99K", 9_996: "10.0K", 99_960: "100K", 999_600_000: "1.00B",
+    }  # fmt: skip
+    numbers = (494_032_768, 7_615_616_512, 70_553_706_496, 1_026_000_000_000, 12_345_678_000_000_000)
+    assert [short_count(number) for number in numbers] == ["494M", "7.62B", "70.6B", "1.03T", "12346T"]
+
+
+def test_run_is_summed_up_from_its_files(tmp_path: Path) -> None:
+    run = tmp_path / "run[1]"
+    for name in ("hf/step_000002", "checkpoints/step_000001", "checkpoints/step_000002"):
+        (run / name).mkdir(parents=True)
+    sink = JsonlSink(run / "metrics.jsonl", resume_step=1)
+    sink.log(0, {"val/reward_mean": 0.25})
+    for step in (1, 2):
+        sink.log(step, {"reward/mean": step / 4, "time/step_s": 40.0} | ({"val/reward_mean": 0.5} if step == 2 else {}))
+    assert summary(run).splitlines() == [
+        "steps               2",
+        "time in steps       1:20",
+        "reward              0.2500 -> 0.5000  ▁█",
+        "validation reward   0: 0.2500  2: 0.5000",
+        f"metrics             {run}/metrics.jsonl",
+        f"checkpoint          {run}/checkpoints/step_000002",
+        f"Hugging Face model  {run}/hf/step_000002",
+        f"export              mega-rl checkpoint export {run} FOLDER",
+        f"page                mega-rl report {run}",
+        f"plot                mega-rl plot {run}",
+    ]
+    framed = summary(run, terminal=True)
+    assert "│ reward             │ 0.2500 -> 0.5000  ▁█" in framed
+    assert "run[1]" in framed.replace(" │\n│                    │ ", "")
+
+
+@pytest.mark.parametrize("content", [b"\xb8\xff\x00\n", b"oops\n{}\n"], ids=["bytes", "text"])
+def test_damaged_metrics_do_not_fail_a_run(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    text = summary(tmp_path)
+    assert "metrics.jsonl: cannot be read" in text
+    assert "step_000002" in text
+
+
+def test_first_of_named_sets_is_shown(tmp_path: Path) -> None:
+    assert summary(tmp_path, terminal=True) == "", "a run without metrics has no summary"
+    sink = JsonlSink(tmp_path / "metrics.jsonl", resume_step=1)
+    sink.log(0, {"val/gsm8k/reward_mean": 0.25, "val/gsm8k/reward_style": 0.0, "val/math/reward_mean": 0.5})
+    assert "validation reward of gsm8k  0: 0.2500" in summary(tmp_path).splitlines()
+
+
+def test_sparkline_reaches_from_lowest_to_highest() -> None:
+    assert sparkline([-1.0, 0.0, math.nan, 1.0]) == "▁▅█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert len(sparkline([float(value) for value in range(1000)])) == 36
