@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -> int:
-    """Run a typer app with this project's exit codes and one-line errors; returns the exit code, as `main` does."""
+    """Run a typer app with this project's exit codes and one-line errors; return the exit code."""
     if "WORLD_SIZE" not in os.environ:
         os.environ.pop("RANK", None)  # a launcher sets both: left over, it would silence a process that is the only one
     try:
@@ -153,11 +153,11 @@ def entry_point(arguments: Sequence[str] | None = None) -> None:
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
             os.set_inheritable(descriptor, True)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    codes = [1]  # of an error with a traceback
+    codes = [1]  # exit code for a traceback
     atexit.register(_end, codes)  # the first to be registered is the last to be called
     try:
         codes.append(main(arguments))
-    except SystemExit as error:  # of a user's code
+    except SystemExit as error:  # raised by a user's code
         codes.append(error.code if isinstance(error.code, int) else int(error.code is not None))
         raise
     sys.exit(codes[-1])

@@ -71,12 +71,12 @@ def _hub_folder(
 
 
 def checkpoint(context: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Return the folder of a checkpoint argument, downloaded whole if it is a name on the Hub."""
+    """Return the folder of a checkpoint argument; a name on the Hub is downloaded whole."""
     return _hub_folder(context, parameter, value, weights=True)
 
 
 def description(context: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Return the folder of a checkpoint argument, downloaded without its weights if it is a name on the Hub."""
+    """Return the folder of a checkpoint argument; a name on the Hub is downloaded without weights."""
     return _hub_folder(context, parameter, value, weights=False)
 
 

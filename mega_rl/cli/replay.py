@@ -1,4 +1,4 @@
-"""`mega-rl replay`: exit code 0 when a step agrees with its record, 1 when a tensor does not, 2 for mistakes."""
+"""`mega-rl replay`: exit code 0 if a step agrees with its record, 1 if not, 2 for mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mega-rl train` and `mega-rl eval`: check the settings without torch, then run, or become the launcher of the ranks.
+"""`mega-rl train` and `mega-rl eval`: check the settings without torch, then run or start ranks.
 
 Exit codes of `eval`: 0 when every sample is scored, 1 when the evaluation cannot continue, 2 for mistakes.
 """

@@ -1,4 +1,4 @@
-"""`mega-rl verify`: exit code 0 when all agree with one rank of Megatron-Core, 1 when one does not, 2 for mistakes."""
+"""`mega-rl verify`: exit code 0 if all agree with one rank of Megatron-Core, 1 if not, 2 for mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of a data row: prompt, answer, tools and template variables, and those that a reward reads. No torch."""
+"""Columns of a data row: prompt, answer, template variables, and those of the reward. No torch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def template_columns(row: Mapping[str, object]) -> Message:
 
 
 def _of_kind(row: Mapping[str, object], key: str, kind: type) -> Any:
-    """Return a column without keys that are null, from JSON if it is a string. Raises RowProblem for another type."""
+    """Return a column without null keys, from JSON if it is a string. Raises RowProblem."""
     value = row.get(key)
     if isinstance(value, str):
         try:

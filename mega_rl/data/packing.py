@@ -1,4 +1,4 @@
-"""Micro-batches: rows of a padded batch in the layout of a model, and model outputs back in the batch's layout.
+"""Micro-batches: rows of a padded batch in a model's layout, and its outputs back in the batch's.
 
 The model's output at position i belongs to the token at i + 1, while batches are aligned to that token (see
 mega_rl.types). The shift between the two happens here and nowhere else.
@@ -100,7 +100,7 @@ def pad(
     pad_to_multiple: int = 1,
     min_shape: tuple[int, int] = (1, 1),
 ) -> MicroBatch:
-    """Pad rows of the batch, under each other, on the right with 0 to the longest, rounded up to `pad_to_multiple`.
+    """Pad rows of the batch on the right with 0 to the longest, rounded up to `pad_to_multiple`.
 
     `field_names` as in `pack`. Dummy rows and zeros make it at least `min_shape`, so no rows give a dummy row.
     """

@@ -81,7 +81,7 @@ class PromptReading:
     def _tokenised(
         self, parsed: Sequence[PromptRow], fatal: list[str], bad: list[str]
     ) -> tuple[list[Prompt], list[str]]:
-        """Return (prompts that fit, one line for each that is too long); other problems go to `fatal` and `bad`."""
+        """Return (prompts that fit, a line for each long one); other problems go to `fatal` and `bad`."""
         prompts: list[Prompt] = []
         long: list[str] = []
         rows = []
@@ -136,7 +136,7 @@ def load_prompts(
 
     Raises UserErrors that names file and line (row in a Parquet file, from 1) of every problem, 20 of them in full:
     unreadable files, rows that cannot be read (`malformed` "drop" drops these instead and logs how many), prompts above
-    `max_prompt_tokens` (`overlong` likewise), token ids outside the model's vocabulary; and when no prompt is left.
+    `max_prompt_tokens` (`overlong` can drop them), token ids outside the vocabulary; and when no prompt is left.
     """
     if not files:
         raise UserError("no prompt files are given: set data.train_files to JSONL or Parquet files")
@@ -162,7 +162,7 @@ def split(prompts: Sequence[Prompt], val_size: int, *, seed: int) -> tuple[list[
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 over content and order of the prompts (hex), which shows changed data to a resumed run."""
+    """Return the SHA-256 of content and order of the prompts (hex), to detect changed data."""
     digest = hashlib.sha256()
     for prompt in prompts:
         columns = [] if prompt.row is None else [prompt.row]
@@ -196,7 +196,7 @@ def _report(fatal: list[str], problems: Mapping[str, tuple[str, list[str]]], siz
 
 
 def _grouped(lines: Sequence[str], sizes: Counter[str]) -> list[str]:
-    """Return one line for each kind of problem of a file. Problems that differ only in numbers have one kind."""
+    """Return one line for each kind of problem of a file; numbers make no difference."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         place = _PLACE.match(line)

@@ -1,4 +1,4 @@
-"""Rows of files and of a user's source: read, checked one by one, and rendered as text; not tokenised yet.
+"""Rows of files and of a user's source: read, checked one by one, and rendered as text.
 
 A JSONL file is read line by line: Hugging Face `datasets` infers one schema for the whole file, fails on columns that
 no setting names, and cannot say which line is at fault.
@@ -249,7 +249,7 @@ def _check_unicode(texts: Mapping[str, str]) -> None:
 
 
 def _answer(value: object, key: str, reward: RewardColumns) -> Answer:
-    """Return a row's answer, a number as a string; None if there is none and none is needed. Raises RowProblem."""
+    """Return a row's answer, a number as a string; None without a needed answer. Raises RowProblem."""
     if isinstance(value, str) or (value is None and not reward.answer):
         return value
     if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Training prompts that are read during the run: shards, blocks of their rows, and the prompts of each step.
+"""Training prompts that are read during the run: shards, blocks of rows, prompts of steps.
 
 An epoch reads all shards once, in a random order. The rows of its shards, one after the other, are cut into blocks, and
 the prompts of a block are shuffled. Both orders are functions of the seed, so a block depends only on the place where
@@ -61,7 +61,7 @@ class FileShard:
         return str(self.path)
 
     def identity(self) -> str:
-        """Return name, size and SHA-256 of 192 KiB of the file: a stream may be too large to read at every start."""
+        """Return name, size and SHA-256 of 192 KiB: a file may be too large to read at every start."""
         digest = hashlib.sha256()
         try:
             size = self.path.stat().st_size
@@ -97,7 +97,7 @@ class PromptBlock(NamedTuple):
 
     prompts: list[Prompt]
     begin: Position
-    after: Position  # of the next block
+    after: Position  # begin of the next block
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class StreamReader:
         for place in range(at.shard, len(order)):
             skip = at.row if place == at.shard else 0
             shard, columns = self.shards[order[place]], self.reading.columns
-            schema = getattr(shard, "schema", None)  # of rows of the Hub, whose floats are as wide as Python's
+            schema = getattr(shard, "schema", None)  # rows of the Hub have Python's wide floats
             for number, (where, content) in enumerate(shard.rows(columns, skip=skip), start=skip + 1):
                 if schema is not None and isinstance(content, dict):
                     content = with_short_floats(content, columns.answer, schema)
@@ -240,7 +240,7 @@ class StreamSampler(StepOrder):
         return {"at": list(at), "epochs": epochs, "prompts": prompts}
 
     def _next(self, at: Position) -> PromptBlock:
-        """Return the block at a position. Raises the reader's error, and RunError if it does not come in time."""
+        """Return the block at a position. Raises the reader's error, or RunError after the deadline."""
         assert self._reader is not None
         assert self._ahead is not None
         if self._ahead.wait(self._timeout_s):

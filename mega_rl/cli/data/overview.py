@@ -1,4 +1,4 @@
-"""`mega-rl data show`: the sets of prompts of a recipe, a run's draws from each, and their first prompts."""
+"""`mega-rl data show`: a recipe's sets of prompts, a run's draws from them, first prompts."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ HEAD = ("set", "prompts", "mean tokens", "longest", "weight", "share", "draws", 
 
 @dataclass(frozen=True)
 class SetOverview:
-    """A set of prompts and a run's draws from it. Only the first block of a stream is known."""
+    """A set of prompts and a run's draws from it; a stream is known by its first block."""
 
     name: str
     role: str  # "train" or "validation"
     prompts: int | None  # None for a stream
     mean_tokens: float
     longest: int  # tokens
-    shards: int | None = None  # of a stream
+    shards: int | None = None  # shards of a stream
     weight: float | None = None  # None where the number of prompts decides
-    share: float | None = None  # of the run's draws
+    share: float | None = None  # share of the run's draws
     draws: int | None = None
     epochs: float | None = None  # None for a stream
 
@@ -59,7 +59,7 @@ Sets = Iterator[tuple[SetOverview, str, Sequence[Prompt]]]  # with the title of 
 
 
 def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int, as_json: bool) -> None:
-    """Print the overview of a recipe, with so many prompts of each set. Raises UserErrors."""
+    """Print the overview of a recipe, with the first `prompts` of each set. Raises UserErrors."""
     config, tokens, vocab_size = _inputs(recipe, overrides)
     columns = RewardColumns(answer=False, structured=True)  # any reward
     source = load_data_source(config)

@@ -1,4 +1,4 @@
-"""Published problem sets as JSONL files of prompts: the rows' place, and how a row becomes a prompt and an answer."""
+"""Published problem sets as JSONL files: where they are, how a row becomes a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that every task of the quickstart writes: rows, a folder as the Hub has it, a tokenizer and a fresh model."""
+"""Files of every quickstart task: rows, a folder as on the Hub, a tokenizer, a fresh model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
 def write_folder(
     folder: Path, card: str, files: Mapping[str, Sequence[Row]], *, force: bool = False
 ) -> dict[Path, int]:
-    """Write Parquet or JSONL files and a card as a repository of the Hub has them; return the rows by file.
+    """Write files and a card as a repository of the Hub has them; return the rows by file.
 
     Raises UserError, before anything is written, for a file that exists, unless `force` is set.
     """

@@ -1,4 +1,4 @@
-"""Small programming problems, made by a program, for runs without a network; with a fresh model.
+"""Small programming problems, for runs without a network, and a fresh model.
 
 A problem asks for a program that reads a number and prints another one. Its tests are cases of standard input and
 output in the form of APPS: `{"inputs": ["3", "40"], "outputs": ["10", "84"]}`. Demonstrations of the warm start are of
@@ -43,7 +43,7 @@ TOKEN = rf"```python\n|```|{WORDS}"
 MAX_POSITIONS = 96
 NUM_TEST = 24
 NUM_DEMONSTRATIONS = 16_000
-RIGHT_SHARE, BLOCK_SHARE = 0.35, 0.6  # of the demonstrations
+RIGHT_SHARE, BLOCK_SHARE = 0.35, 0.6  # shares of the demonstrations
 
 
 @dataclass(frozen=True)

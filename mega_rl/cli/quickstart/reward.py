@@ -1,10 +1,10 @@
-"""Reward of the quickstart's sums. The quickstart copies this file next to its data, where the recipe names it."""
+"""Reward of the quickstart's sums. The quickstart copies this file next to its data."""
 
 from __future__ import annotations
 
 
 def points(prompt: str, response: str, answer: str) -> dict[str, float]:
-    """Return the reward's components for a right answer: one point, and one for every carry of the sum; else zeros."""
+    """Return a point for a right answer and one for every carry of its sum; else zeros."""
     correct = float(response == answer)
     return {"correct": correct, "carries": correct * carries(prompt)}
 

@@ -42,7 +42,7 @@ class QuickstartTask:
 
     recipe: str  # a packaged recipe, whose trainer.run_dir is runs/RECIPE
     inputs: ModuleType  # with write_data and write_model
-    steps: int  # of the warm start
+    steps: int  # steps of the warm start
     batch_size: int
     settings: Callable[[Path], Mapping[str, str | list[str]]]  # settings that name data and rewards in a folder
 
@@ -199,7 +199,7 @@ def prepare_folder(run_dir: Path) -> None:
 
 
 def launch(command: list[str], run_dir: Path) -> float:
-    """Run a command of `mega-rl` on NUM_RANKS ranks, on the CPU unless there is a GPU for each; return its seconds.
+    """Run a command of `mega-rl` on NUM_RANKS ranks, on GPUs if there are enough; return its seconds.
 
     Raises RunError when it fails; it has shown why.
     """

@@ -23,7 +23,7 @@ from mega_rl.cli.quickstart.inputs import EOS, PAD, UNK, Row, write_fresh_model,
 VOCABULARY = (PAD, EOS, UNK, *"0123456789=+-")
 MAX_POSITIONS = 64
 NUM_DEMONSTRATIONS = 32_768
-RIGHT_SHARE = 0.3  # of the demonstrations
+RIGHT_SHARE = 0.3  # share of right demonstrations
 
 
 class Sums(NamedTuple):

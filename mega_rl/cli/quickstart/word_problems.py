@@ -1,4 +1,4 @@
-"""Word problems in the shape of GSM8K, made by a program, for runs without a network; with a fresh model.
+"""Word problems in the shape of GSM8K, for runs without a network, and a fresh model.
 
 A question needs one or two steps of arithmetic with small numbers. Its answer is a worked solution with the
 calculator annotations of GSM8K, `7+8=<<7+8=15>>15`, and ends with a line `#### 15`. Demonstrations of the warm start
@@ -53,7 +53,7 @@ ANSWER, SENTENCE = "#### {}", "The answer is {}."
 MAX_POSITIONS = 128
 NUM_TRAIN, NUM_TEST = 4000, 128
 NUM_DEMONSTRATIONS = 32_000
-RIGHT_SHARE = 0.4  # of the demonstrations
+RIGHT_SHARE = 0.4  # share of right demonstrations
 
 Calculate = Callable[[int, str, int], int]  # left, operator, right -> result
 

@@ -75,7 +75,7 @@ def reason(error: BaseException, *, repo: str, revision: str, kind: Kind) -> str
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return whether the Hub gave no answer at all, so that a copy in the cache is the best there is."""
+    """Return whether the Hub gave no answer, so that only the cache is left."""
     silent = (httpx.ConnectError, httpx.TimeoutException, OfflineModeIsEnabled)
     return constants.HF_HUB_OFFLINE or any(isinstance(cause, silent) for cause in chain(error))
 
@@ -89,7 +89,7 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def why_unreadable(error: Exception, *, repo: str, revision: str) -> str:
-    """Return why the datasets library failed. It hides the Hub's answer, so ask the Hub for access once more."""
+    """Return why the datasets library failed; ask the Hub again, since the library hides its answer."""
     cause: BaseException | None = error if any(isinstance(one, httpx.HTTPError) for one in chain(error)) else None
     if constants.HF_HUB_OFFLINE:
         cause = error

@@ -41,7 +41,7 @@ class ModelName:
 
 @dataclass(frozen=True)
 class DatasetName:
-    """One split of one configuration of a dataset repository at a revision; "" is a part that is left out."""
+    """A split of a configuration of a dataset at a revision; "" is a missing part."""
 
     repo: str  # "openai/gsm8k"
     config: str = ""  # "main"
@@ -64,9 +64,9 @@ class DatasetName:
 
 @dataclass(frozen=True)
 class FolderName:
-    """One split of one configuration of a local folder in the shape of a dataset repository."""
+    """A split of a configuration of a local folder in the shape of a dataset."""
 
-    folder: str  # as it was given: "data/gsm8k"
+    folder: str  # the given path: "data/gsm8k"
     config: str = ""  # "main"; "" for the only one, or the folder's default
     split: str = ""  # "train"; "" for that of the role
 

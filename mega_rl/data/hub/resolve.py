@@ -35,7 +35,7 @@ DATA_ROLES: Mapping[str, Role] = {
 
 @dataclass(frozen=True)
 class HubNames:
-    """The settings of a config that name something on the Hub, or a local folder of its kind; empty without any."""
+    """Settings of a config that name something on the Hub, or a local folder of its kind."""
 
     models: Mapping[str, ModelName] = field(default_factory=dict)  # key -> name
     data: Mapping[str, Mapping[str, RowsName]] = field(default_factory=dict)  # key -> file of the setting -> name
@@ -105,7 +105,7 @@ def fetch(config: Config, names: HubNames, *, admit: Callable[[Config], None]) -
 
 
 def _fetch_rows(key: str, text: str, name: RowsName | None, *, streamed: bool) -> tuple[list[str], str]:
-    """Return (files, pinned name) for one file of a setting; a stream has its pinned name in the place of files."""
+    """Return (files, pinned name) for one file of a setting; a stream's files are its name."""
     if name is None:
         return [text], text
     from mega_rl.data.hub.rows import fetch_rows, folder_files, pin_rows
@@ -121,7 +121,7 @@ def _fetch_rows(key: str, text: str, name: RowsName | None, *, streamed: bool) -
 
 
 def role_of(key: str) -> Role:
-    """Return the role of a setting, or of an entry of it, which decides the split of a name without one."""
+    """Return the role of a setting or of its entry, which decides a missing split."""
     return next(role for setting, role in DATA_ROLES.items() if key == setting or key.startswith(f"{setting}."))
 
 

@@ -1,4 +1,4 @@
-"""Dataset repositories by the `datasets` library: a split as a Parquet file named by its commit, or as a stream.
+"""Dataset repositories by the `datasets` library: a split as a Parquet file or as a stream.
 
 The library takes seconds to import, so it is imported only for a name whose file is not there yet. No code of a
 repository runs: the library has no dataset scripts any more.
@@ -23,7 +23,7 @@ from mega_rl.data.hub.names import COMMIT, DatasetName, FolderName, Role
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 
-DEADLINE_S = 3600.0  # of reading one split
+DEADLINE_S = 3600.0  # for reading one split
 USUAL_SPLITS: dict[Role, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "test")}
 
 
@@ -92,7 +92,7 @@ def folder_files(name: FolderName, *, role: Role, label: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class HubShard:
-    """A shard of a split at a commit, as the library cuts it: a file, or a part of a file."""
+    """A shard of a split at a commit: a file, or a part of a file."""
 
     dataset: Any  # datasets.IterableDataset of the whole split
     pinned: DatasetName
@@ -190,7 +190,7 @@ def _split(builder: Any, asked: str, role: Role, label: str) -> str:
 
 @contextmanager
 def _readable(name: DatasetName | None, label: str) -> Iterator[None]:
-    """Raise a failure of the Hub or the library as a UserError that begins with the label; None: a local folder."""
+    """Raise failures of the Hub or the library as UserErrors with the label; None: a local folder."""
     import datasets
     import pyarrow
     import yaml
@@ -216,7 +216,7 @@ def _file(pinned: DatasetName) -> Path:
 
 
 def _kept(name: DatasetName, commit: str, role: Role) -> DatasetName | None:
-    """Return the pinned name of an earlier download: of a commit, or the newest where the Hub cannot be asked ("").
+    """Return the pinned name of an earlier download: of a commit, or the newest without the Hub ("").
 
     Only the library knows what stands for parts that are left out; without the Hub the only download of its kind does.
     """

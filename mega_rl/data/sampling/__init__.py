@@ -1,4 +1,4 @@
-"""Order in which a run draws its prompts: a function of the seed and of the number of earlier draws.
+"""Order in which a run draws its prompts: a function of the seed and the draw's number.
 
 `epochs` draws from one list, `success` by measured success, `mixture` from several lists by their weights.
 """

@@ -1,4 +1,4 @@
-"""Prompts of each step from one list: epoch after epoch, or the easiest first; and the random numbers of all orders."""
+"""Prompts of each step from one list, in epochs or the easiest first, and random orders."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class StepOrder(ABC):
         """Return `count` prompts from number `first` of the endless order on, counted from 0."""
 
     def numbers(self) -> dict[str, int]:
-        """Return the numbers that a checkpoint keeps of the order, equal on all ranks; none for a pure function."""
+        """Return the order's numbers for a checkpoint, equal on all ranks; none for a pure function."""
         return {}
 
     def restore(self, numbers: Mapping[str, int]) -> None:  # noqa: B027
         """Resume from the `numbers` of a checkpoint, which may have none; called before the first `take`."""
 
     def waits(self) -> Metrics:
-        """Return the seconds that draws have waited for a stream since the last call; empty for prompts in memory."""
+        """Return the seconds of waiting for a stream since the last call; empty for prompts in memory."""
         return {}
 
     def close(self) -> None:  # noqa: B027
@@ -101,7 +101,7 @@ class PromptSampler(StepOrder):
 
 @dataclass(frozen=True)
 class Growth:
-    """Share of the prompts to draw from, which grows evenly from `start` at the first draw to 1 after `draws`."""
+    """Share of the prompts to draw from: grows evenly from `start` to 1 after `draws`."""
 
     start: float  # above 0, below 1
     draws: int

@@ -22,7 +22,7 @@ from mega_rl.data.sampling.success import Preference, SuccessRates, SuccessSampl
 from mega_rl.types import Metrics, Prompt
 
 MAX_CYCLE = 1_000_000  # draws after which the order of sources begins again; finer shares are rounded to it
-_LEAST = 1e-12  # weight of a source beside the largest, which a temperature near 0 would round to nothing
+_LEAST = 1e-12  # least weight next to the largest; a temperature near 0 would round it to nothing
 _SCALE = 1 << 64
 _BEGIN, _SHARE, _BEFORE = "begin", "share", "before"  # numbers of a checkpoint
 
@@ -91,7 +91,7 @@ class DrawOrder:
         return [cycles * share + int(count) for share, count in zip(self._shares, own, strict=True)]
 
     def _extend(self) -> None:
-        number = len(self._sources) + 1  # of draws, with this one
+        number = len(self._sources) + 1  # draws with this one
         source, earliest = -1, 0
         for candidate, share in enumerate(self._shares):
             is_due = self._slack * (number * share - self._cycle * self._taken[candidate]) >= self._cycle
@@ -103,7 +103,7 @@ class DrawOrder:
         self._deadlines[source] = self._deadline(source)
 
     def _deadline(self, source: int) -> int:
-        """Return a number that orders the sources by the draw after which each, without another draw, is too late.
+        """Return a number that orders sources by the draw at which they would be late.
 
         It is late after cycle * late / (slack * share) draws. Fractions late / share of shares up to MAX_CYCLE differ
         by 1e-12 or not at all, so these whole numbers are in their order.
@@ -225,7 +225,7 @@ def mixture_of(
     prompts: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], plan: OrderPlan, *,
     batch_size: int, rates: SuccessRates | None = None,
 ) -> MixtureSampler:  # fmt: skip
-    """Return a mixture of lists of prompts, each in the order of a plan; rates: measured success, if it is followed.
+    """Return a mixture of lists of prompts, each in the order of a plan; rates: measured success.
 
     A curriculum of a source grows over the source's share of the draws.
     """

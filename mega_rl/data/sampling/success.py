@@ -1,4 +1,4 @@
-"""Prompts preferred by the success rate of their own samples, as the run measures it.
+"""Prompts preferred by the success rate of their samples, which the run measures.
 
 Rules of preference, of a prompt whose samples are right with probability p:
 
@@ -26,7 +26,7 @@ from mega_rl.types import Metrics, Prompt
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Integers: TypeAlias = npt.NDArray[np.int64]
 
-_SCALE = 1 << 30  # of whole-number weights, whose sums are exact on every machine
+_SCALE = 1 << 30  # makes weights whole numbers, whose sums are exact on every machine
 # Rule -> (weight of a success rate, weight of a prompt without samples: the mean over all rates).
 PREFERENCES: Mapping[str, tuple[Callable[[_Floats], _Floats], float]] = {
     "learnable": (lambda rate: rate * (1.0 - rate), 1.0 / 6.0),
@@ -59,7 +59,7 @@ class SuccessRates:
         return np.searchsorted(self._rows, rows)
 
     def record(self, prompts: Sequence[Prompt], *, right: Sequence[float], samples: Sequence[float]) -> None:
-        """Add the samples of a visit of some prompts: how many were right, of how many; 0 of 0 is no visit."""
+        """Add the numbers of right samples and of samples of a visit; 0 of 0 is no visit."""
         own, places = np.unique(self.places(prompts), return_inverse=True)
         new = np.zeros((2, len(own)))
         np.add.at(new[0], places, np.asarray(right, dtype=np.float64))
@@ -77,7 +77,7 @@ class SuccessRates:
         return np.floor(weights * _SCALE).astype(np.int64)
 
     def metrics(self, places: _Integers | None = None) -> Metrics:
-        """Return the mean rate of prompts that have samples, and shares of all that are unseen, solved and unsolved.
+        """Return the mean rate of prompts with samples, and the shares of unseen, solved and unsolved ones.
 
         places: of the prompts that are meant; None: all.
         """

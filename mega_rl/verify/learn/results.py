@@ -1,4 +1,4 @@
-"""Results over seeds: means with 95 % bands, verdicts on a task's statements, files, a table and a plot."""
+"""Results over seeds: means with 95 % bands, verdicts on statements, files, a table, a plot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ConfidenceBand:
-    """A mean over seeds and the ends of its 95 % confidence interval, which has no width for one seed."""
+    """A mean over seeds with its 95 % confidence interval; one seed has no width."""
 
     mean: float
     low: float
@@ -176,7 +176,7 @@ def _read(file: Path) -> list[tuple[str, str, Curve]]:
 
 
 def _judged(task: LearningTask, runs: Mapping[str, Sequence[Curve]]) -> TaskResult:
-    """Return the result of a task from the runs of its variants. Raises UserError if they cannot be compared."""
+    """Return the result of a task's runs. Raises UserError if they cannot be compared."""
     names = [variant.name for variant in task.variants]
     needed = [one.variant for one in task.statements] + [one.other for one in task.statements if isinstance(one, Beats)]
     if unknown := [name for name in runs if name not in names]:
@@ -218,7 +218,7 @@ def markdown_table(results: Sequence[TaskResult]) -> str:
 
 
 def plot_tasks(results: Sequence[TaskResult], picture: Path) -> None:
-    """Draw a panel for each task, with mean and 95 % band of every variant; the same results give the same bytes."""
+    """Draw each task's variants with mean and 95 % band; the same results give the same bytes."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -25,7 +25,7 @@ class ExpectedReward:
 
 @dataclass(frozen=True)
 class ClosedFormDistance:
-    """Measure: exact KL(pi || pi*) in nats for pi*(y) ~ ref(y) exp(r(y) / beta), over every response as above."""
+    """Measure: exact KL(pi || pi*) in nats, pi*(y) ~ ref(y) exp(r(y) / beta), over every response."""
 
     length: int
     beta: float

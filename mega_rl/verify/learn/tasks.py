@@ -32,7 +32,7 @@ def _sizes(*, steps: int, prompts: int, n: int, tokens: int, lr: float) -> dict[
 
 
 def _ranked(letter: str, state: str) -> float:
-    """Return a reward of 0 to 1 in an order of the letters that is no smooth function of letter and state."""
+    """Return a reward of 0 to 1 that is not a smooth function of letter and state."""
     return ((7 * LETTERS.index(letter) + 5 * LETTERS.index(state)) % 16) / 15
 
 
@@ -116,7 +116,7 @@ DELAYED_CREDIT = LearningTask(
         Variant("critic"),
         Variant("critic frozen at 0", {"optim.critic_lr": 1e-12}),
         Variant(
-            "rloo",  # as many updates of the policy
+            "rloo",  # the same number of policy updates
             {
                 "trainer.steps": 25,
                 "algorithm.advantage": "rloo",
@@ -236,7 +236,7 @@ OFF_POLICY = LearningTask(
 # rows of this batch. Once the policy is there, all samples of a prompt are one arm, and nothing is left to learn from.
 REUSED_STATES = "abcdefgh"
 NUM_ROWS = 40  # rows of each state
-BEST_SHARE, SHARE = 0.9, 0.4  # of a state's rows on which its best arm pays, and every other one
+BEST_SHARE, SHARE = 0.9, 0.4  # share of rows on which a state's best arm pays, and any other arm
 NO_CLIP = {"clip_low": 1.0, "clip_high": 1e6, "dual_clip": 0.0}
 
 
