@@ -1,6 +1,5 @@
 """Mathematics of PPO and GRPO as pure functions: tensors and numbers in, tensors out.
 
-`advantages` (estimators), `losses` (policy, critic, weights of tokens), `corrections` (importance weights), `kl`,
-`mismatch` (distance of trainer and rollout engine), `statistics`. Must not import a process group, Megatron-Core or
-transformers, and of the config nothing but the dataclasses of their own settings.
+`advantages` (estimators), `losses`, `corrections` (importance weights), `kl`, `mismatch` (trainer against rollout
+engine), `statistics`. They import no process group and, of the config, only the dataclasses of their settings.
 """

@@ -150,8 +150,7 @@ class OPSM(settings.OPSMSettings):
         return torch.where(is_far & (tokens.advantages < 0), 0.0, torch.ones_like(tokens.advantages)), {}
 
 
-# Called with the settings of the recipe; names and settings as in `mega_rl.config.schema.algorithms.CORRECTIONS`, which
-# also has "none".
+# Called with the settings of the recipe; `mega_rl.config.schema.algorithms.CORRECTIONS` has the same names, and "none".
 CORRECTIONS: dict[str, Callable[..., Correction]] = {
     "tis": TIS,
     "icepop": IcePop,

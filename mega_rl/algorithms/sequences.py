@@ -1,4 +1,4 @@
-"""Sums over whole sequences, where packing joins them and context parallelism cuts them."""
+"""Sums over whole sequences, which packing joins and context parallelism cuts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-def nothing_to_add(sums: Tensor) -> Tensor:
-    """Return the sums themselves: this rank has every token of its sequences."""
-    return sums
+from mega_rl.algorithms.statistics import identity
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Response tokens of a micro-batch by the sequence that they are of.
+    """Response tokens of a micro-batch by their sequence.
 
     Sequences are the n rows of a data-parallel rank's mini-batch, of which a micro-batch has some, and none in part: a
     sum over one that is elsewhere is 0. n comes from the host, so no sum waits for the device.
@@ -28,7 +25,7 @@ class Sequences:
     rows: Tensor  # [1, T] or [b, S] int64, number of the sequence from 1 on response tokens, 0 elsewhere
     count: int  # n
     # sum over the ranks that share these sequences, differentiable (`mega_rl.parallel.context`)
-    sum_over_context: Callable[[Tensor], Tensor] = nothing_to_add
+    sum_over_context: Callable[[Tensor], Tensor] = identity
 
     def sum(self, x: Tensor) -> Tensor:
         """Return [n], in the dtype of `x`: its sum over each sequence's response tokens, those of other ranks included.

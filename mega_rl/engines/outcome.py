@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.algorithms.distribution import BINS, QUANTILES, points_of
-from mega_rl.algorithms.sequences import Sequences, nothing_to_add
+from mega_rl.algorithms.sequences import Sequences
+from mega_rl.algorithms.statistics import identity
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.data.packing import MicroBatch, scatter_back
 from mega_rl.errors import NonFiniteGradientError, UserError
@@ -24,7 +25,7 @@ MicrobatchLoss = Callable[[TokenOutputs, Mapping[str, Tensor]], LossOutput]
 
 
 def microbatch_loss(
-    loss: TokenLoss, minibatch: Experience, *, sum_over_context: Callable[[Tensor], Tensor] = nothing_to_add
+    loss: TokenLoss, minibatch: Experience, *, sum_over_context: Callable[[Tensor], Tensor] = identity
 ) -> MicrobatchLoss:
     """Return `loss` as a function of the micro-batches of `minibatch`, this rank's rows on the host.
 
