@@ -42,7 +42,7 @@ PARTS = (
         "parts in the order of the function's mapping",
         "for name in sorted(value)}",
         "for name in value}",
-        WORKER,
+        "rewards/test_call.py",
     ),
     fault(
         "parts",
