@@ -44,7 +44,7 @@ _COMMANDS = (
     Later("Look", "plot", "look:plot", "Draw the curves of a run, or of several runs in the same panels."),
     Later("Check", "doctor", "look:doctor",
           "List versions, devices and optional packages, and what is used where one is missing."),
-    Later("Check", "plan", "plan:plan",
+    Later("Check", "plan", "recipes:plan",
           "Say whether a run fits its GPUs, from config.json and its recipe: memory by phase, and what to change."),
     Later("Check", "verify", "verify:app", "Check that parallel layouts and engines compute what one rank computes."),
     Later("Check", "replay", "replay:replay",

@@ -15,7 +15,7 @@ import typer
 
 from mega_rl.cli.help import Commands
 from mega_rl.cli.look import check_picture
-from mega_rl.cli.tables import print_table
+from mega_rl.cli.text.tables import print_table
 from mega_rl.cli.verify import end, refuse_launcher
 from mega_rl.errors import UserError
 from mega_rl.health.interruption import StoppedBySignal, stop_on_signals

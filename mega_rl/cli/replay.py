@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_rl.cli.tables import print_json, print_table
+from mega_rl.cli.text.tables import print_json, print_table
 from mega_rl.cli.verify import end, refuse_launcher
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.tracking import progress

@@ -13,7 +13,7 @@ import typer
 
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import choose, made, with_options
-from mega_rl.cli.tables import print_json, print_table
+from mega_rl.cli.text.tables import print_json, print_table
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.hub.resolve import checkpoint_folder

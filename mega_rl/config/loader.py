@@ -165,27 +165,27 @@ def _merged(layers: Sequence[Settings], problems: list[str]) -> tuple[DictConfig
     """Return defaults and layers in one container, and the keys that a layer has set."""
     merged = OmegaConf.create(as_nested(Config()))
     chosen: set[str] = set()
-    for layer in layers:
-        for key, value in layer.items():
-            setting, name = (key, "") if key in FIELDS else (key.rpartition(".")[0], key.rpartition(".")[2])
-            if name:  # an entry joins the mapping before it
-                before = OmegaConf.select(merged, setting) if setting in chosen else {}
-                if not isinstance(before, (dict, DictConfig)):
-                    continue  # the value in place of a mapping is refused for itself
-                others = {own: entry for own, entry in _plain_entries(before).items() if own != name}
-                value = others if value is UNSET else {**others, name: value}
-            chosen = chosen - {setting} if value is UNSET else chosen | {setting}
-            value = value_of(Config(), setting) if value is UNSET else value
-            try:
-                OmegaConf.update(merged, setting, value, merge=False)
-            except OmegaConfBaseException:
-                problems.append(f"{setting}={shown(value)}: {ONLY_REFERENCES}")
+    for key, value in (entry for layer in layers for entry in layer.items()):
+        setting = key if key in FIELDS else key.rpartition(".")[0]
+        if setting != key:
+            value = _with_entry(merged, setting, chosen, key.rpartition(".")[2], value)
+        chosen = chosen - {setting} if value is UNSET else chosen | {setting}
+        value = value_of(Config(), setting) if value is UNSET else value
+        try:
+            OmegaConf.update(merged, setting, value, merge=False)
+        except OmegaConfBaseException:
+            problems.append(f"{setting}={shown(value)}: {ONLY_REFERENCES}")
     return merged, chosen
 
 
-def _plain_entries(mapping: Any) -> Settings:
-    """Return the entries of a mapping as they were written."""
-    return OmegaConf.to_container(mapping) if OmegaConf.is_config(mapping) else mapping  # type: ignore[return-value]
+def _with_entry(merged: DictConfig, setting: str, chosen: set[str], name: str, value: object) -> object:
+    """Return a mapping with one more entry, or without it for UNSET; a value in its place stays for its own error."""
+    before = OmegaConf.select(merged, setting) if setting in chosen else {}
+    before = OmegaConf.to_container(before) if OmegaConf.is_config(before) else before
+    if not isinstance(before, dict):
+        return before
+    others = {own: entry for own, entry in before.items() if own != name}
+    return others if value is UNSET else {**others, name: value}
 
 
 def _resolved(merged: DictConfig, key: str, raw: Any) -> Any:

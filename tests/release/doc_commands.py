@@ -99,9 +99,6 @@ HOW: dict[str, How] = {
     ),
     "mega-rl convert inspect HF_DIR --tp 2 --pp 2": How("mega-rl convert inspect models/dense --tp 2 --pp 2"),
     "mega-rl convert inspect HF_DIR --tp 2": How("mega-rl convert inspect models/dense --tp 2"),
-    "mega-rl convert import HF_DIR OUT --tp 2 --pp 2": How(
-        "mega-rl convert import models/dense out/imported --overwrite"
-    ),
     "mega-rl convert import HF_DIR OUT": How("mega-rl convert import models/dense out/imported --overwrite"),
     "mega-rl convert export OUT HF_OUT --hf HF_DIR": How(
         "mega-rl convert export out/imported out/hf --hf models/dense --overwrite"

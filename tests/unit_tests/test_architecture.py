@@ -24,7 +24,7 @@ MAX_FIELDS = 12  # of a dataclass with methods that do work: its constructor is 
 MAX_IMPORTS = 25  # modules of the package that one module imports
 MAX_WRAPPERS = 3  # classes that hold an object of a protocol and have the protocol's methods themselves
 
-LONG_FILES: dict[str, int] = {"assemble/trainer.py": 402, "rollout/sglang/weights/transports/process_group.py": 430}
+LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 DEEP_FUNCTIONS: dict[str, int] = {}
 # In cli/ a parameter is an option of the command line. Signatures with "upstream" are called by another library.
@@ -32,7 +32,7 @@ MANY_PARAMETERS: dict[str, int] = {
     "cli/checkpoint.py: export": 9,
     "cli/convert.py: export": 10,
     "cli/convert.py: import_": 9,
-    "cli/plan.py: plan": 11,
+    "cli/recipes.py: plan": 11,
     "engines/fsdp/attention.py: _attention": 11,  # upstream: AttentionInterface of transformers
     "models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
     "parallel/vocab_kernels.py: _differentiate_rows": 15,  # upstream: a kernel of Triton takes pointers and numbers
@@ -65,20 +65,19 @@ READ_THE_ENVIRONMENT = [
     "environment.py",
     "health/failure_kinds.py",
     "health/flight_recorder.py",
-    "metrics/tracker_clients.py",
-    "metrics/trackers.py",
     "operations/launcher/launch.py",
     "operations/schedulers/options.py",
     "operations/schedulers/ray/node.py",
     "operations/schedulers/ray/placement.py",
     "operations/schedulers/slurm/tasks.py",
     "parallel/groups.py",
-    "preflight/launcher.py",
-    "progress/terminal.py",
+    "plan/preflight/host.py",
     "rollout/sglang/server/addresses.py",
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/kept.py",
     "rollout/sglang/server/launcher.py",
+    "tracking/metrics/trackers.py",
+    "tracking/progress/terminal.py",
     "trainer/stop.py",
     "verify/launcher.py",
     "verify/measure.py",
@@ -90,11 +89,11 @@ CHANGE_FOREIGN_MODULES = [
     "accelerator/cpu.py",
     "parallel/gloo.py",  # groups take their options from nowhere else
     "parallel/groups.py",
-    "progress/terminal.py",
     "rewards/sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
     "rewards/sandbox/inside/suite.py",
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/launcher.py",
+    "tracking/progress/terminal.py",
     "workers/user_files.py",
 ]
 
@@ -102,23 +101,21 @@ CHANGE_FOREIGN_MODULES = [
 MANY_FIELDS: dict[str, int] = {
     "converters/architecture.py: HFConfig": 35,
     "converters/architecture.py: Moe": 13,
-    "converters/offline/manifest.py: ConversionManifest": 16,
     "health/records.py: RankRecord": 17,
     "parallel/groups.py: Groups": 14,
-    "schedulers/slurm/batch.py: SbatchRun": 26,
 }
 MANY_IMPORTS: dict[str, int] = {
-    "assemble/evaluation_run.py": 26,
-    "assemble/rewards.py": 28,
+    "assemble/evaluation_run.py": 28,
     "assemble/roles.py": 28,
-    "assemble/trainer.py": 51,
+    "assemble/trainer.py": 50,
+    "rollout/sglang/build.py": 29,
 }
 MANY_WRAPPERS: dict[str, int] = {}
 # The face of the package for Python programs, and the loop that it builds.
 SHARED_CLASS_NAMES = {"Trainer": ["api.py", "trainer/loop.py"]}
 # Modules below 60 lines that one module imports.
 SLIVERS: dict[str, str] = {}
-MAX_SLIVERS = 52  # falls to the number of SLIVERS
+MAX_SLIVERS = 14  # falls to the number of SLIVERS
 
 
 @pytest.fixture(scope="module")

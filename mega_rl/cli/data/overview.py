@@ -13,7 +13,7 @@ from mega_rl.assemble.data import Tokens, load_data, read_tokens, with_length
 from mega_rl.assemble.prompts.order import prompt_order
 from mega_rl.assemble.prompts.stream import ONLY, stream_readers
 from mega_rl.assemble.sources import load_data_source
-from mega_rl.cli.tables import print_table
+from mega_rl.cli.text.tables import print_table
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check

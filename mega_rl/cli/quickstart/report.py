@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from statistics import fmean
 
-from mega_rl.cli.tables import print_table
+from mega_rl.cli.text.tables import print_table
 from mega_rl.tracking.metrics.plot import plot_runs
 from mega_rl.tracking.metrics.records import read_metrics
 
