@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import functools
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +20,7 @@ import jinja2.parser
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from mega_rl.data.columns import Message
+from mega_rl.errors import UserError
 
 OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run itself sets
 _DATE = "strftime_now"  # function that templates call with a format
@@ -25,6 +30,9 @@ _ERRORS = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
     jinja2.TemplateError,
 )  # fmt: skip
+DEADLINE_S = 10.0  # seconds for one conversation; a usual one takes some ten microseconds
+_begun: dict[int, float] = {}  # threads that render a template, with the time at which they began
+_begun_lock = threading.Lock()
 
 
 class TemplateRefusal(Exception):
@@ -40,11 +48,42 @@ class TemplateOwner(Protocol):
 
 
 def apply_template(tokenizer: TemplateOwner, messages: list[Message], **settings: object) -> str:
-    """Return the text of a conversation. Raises TemplateRefusal if the template refuses it."""
+    """Return the text of a conversation; a template comes with a checkpoint, and its loops may have no end.
+
+    They are Python code, so an exception from another thread ends them.
+
+    Raises:
+        TemplateRefusal: the template refuses the conversation.
+        UserError: the template takes longer than DEADLINE_S.
+    """
+    _watch()
+    thread = threading.get_ident()
+    with _begun_lock:
+        _begun[thread] = time.monotonic()
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **settings))
     except _ERRORS as error:
+        if thread not in _begun:  # the watch has ended it; Jinja may have wrapped the exception
+            raise UserError(f"the chat template has not rendered one conversation in {DEADLINE_S:g} s") from error
         raise TemplateRefusal(" ".join(str(error).split()) or type(error).__name__) from error
+    finally:
+        with _begun_lock:
+            _begun.pop(thread, None)
+
+
+@functools.cache
+def _watch() -> None:
+    """Start the thread that ends late templates, once for a process."""
+
+    def end_late_ones() -> None:
+        while True:
+            time.sleep(DEADLINE_S / 10)
+            with _begun_lock:
+                for thread in [one for one, begun in _begun.items() if time.monotonic() - begun > DEADLINE_S]:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(RuntimeError))
+                    del _begun[thread]
+
+    threading.Thread(target=end_late_ones, name="templates", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -64,9 +103,9 @@ class ChatTemplate:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def render(self, messages: list[Message], variables: Mapping[str, object]) -> str:
-        """Return the text of the messages, ready for the assistant's turn. Raises TemplateRefusal.
+        """Return the text of the messages, ready for the assistant's turn.
 
-        variables: of the row, over those of the run.
+        variables: of the row, over those of the run. Raises TemplateRefusal, and UserError at the deadline.
         """
         kwargs = {**self.kwargs, **variables} | ({} if self.date is None else {_DATE: self.date.strftime})
         return apply_template(self.tokenizer, messages, add_generation_prompt=True, **kwargs)

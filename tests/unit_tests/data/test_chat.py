@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from mega_rl.data import chat
 from mega_rl.data.chat import ChatTemplate, template_variables, writes_date
 from mega_rl.data.columns import RowColumns
 from mega_rl.data.prompts import fingerprint, load_prompts
@@ -124,3 +125,16 @@ def test_a_template_that_takes_all_memory_is_an_error_of_its_rows(file: Path, tm
     (tmp_path / "chat_template.jinja").write_text("{% set a = 'x' * 9999999 %}{{ a * 9999999 }}")
     with pytest.raises(UserError, match="chat template refuses it: MemoryError"):
         load(file, AutoTokenizer.from_pretrained(tmp_path))
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% if j < 0 %}x{% endif %}{% endfor %}{% endfor %}"
+
+
+def test_endless_template_stops_the_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_digit_tokenizer(tmp_path, vocab_size=50)
+    (tmp_path / "chat_template.jinja").write_text(ENDLESS)
+    monkeypatch.setattr(chat, "DEADLINE_S", 0.5)
+    with pytest.raises(UserError, match=r"has not rendered one conversation in 0\.5 s"):
+        load(file, AutoTokenizer.from_pretrained(tmp_path), of_strings=True)
+    (tmp_path / "chat_template.jinja").write_text("a{{ messages | length }}")
+    assert [one.text for one in load(file, AutoTokenizer.from_pretrained(tmp_path))] == ["1+1=", "2*2="]
