@@ -47,8 +47,9 @@ def kernels(roles: Any) -> dict[str, tuple[str, dict[str, int]]]:
     for engine in roles.engines.values():
         with AttentionProbe() as probe:
             # Of the reward model the worker makes rows of its own, which go the same way.
-            workers.get(engine.name, ReferenceWorker(engine)).evaluate(batch)
+            worker = workers.get(engine.name) or ReferenceWorker(engine.forward)
+            worker.evaluate(batch)
             if engine.name in ("actor", "critic"):
-                workers[engine.name].update(batch, step=1)
+                worker.update(batch, step=1)
         actual[engine.name] = (engine.attention, dict(probe.ran))
     return actual
