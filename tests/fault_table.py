@@ -351,7 +351,7 @@ ROLLOUT = (
     fault(
         "rollout",
         "probes not compared",
-        "if self.limits.exceeded(difference[row]):",
+        "if mean > self.limits[0] or largest > self.limits[1]:",
         "if False:",
         "rollout/sglang/test_sync.py -k probe",
     ),
@@ -848,8 +848,8 @@ GPU = (
     fault(
         "gpu",
         "servers of all hosts are asked alike",
-        "return [replica for replica in replicas if replica.near] or replicas",
-        "return replicas",
+        "near = [replica for replica in replicas if replica.near] or replicas",
+        "near = replicas",
         "assemble/test_packaged_hosts.py",
     ),
     fault(
@@ -966,7 +966,7 @@ LAUNCHER = (
         "exit code 0 believed without the rank's last word",
         "if code in MEANINGFUL and os.pread(self._last_words, 1, rank) != bytes([code + 1]):",
         "if code in MEANINGFUL[1:] and os.pread(self._last_words, 1, rank) != bytes([code + 1]):",
-        "launcher/test_launch.py -k too_early",
+        "operations/launcher/test_launch.py -k too_early",
     ),
     fault(
         "launcher",

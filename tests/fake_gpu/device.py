@@ -95,14 +95,14 @@ class _WaitingStream(standin.Stream):
 
     host_wait: Callable[[str], None]
 
-    def record_event(self, event: standin.Event | None = None) -> standin.Event:
+    def record_event(self, event: standin.DoneEvent | None = None) -> standin.DoneEvent:
         return event or _WaitingEvent()
 
     def synchronize(self) -> None:
         type(self).host_wait("Stream.synchronize")
 
 
-class _WaitingEvent(standin.Event):
+class _WaitingEvent(standin.DoneEvent):
     """An event of a real device: `synchronize` makes the host wait."""
 
     host_wait: Callable[[str], None]

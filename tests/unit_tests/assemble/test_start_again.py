@@ -95,7 +95,7 @@ def test_a_resumed_run_names_the_settings_that_changed(logs: dict[str, list[str]
     """Those that change its numbers apart; another path to the same model is no other run."""
     assert "INFO resumed after step 2" in logs["other settings"]
     [warning] = [line for line in logs["other settings"] if line.startswith("WARNING settings differ")]
-    assert "optim.lr 1e-06 -> 0.5; the run goes on with the new ones" in warning
+    assert "optim.lr 1e-06 -> 0.5; the run continues with the new ones" in warning
     [others] = [line for line in logs["other settings"] if line.startswith("INFO settings differ")]
     assert "model.path m -> ./linked" in others
     assert "metrics.rollout_samples 16 -> 3" in others

@@ -69,7 +69,7 @@ BAD_CONFIGS: list[tuple[str, str]] = [
         "recipe 'nope.yaml' does not exist, as a file or as a packaged recipe; packaged recipes: "
         + ", ".join(packaged.names()),
     ),
-    ("--config twice.yaml", "recipe twice.yaml: line 3: 'steps' is given twice (first in line 2); keep one"),
+    ("--config twice.yaml", "recipe twice.yaml: line 3: steps is given twice; keep one"),
     (
         "engine.megatron.tp=2",
         "world size 1 is not a multiple of engine.megatron.tp*pp*cp=2*1*1=2; "

@@ -107,7 +107,9 @@ def test_pages_say_what_the_entries_say(page: Path) -> None:
 
 
 def test_every_block_is_on_a_page() -> None:
-    named = [match[2] for page in PAGES for match in BLOCK.finditer(page.read_text(encoding="utf-8"))]
+    """The Chinese README repeats those of the English one."""
+    pages = [page for page in PAGES if page.name != "README.zh-CN.md"]
+    named = [match[2] for page in pages for match in BLOCK.finditer(page.read_text(encoding="utf-8"))]
     assert sorted(named) == sorted(BLOCKS)
 
 

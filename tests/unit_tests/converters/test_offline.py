@@ -242,7 +242,7 @@ def test_impossible_sources_and_targets_are_refused(tmp_path: Path, monkeypatch:
     for message, run in cases.items():
         with pytest.raises(UserError, match=message):
             run()
-    monkeypatch.setattr("mega_rl.storage.output_folder._free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("mega_rl.storage.output_folder.free_bytes", lambda folder: 1000)
     with pytest.raises(UserError, match=r"has 1\.00 KB free"):
         import_hf(source, tmp_path / "y")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "hf"]

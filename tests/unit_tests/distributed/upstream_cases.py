@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from mega_rl.verify.layouts import Layout, resolve
-from mega_rl.verify.measure import LONGEST, own_rows
+from mega_rl.verify.measure import LONGEST
 from mega_rl.verify.plan import Plan
 
 BLOCK = 1 << 14  # float32 elements of a message: small enough for memory to be used again, too large to be sent at once
@@ -35,7 +35,7 @@ def compared(accelerator: Any, root: str, family: str, name: str) -> dict[str, A
         safe_open(plan.reference_tensors, framework="pt") as reference,
         measure.engine_of(plan, layout, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine,
     ):
-        rows = own_rows(measure.reference_batch(plan, engine, reference), *measure.place(engine))
+        rows = measure.own_rows(measure.reference_batch(plan, engine, reference), engine)
         metrics = engine.train_minibatch(rows, measure.policy_loss(), lr=0.0)
         return {
             "gradients": {
