@@ -93,7 +93,8 @@ def peak_of(case: dict[str, Any], report: dict[str, Any]) -> Peak:
     moments = 2 * state.optimizer // 3
     before = report["build"]["live"]
     planned = training_pass(setup, model, pp_rank).total
-    return Peak(planned, report["train"]["peak"] - before, before, state.device - moments)
+    held = state.weights + state.gradients + state.optimizer - moments
+    return Peak(planned, report["train"]["peak"] - before, before, held)
 
 
 def table(results: dict[str, Peak]) -> Iterator[str]:

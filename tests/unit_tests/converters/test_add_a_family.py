@@ -49,7 +49,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copy")
     for name in ("mega_rl", "tests", "docs"):
         shutil.copytree(ROOT / name, folder / name)  # with byte code, whose compilation is half of the test
-    for name in ("README.md", "pyproject.toml"):
+    for name in ("README.md", "README.zh-CN.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     applied = run(folder, "git", "apply", "-", text=example())
     assert applied.returncode == 0, applied.stderr
