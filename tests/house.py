@@ -59,7 +59,7 @@ BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tracking": (2900, ("tracking", "metrics", "progress", "report", "records")),
     "algorithms": (2000, ("algorithms",)),
     "preflight": (700, ("preflight", "plan/preflight")),
-    "quickstart and bench": (1400, ("quickstart", "bench", "cli/quickstart", "verify/bench")),
+    "quickstart and bench": (1400, ("cli/quickstart", "verify/learn")),
     "single files": (1100, ("",)),
 }  # fmt: skip
 

@@ -290,7 +290,8 @@ def test_every_start_has_a_seed_of_its_own(scripted: Any) -> None:
     process = scripted("is silent")
     seeds = []
     for _ in range(2):
-        command = psutil.Process(process.pid).cmdline()
+        while not (command := psutil.Process(process.pid).cmdline()):
+            time.sleep(0.01)  # the kernel fills it in just after exec has closed the pipe on which Popen waits
         seeds.append(int(command[command.index("--random-seed") + 1]))
         process.stop()
         process.start()
