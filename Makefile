@@ -31,7 +31,7 @@ INSTALL_APART = if command -v uv >/dev/null 2>&1; \
 # Release of Megatron-Core for `make test-newest`: "newest" of those supported, or a version such as 0.18.2.
 MEGATRON ?= newest
 # What reaches Megatron-Core.
-MEGATRON_TESTS := $(addprefix tests/unit_tests/,accelerator models ddp engines distributed parallel \
+MEGATRON_TESTS := $(addprefix tests/unit_tests/,ddp engines distributed parallel \
 	checkpoint/test_layouts.py checkpoint/test_store.py converters/test_load.py converters/test_torch_dist.py \
 	converters/test_model_config.py verify workers/test_models.py)
 
@@ -239,8 +239,8 @@ test-triton: setup
 # Deprecations that our calls meet are errors: each has a release at which it ends.
 WITH ?=
 VERSIONS_TESTS := tests/unit_tests/test_transformers_contract.py tests/unit_tests/test_versions.py tests/unit_tests/rollout \
-	tests/unit_tests/engines tests/unit_tests/converters tests/unit_tests/models tests/unit_tests/data \
-	tests/unit_tests/assemble tests/unit_tests/workers tests/unit_tests/cli/quickstart
+	tests/unit_tests/engines tests/unit_tests/converters tests/unit_tests/data \
+	tests/unit_tests/trainer/assemble tests/unit_tests/workers tests/unit_tests/cli/quickstart
 test-versions:
 	@$(PYTHON) -m venv --clear .versions
 	@.versions/bin/python -m pip install -qq -e '.[dev]' $(WITH)

@@ -126,13 +126,13 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
     rank, folder = int(os.environ["RANK"]), arguments.folder
     torch.set_num_threads(1)
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
     import torch.distributed as dist
 
-    from mega_rl.assemble import build_actor, session
     from mega_rl.config.schema import Config, ModelConfig
+    from mega_rl.trainer.assemble import build_actor, session
 
     config = Config(model=ModelConfig(path=str(folder / "model"), dtype="bf16"))
     with session(config, accelerator) as groups:

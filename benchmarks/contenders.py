@@ -139,8 +139,8 @@ def run_mega_rl(folder: Path) -> None:
     """Run one data-parallel rank of one thread."""
     import torch
 
-    from mega_rl.accelerator import prepare
     from mega_rl.config.loader import load
+    from mega_rl.parallel.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
 
     task = Task.read(folder)
@@ -168,7 +168,7 @@ def run_mega_rl(folder: Path) -> None:
     ]
     config = load(None, overrides)
     accelerator = prepare("cpu")
-    from mega_rl.assemble import build_trainer, session
+    from mega_rl.trainer.assemble import build_trainer, session
 
     with session(config, accelerator) as groups, ExitStack() as resources:
         trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)

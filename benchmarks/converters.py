@@ -160,7 +160,7 @@ def load_floor(folder: Path, rank: int, world: int) -> dict[str, Callable[[], An
     """Maps the files and copies a rank's share of each tensor's bytes, in one piece, into memory that is there."""
     import torch
 
-    from mega_rl.storage.safetensors_reader import CheckpointReader
+    from mega_rl.converters.safetensors.reader import CheckpointReader
 
     infos = list(CheckpointReader(folder).tensors.values())
     targets = {info.name: torch.ones(info.nbytes // world, dtype=torch.uint8) for info in infos}
@@ -203,7 +203,7 @@ def load_mbridge(folder: Path, rank: int, world: int) -> dict[str, Callable[[], 
 
 
 def _mbridge(folder: Path, rank: int, world: int) -> tuple[Any, Any]:
-    from mega_rl import accelerator
+    from mega_rl.parallel import accelerator
 
     device = accelerator.prepare("cpu")
     from transformers import AutoConfig
@@ -245,7 +245,7 @@ def export_mega_rl(folder: Path, rank: int, world: int) -> dict[str, Callable[[]
 
 def export_stream(folder: Path, rank: int, world: int) -> dict[str, Callable[[], Any]]:
     """`export_hf` over two ranks in buckets of 64 MiB, tensors dropped as they come."""
-    from mega_rl import accelerator
+    from mega_rl.parallel import accelerator
 
     device = accelerator.prepare("cpu")
     from mega_rl.converters.live.export import ModelPlace, export_hf

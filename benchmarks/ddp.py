@@ -299,7 +299,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
     from mega_rl.parallel import groups

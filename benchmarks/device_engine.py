@@ -77,11 +77,11 @@ def write_model(folder: Path, shape: Shape) -> None:
 @contextmanager
 def running_actor(shape: str, *, tokens: int, recompute: str = "none") -> Iterator[tuple[Any, Path]]:
     """Yield (engine of one rank, folder of its checkpoint)."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_actor, session
     from mega_rl.config.schema import Config, MicrobatchConfig, ModelConfig, OptimConfig, TrainerConfig
+    from mega_rl.trainer.assemble import build_actor, session
 
     with tempfile.TemporaryDirectory(prefix="device_") as name:
         write_model(Path(name), SHAPES[shape])

@@ -187,7 +187,6 @@ class EngineStep:
     """One of mega_rl's engines, as a run builds it."""
 
     def __init__(self, name: str, checkpoint: Path, batch: Any, groups: Any, accelerator: Any) -> None:
-        from mega_rl.assemble import build_actor
         from mega_rl.config.schema import (
             Config,
             EngineConfig,
@@ -196,6 +195,7 @@ class EngineStep:
             OptimConfig,
             TrainerConfig,
         )
+        from mega_rl.trainer.assemble import build_actor
 
         config = Config(
             engine=EngineConfig(backend=name),
@@ -398,7 +398,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
     from mega_rl.parallel import groups

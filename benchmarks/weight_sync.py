@@ -95,15 +95,15 @@ def rank_main(arguments: argparse.Namespace) -> None:
     if not arguments.real:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})  # type: ignore[operator]
     torch.set_num_threads(1)
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
     import torch.distributed as dist
 
-    from mega_rl.assemble import build_actor, session
     from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, ModelConfig
     from mega_rl.rollout.sglang.http.control import Control
     from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+    from mega_rl.trainer.assemble import build_actor, session
 
     address = json.loads((folder / "endpoint.json").read_text())
     control = Control(Endpoint(0, address["url"], Keys(address["api_key"], address["admin_key"])), timeout_s=120.0)

@@ -83,14 +83,14 @@ class Trainer:
             config = _with_reward(config, reward)
         become_rank()
         config = check_run(config, reward_given=reward is not None)
-        from mega_rl.accelerator import prepare
+        from mega_rl.parallel.accelerator import prepare
 
         accelerator = prepare(
             config.trainer.device,
             variables=variables_of(config.engine, config.rollout, config.trainer),
             deepep=config.engine.megatron.moe.dispatcher == "deepep",
         )
-        from mega_rl.assemble import running
+        from mega_rl.trainer.assemble import running
 
         self.config = config
         self._fitted = False

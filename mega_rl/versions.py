@@ -23,7 +23,7 @@ class Package:
     newest: str
 
 
-# Megatron-Core is not here: mega_rl.accelerator has a table of its releases.
+# Megatron-Core is not here: mega_rl.parallel.accelerator has a table of its releases.
 PACKAGES = (
     Package("torch", ">=2.13,<3", "2.13.0", "2.15.0"),
     Package("transformers", ">=5.12,<6", "5.12.0", "5.23.0"),

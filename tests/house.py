@@ -44,12 +44,12 @@ BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "verify": (4200, ("verify",)),
     "rewards and sandbox": (3300, (
         "rewards", "sandbox", "workers/reward", "workers/scoring", "workers/code", "workers/answers.py",
-        "assemble/rewards.py",
+        "assemble/rewards.py", "trainer/assemble/rewards.py",
     )),
-    "trainer, roles, assembly": (4600, ("trainer", "workers", "assemble")),
-    "checkpoint and storage": (4800, ("checkpoint", "storage", "files")),
+    "trainer, roles, assembly": (4600, ("trainer", "workers")),
+    "checkpoint and storage": (4800, ("checkpoint", "storage", "converters/safetensors", "disk.py", "untrusted.py")),
     "config": (3200, ("config",)),
-    "operations": (4200, ("operations", "launcher", "health", "schedulers", "cli/launch")),
+    "operations": (4200, ("operations", "launcher", "health", "tracking/health", "schedulers", "cli/launch")),
     "plan": (2400, ("plan",)),
     "engines, models, ddp, parallel, accelerator": (
         9600, ("engines", "models", "ddp", "parallel", "accelerator"),

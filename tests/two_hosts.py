@@ -44,7 +44,7 @@ MODEL = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192, "num
 def recipe_main(folder: Path) -> None:
     """Run one of the four ranks of the packaged recipes; each writes what it saw."""
     from tests.helpers.packaged_hosts import MADE, two_steps
-    from tests.unit_tests.assemble.test_packaged_hosts import RECIPES
+    from tests.unit_tests.trainer.assemble.test_packaged_hosts import RECIPES
 
     rank = int(os.environ["RANK"])
     for recipe in RECIPES:
@@ -55,7 +55,7 @@ def recipe_main(folder: Path) -> None:
 
 def check_recipes(folder: Path) -> None:
     """Print where each recipe's servers were and who asked them; AssertionError where that is wrong."""
-    from tests.unit_tests.assemble.test_packaged_hosts import RECIPES
+    from tests.unit_tests.trainer.assemble.test_packaged_hosts import RECIPES
 
     sys.stdout.write("| recipe | servers | started | samples that each served |\n")
     for recipe in RECIPES:
@@ -75,14 +75,14 @@ def rank_main(folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from mega_rl.accelerator import prepare
-    from mega_rl.assemble.plan import plan_run
     from mega_rl.config.schema import MegatronConfig, RolloutConfig, SglangConfig, SglangServerConfig, SglangSyncConfig
+    from mega_rl.parallel.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.rollout.sglang.build import connect
     from mega_rl.rollout.sglang.server.addresses import listening_address
     from mega_rl.rollout.sglang.server.pool import StartedServers
     from mega_rl.rollout.sglang.server.process import ServerSettings
+    from mega_rl.trainer.assemble.plan import plan_run
     from tests.helpers.engines import make_config, replaced, running_engine
 
     rank = int(os.environ["RANK"])

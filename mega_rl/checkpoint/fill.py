@@ -11,14 +11,14 @@ from torch import Tensor
 
 from mega_rl.checkpoint.format.reader import Checkpoint, PieceCopy, StoredPiece
 from mega_rl.checkpoint.run_state import ORDER
+from mega_rl.converters.safetensors.reader import DTYPE_NAMES
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.agreement import all_failures
 from mega_rl.parallel.boxes import intersection, within
 from mega_rl.protocols import Ranks
-from mega_rl.storage.safetensors_reader import DTYPE_NAMES
-from mega_rl.storage.untrusted import limited
 from mega_rl.tracking import progress
 from mega_rl.types import Box, Piece
+from mega_rl.untrusted import limited
 
 _ANOTHER_MODEL = (
     "it is of another model, or of settings with other optimizer state: use the settings that it was saved with, or "

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mega_rl import disk
 from mega_rl.checkpoint.format.manifest import (
     COMMIT_FILE,
     MANIFEST_FILE,
@@ -27,8 +28,7 @@ from mega_rl.checkpoint.format.manifest import (
     parse_manifest,
 )
 from mega_rl.errors import UserError
-from mega_rl.storage import disk
-from mega_rl.storage.untrusted import read_file
+from mega_rl.untrusted import read_file
 
 log = logging.getLogger(__name__)
 

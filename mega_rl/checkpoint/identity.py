@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_rl.config.keys import flattened
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.data.stream import FileShard
 from mega_rl.data.tokenizer_identity import read_json_object
 from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.protocols import Ranks
-from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.types import JsonObject
 
 FILES = "data_files"  # record next to the identity that explains a mismatch; not compared

@@ -11,12 +11,11 @@ import weakref
 from pathlib import Path
 from types import TracebackType
 
+from mega_rl import disk
 from mega_rl.checkpoint.folders import entries, recover
 from mega_rl.checkpoint.format.manifest import now
 from mega_rl.errors import UserError
-from mega_rl.storage import disk
-from mega_rl.storage.strict_json import shorten
-from mega_rl.storage.untrusted import decode_json, read_file
+from mega_rl.untrusted import decode_json, read_file, shorten
 
 LOCK_FILE = ".lock"
 

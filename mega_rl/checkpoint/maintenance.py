@@ -21,9 +21,9 @@ from mega_rl.checkpoint.format.manifest import COMMIT_FILE, MANIFEST_FILE
 from mega_rl.checkpoint.lock import LOCK_FILE, RunLock
 from mega_rl.checkpoint.memory import place
 from mega_rl.checkpoint.previous import previous_runs
+from mega_rl.disk import lock_file
 from mega_rl.errors import UserError, UserErrors, in_units
-from mega_rl.storage.disk import lock_file
-from mega_rl.storage.strict_json import shorten
+from mega_rl.untrusted import shorten
 
 EXIT_DAMAGED = 1
 

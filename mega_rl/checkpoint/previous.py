@@ -13,10 +13,10 @@ import os
 import re
 from pathlib import Path
 
+from mega_rl import disk
 from mega_rl.checkpoint.folders import CHECKPOINTS, LATEST_FILE, entries, is_step_folder, step_of
+from mega_rl.disk import SaveError
 from mega_rl.errors import UserError
-from mega_rl.storage import disk
-from mega_rl.storage.disk import SaveError
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from mega_rl.checkpoint.identity import changes, differences, in_words
 from mega_rl.checkpoint.previous import PREVIOUS
 from mega_rl.checkpoint.run_state import RunState, rank_prefix
 from mega_rl.config.schema import CheckpointConfig
+from mega_rl.converters.safetensors.reader import DTYPES
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.parallel.agreement import first_failure, run_on_one
 from mega_rl.parallel.boxes import whole
-from mega_rl.storage.safetensors_reader import DTYPES
 from mega_rl.types import Piece
 
 log = logging.getLogger(__name__)

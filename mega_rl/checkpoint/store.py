@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from mega_rl import disk
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest
 from mega_rl.checkpoint.format.shards import shard_name
@@ -22,13 +23,12 @@ from mega_rl.checkpoint.run_state import RunState
 from mega_rl.checkpoint.saving.job import Publication, SaveJob
 from mega_rl.checkpoint.saving.writing import BackgroundWriter, InlineWriter, Writing
 from mega_rl.config.schema import CheckpointConfig
+from mega_rl.disk import SaveError
 from mega_rl.engines.base import ModelEngine
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import failure_of, first_failure, run_on_one
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks, RankState, StatefulModel
-from mega_rl.storage import disk
-from mega_rl.storage.disk import SaveError
 from mega_rl.tracking import progress
 from mega_rl.types import JsonObject, Metrics
 

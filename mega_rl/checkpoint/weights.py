@@ -17,9 +17,9 @@ from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import Home
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
+from mega_rl.converters.safetensors.reader import CheckpointReader, TensorInfo
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.safetensors_header import matrix_shape
-from mega_rl.storage.safetensors_reader import CheckpointReader, TensorInfo
 
 HEADS: Mapping[str, Head] = {"actor": "lm", "critic": "value", "reference": "lm"}
 _FSDP_HEAD = "score.weight"  # transformers' name of the value head

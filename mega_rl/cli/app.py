@@ -114,7 +114,7 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
 
 def _end_of_run(error: Exception) -> int | None:
     """Report what ended a run and return the exit code; None for an error that needs its traceback."""
-    from mega_rl.health.failure_kinds import BY_OTHERS, has_launcher, innocent_code
+    from mega_rl.tracking.health.failure_kinds import BY_OTHERS, has_launcher, innocent_code
 
     is_known = isinstance(error, RunError)
     code = innocent_code(error) if isinstance(error, PeerError) or not is_known else None

@@ -88,7 +88,7 @@ def inspect(
     if not any(path.glob("*.safetensors*")):
         kind, description = "config", describe_config(sharding)
     else:
-        from mega_rl.storage.safetensors_reader import CheckpointReader
+        from mega_rl.converters.safetensors.reader import CheckpointReader
 
         with CheckpointReader(path) as reader:
             sharding, description = describe(reader, sharding)

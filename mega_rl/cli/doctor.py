@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import mega_rl
 from mega_rl import versions
-from mega_rl.accelerator import megatron_core
-from mega_rl.accelerator.patches import patches
 from mega_rl.config.checkout import made_by_make
 from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator import megatron_core
+from mega_rl.parallel.accelerator.patches import patches
 from mega_rl.rewards.sandbox.bubblewrap import Tool
 from mega_rl.rewards.sandbox.limits import Limits, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox

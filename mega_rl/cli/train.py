@@ -23,13 +23,13 @@ from mega_rl.config.origins import pinned_overrides
 from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
-from mega_rl.health.interruption import StoppedBySignal
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.operations.schedulers.slurm.tasks import become_rank
 from mega_rl.tracking import progress
+from mega_rl.tracking.health.interruption import StoppedBySignal
 
 if TYPE_CHECKING:
-    from mega_rl.accelerator import Accelerator
+    from mega_rl.parallel.accelerator import Accelerator
     from mega_rl.types import JsonObject
 
 
@@ -68,14 +68,14 @@ def train(
         progress.show_progress(live=False)
     with progress.importing("PyTorch and Megatron-Core", announce=True):
         accelerator = _prepare(resolved)
-        from mega_rl.assemble import train as run
+        from mega_rl.trainer.assemble import train as run
 
     raise typer.Exit(run(resolved, accelerator, investigate))
 
 
 def _prepare(config: Config) -> Accelerator:
     """Prepare the accelerator; Megatron-Core may be imported after it."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     return prepare(
         config.trainer.device,
@@ -165,7 +165,7 @@ def evaluate(
         become(replace(started, max_restarts=launch.max_restarts or 0))
     with progress.importing("PyTorch and Megatron-Core", announce=True):
         accelerator = _prepare(resolved)
-        from mega_rl.assemble.evaluation_run import evaluate as run
+        from mega_rl.trainer.assemble.evaluation_run import evaluate as run
     try:
         results = run(resolved, accelerator, investigate)
     except StoppedBySignal as stop:

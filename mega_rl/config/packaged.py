@@ -8,7 +8,7 @@ from pathlib import Path
 from mega_rl.config.values import shown
 from mega_rl.errors import UserError
 
-FOLDER = Path(__file__).parents[1] / "recipes"
+FOLDER = Path(__file__).parent / "recipes"
 SUFFIX = ".yaml"
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mega_rl.accelerator.norms import squared_norm
+from mega_rl.parallel.accelerator.norms import squared_norm
 
 Rows = Tensor | Sequence[Tensor]  # a row [n] per rank, as one tensor or not
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from mega_rl.accelerator import Accelerator
 from mega_rl.config.attention import RequestedAttention, Role
 from mega_rl.config.schema import MicrobatchConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -14,8 +13,9 @@ from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
 from mega_rl.engines.fsdp.build import build_fsdp_engine
 from mega_rl.engines.megatron.build import build_megatron_engine
 from mega_rl.engines.microbatches import Batching
-from mega_rl.models.attention_choice import choose_attention
-from mega_rl.models.specs import choose_transformer_impl
+from mega_rl.engines.models.attention_choice import choose_attention
+from mega_rl.engines.models.specs import choose_transformer_impl
+from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.groups import Groups
 from mega_rl.tracking import progress
 

@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator.transfer import send
 from mega_rl.data.minibatches import minimum_microbatches, plan_microbatches
 from mega_rl.data.packing import MicroBatch, pack, pad
 from mega_rl.data.zigzag import cut
+from mega_rl.parallel.accelerator.transfer import send
 from mega_rl.protocols import Ranks
 from mega_rl.tracking import progress
 from mega_rl.types import Experience, Rollout

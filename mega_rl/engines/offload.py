@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mega_rl.accelerator.pinned import HostMemory
 from mega_rl.errors import RunError
+from mega_rl.parallel.accelerator.pinned import HostMemory
 
 _ALIGNMENT = 64  # bytes, of a storage's place on the host: more than any dtype asks for
 

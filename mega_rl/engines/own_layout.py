@@ -17,10 +17,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from mega_rl.accelerator.transfer import send
 from mega_rl.data.minibatches import partition_balanced
 from mega_rl.data.packing import MicroBatch, token_places
 from mega_rl.engines.base import ModelEngine
+from mega_rl.parallel.accelerator.transfer import send
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.requests import RowRequests
 from mega_rl.protocols import ModelPasses

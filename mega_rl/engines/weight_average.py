@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator.norms import squared_norm
 from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator.norms import squared_norm
 from mega_rl.parallel.boxes import intersection, within
 from mega_rl.protocols import Ranks, StatefulModel
 from mega_rl.types import Box, EngineState, Piece

@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from mega_rl.accelerator import Accelerator, gpus, prepare
 from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator import Accelerator, gpus, prepare
 from mega_rl.parallel.gloo import release_device, share_device
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 

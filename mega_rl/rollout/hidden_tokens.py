@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.types import IdRanges
 
 ALL_FURTHER = 1 << 40  # end of a range without one: vocabularies of one tokenizer are padded to different sizes

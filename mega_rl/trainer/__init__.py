@@ -1,4 +1,4 @@
-"""The loop of a run, and the parts of it that need neither an engine nor a config."""
+"""The loop of a run and its parts; `assemble` builds a run from a Config."""
 
 from mega_rl.trainer.loop import Trainer
 

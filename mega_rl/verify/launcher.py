@@ -12,11 +12,11 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from mega_rl.accelerator.gpus import HIDDEN
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, name_of_signal
 from mega_rl.operations.launcher.ranks import Assignment, environment
 from mega_rl.operations.launcher.store import LOOPBACK, listen
+from mega_rl.parallel.accelerator.gpus import HIDDEN
 from mega_rl.processes import DEVNULL, STDOUT, Child
 
 GRACE_S = 2.0  # after a first failure, time for the others to report theirs

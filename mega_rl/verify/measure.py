@@ -21,8 +21,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mega_rl.accelerator import Accelerator
-from mega_rl.accelerator.norms import norm
 from mega_rl.algorithms.kl import FixedKL, k3
 from mega_rl.algorithms.losses.objectives import PPO
 from mega_rl.config.attention import RequestedAttention
@@ -42,6 +40,8 @@ from mega_rl.engines.fsdp.engine import FSDPEngine
 from mega_rl.engines.fsdp.optimizer import local
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.parallel import groups as process_groups
+from mega_rl.parallel.accelerator import Accelerator
+from mega_rl.parallel.accelerator.norms import norm
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.tracking import progress
 from mega_rl.types import Experience, response_mask

@@ -8,8 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from mega_rl.accelerator import prepare
 from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator import prepare
 from mega_rl.tracking import progress
 from mega_rl.verify.plan import PHASE
 

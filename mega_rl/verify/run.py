@@ -10,10 +10,10 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from mega_rl.accelerator.gpus import gpu_for_each
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.accelerator.gpus import gpu_for_each
 from mega_rl.tracking import progress
 from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import Layout

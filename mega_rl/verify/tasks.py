@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mega_rl.accelerator import Accelerator
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
+from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.verify.measure import measure
 from mega_rl.verify.plan import REPLAY, RUNS, Plan
 from mega_rl.verify.replay.plan import ReplayPlan

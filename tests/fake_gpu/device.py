@@ -1,7 +1,7 @@
 """torch.cuda and a few of torch's own functions as they behave where `cuda:0` is a device whose tensors are fake.
 
 `install` comes after `guard.load` and before the first import of Megatron-Core, which then runs as it is: the rewriting
-for CPUs (`mega_rl.accelerator.cpu`) stays out, because a CUDA device is there.
+for CPUs (`mega_rl.parallel.accelerator.cpu`) stays out, because a CUDA device is there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mega_rl.accelerator import standin
+from mega_rl.parallel.accelerator import standin
 from tests.fake_gpu.watch import LOCKED
 
 CUDA = torch.device("cuda", 0)
@@ -44,7 +44,7 @@ def use_device_kernels(host_wait: Callable[[str], None]) -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import multi_latent_attention
 
-    from mega_rl.models import attention_kernels
+    from mega_rl.engines.models import attention_kernels
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
         mask, scale = arguments["attn_mask"], arguments["scale"]

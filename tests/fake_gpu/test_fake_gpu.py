@@ -41,7 +41,7 @@ PASSES = ("train", "forward", "export", "turn")
 AT_THE_END = {
     "mega_rl/engines/outcome.py:reduce_losses tolist": "the metrics of a mini-batch, when its last kernel is queued",
     "mega_rl/engines/outcome.py:collect copy to the host": "log-probs leave when every micro-batch is queued",
-    "mega_rl/models/routing.py:finish_training copy to the host": "the experts' loads of a mini-batch, at its end",
+    "mega_rl/engines/models/routing.py:finish_training copy to the host": "loads of experts, after a mini-batch",
     "mega_rl/parallel/comm.py:_travelling copy to the host": "metrics of a mini-batch on their way to other ranks",
     "mega_rl/parallel/comm.py:_reduce copy to the device": "and back",
     "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32 item": "the norm decides whether weights may change",

@@ -1,6 +1,6 @@
-"""Transformer Engine's Python made to run on a CPU, as `mega_rl.accelerator.cpu` does it for Megatron-Core.
+"""Transformer Engine's Python made to run on a CPU, as `accelerator.cpu` does it for Megatron-Core.
 
-`install` comes before `mega_rl.accelerator.prepare`. Inside `transformer_engine.*` the name `torch.cuda` then means a
+`install` comes before `accelerator.prepare`. Inside `transformer_engine.*` the name `torch.cuda` then means a
 stand-in for one device, `.cuda()` returns its tensor, `.is_cuda` asks for the CPU and the literal "cuda" means "cpu".
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from mega_rl.accelerator import patches, standin
-from mega_rl.accelerator.cpu import CpuAccelerator
-from mega_rl.accelerator.cuda import CudaAccelerator
-from mega_rl.accelerator.rewrite import RewritingFinder
+from mega_rl.parallel.accelerator import patches, standin
+from mega_rl.parallel.accelerator.cpu import CpuAccelerator
+from mega_rl.parallel.accelerator.cuda import CudaAccelerator
+from mega_rl.parallel.accelerator.rewrite import RewritingFinder
 from tests.fake_te.extension import compiled_half, triton_kernels
 
 ATTRIBUTE = "_cuda_for_transformer_engine_on_cpu"

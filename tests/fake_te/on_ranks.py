@@ -175,7 +175,7 @@ def _swapped_gate_and_up() -> Any:
 
 
 def _other_epsilon() -> Any:
-    from mega_rl.models import build
+    from mega_rl.engines.models import build
 
     settings = build.transformer_config_kwargs
     return patch.object(build, "transformer_config_kwargs", lambda hf: {**settings(hf), "layernorm_epsilon": 1e-4})
@@ -236,7 +236,7 @@ def _other_signature() -> Any:
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
-    "whole weights marked": lambda: patch("mega_rl.models.build.unmark_whole_weights", lambda _: None),
+    "whole weights marked": lambda: patch("mega_rl.engines.models.build.unmark_whole_weights", lambda _: None),
     "gate and up swapped": _swapped_gate_and_up,
     "another epsilon": _other_epsilon,
     "another softmax scale": _other_scale,

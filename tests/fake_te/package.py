@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mega_rl.accelerator import megatron_core
+from mega_rl.parallel.accelerator import megatron_core
 
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")

@@ -9,7 +9,7 @@ use_settings_of_cuda()
 
 import tests.helpers.preloaded  # noqa: E402, F401
 from mega_rl.engines import build  # noqa: E402
-from mega_rl.models.specs import choose_transformer_impl  # noqa: E402
+from mega_rl.engines.models.specs import choose_transformer_impl  # noqa: E402
 
 # The one place that would not choose these layers on a CPU.
 build.choose_transformer_impl = lambda requested, **_: choose_transformer_impl(requested, device_type="cuda")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 
-from mega_rl.storage.disk import lock_file
+from mega_rl.disk import lock_file
 from tests.fault_campaign import inputs
 from tests.fault_campaign.clusters import ClusterRun, Ray, Slurm, start
 from tests.fault_campaign.control_groups import ControlGroup

@@ -11,7 +11,7 @@ for name in (
     "mega_rl.cli.app",
     "mega_rl.operations.launcher.ranks",
     "mega_rl.operations.launcher.store",
-    "mega_rl.health.records",
+    "mega_rl.tracking.health.records",
     "mega_rl.engines.fsdp.engine",
     "mega_rl.plan.preflight",
     "torch.distributed.run",

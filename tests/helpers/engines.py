@@ -73,10 +73,10 @@ def make_config(
 @contextmanager
 def running_engine(config: Config, *, head: Literal["lm", "value"] = "lm", trainable: bool = True) -> Iterator[Any]:
     """A MegatronEngine of `config.model.path` on this rank, with its groups taken down afterwards."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_actor, session
+    from mega_rl.trainer.assemble import build_actor, session
 
     with session(config, accelerator) as groups:
         yield build_actor(config, groups, accelerator, head=head, trainable=trainable)

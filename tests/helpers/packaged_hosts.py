@@ -85,16 +85,16 @@ class HostProcess:
 
 def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]:
     """Return what this rank saw of a recipe's servers in two updates, each followed by a rollout."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_actor, session
-    from mega_rl.assemble.plan import plan_run
-    from mega_rl.assemble.rollouts import _sglang_engine
     from mega_rl.config import packaged
     from mega_rl.config.loader import load
     from mega_rl.parallel.comm import ranks_of
     from mega_rl.rollout.sglang.build import connect, start_servers
+    from mega_rl.trainer.assemble import build_actor, session
+    from mega_rl.trainer.assemble.plan import plan_run
+    from mega_rl.trainer.assemble.rollouts import _sglang_engine
 
     settings = [*SMALL, f"model.path={model}", f"trainer.run_dir={folder}/run"]
     config = load(packaged.file_of(recipe), settings)

@@ -14,12 +14,12 @@ gc.disable()
 
 import torch  # noqa: E402
 
-from mega_rl.accelerator import prepare  # noqa: E402
+from mega_rl.parallel.accelerator import prepare  # noqa: E402
 
 torch.set_num_threads(1)
 prepare("cpu")
 for name in (
-    "mega_rl.assemble",
+    "mega_rl.trainer.assemble",
     "mega_rl.engines.build",
     "mega_rl.engines.megatron.engine",
     "mega_rl.verify",

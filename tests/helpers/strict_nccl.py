@@ -296,7 +296,7 @@ class Births:
 
 def install() -> Births:
     """Let this process's world be of this backend, unless it asks for gloo by name."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     births = Births()
     dist.Backend.register_backend(NAME, StrictNccl, devices=["cpu"])  # type: ignore[arg-type]

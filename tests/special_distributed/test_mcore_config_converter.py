@@ -200,10 +200,10 @@ def differing_fields() -> dict[str, dict[str, Any]]:
 
     Functions come as their names, initialisers with their standard deviations, types of tensors as text.
     """
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     prepare("cpu")
-    from mega_rl.models.build import ModelSettings, transformer_config
+    from mega_rl.engines.models.build import ModelSettings, transformer_config
 
     actual = {}
     for name, raw in TINY.items():

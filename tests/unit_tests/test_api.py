@@ -69,7 +69,7 @@ def test_importing_and_loading_a_config_import_no_torch(folder: Path) -> None:
 
 
 def test_a_module_may_be_imported_before_prepare(folder: Path) -> None:
-    code = "import mega_rl.assemble\nfrom mega_rl.accelerator import prepare\nprint(prepare().name)"
+    code = "import mega_rl.trainer.assemble\nfrom mega_rl.parallel.accelerator import prepare\nprint(prepare().name)"
     done = python(folder, "-c", code)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout in ("cpu\n", "cuda\n")

@@ -34,7 +34,7 @@ MANY_PARAMETERS: dict[str, int] = {
     "cli/convert.py: import_": 9,
     "cli/recipes.py: plan": 11,
     "engines/fsdp/attention.py: _attention": 11,  # upstream: AttentionInterface of transformers
-    "models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
+    "engines/models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
     "parallel/vocab_kernels.py: _differentiate_rows": 15,  # upstream: a kernel of Triton takes pointers and numbers
     "parallel/vocab_kernels.py: _sum_rows": 10,
 }
@@ -50,9 +50,9 @@ MANY_METHODS: dict[str, int] = {
 
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.
 READ_THE_ENVIRONMENT = [
-    "accelerator/cuda.py",
-    "accelerator/threads.py",
-    "assemble/run.py",
+    "parallel/accelerator/cuda.py",
+    "parallel/accelerator/threads.py",
+    "trainer/assemble/run.py",
     "checkpoint/saving/writer.py",
     "cli/app.py",
     "cli/launcher.py",
@@ -63,8 +63,8 @@ READ_THE_ENVIRONMENT = [
     "converters/offline/writing.py",
     "cores.py",
     "environment.py",
-    "health/failure_kinds.py",
-    "health/flight_recorder.py",
+    "tracking/health/failure_kinds.py",
+    "tracking/health/flight_recorder.py",
     "operations/launcher/launch.py",
     "operations/schedulers/options.py",
     "operations/schedulers/ray/node.py",
@@ -86,7 +86,7 @@ READ_THE_ENVIRONMENT = [
 # accelerator.cpu and what it loads patch Megatron-Core on a CPU; the launcher and its two helpers change SGLang in the
 # server's own process; groups clears a cache of Megatron-Core; the others set a documented switch of a library.
 CHANGE_FOREIGN_MODULES = [
-    "accelerator/cpu.py",
+    "parallel/accelerator/cpu.py",
     "parallel/gloo.py",  # groups take their options from nowhere else
     "parallel/groups.py",
     "rewards/sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
@@ -101,13 +101,13 @@ CHANGE_FOREIGN_MODULES = [
 MANY_FIELDS: dict[str, int] = {
     "converters/architecture.py: HFConfig": 35,
     "converters/architecture.py: Moe": 13,
-    "health/records.py: RankRecord": 17,
+    "tracking/health/records.py: RankRecord": 17,
     "parallel/groups.py: Groups": 14,
 }
 MANY_IMPORTS: dict[str, int] = {
-    "assemble/evaluation_run.py": 28,
-    "assemble/roles.py": 28,
-    "assemble/trainer.py": 50,
+    "trainer/assemble/evaluation_run.py": 28,
+    "trainer/assemble/roles.py": 28,
+    "trainer/assemble/trainer.py": 50,
     "rollout/sglang/build.py": 29,
 }
 MANY_WRAPPERS: dict[str, int] = {}
@@ -191,12 +191,12 @@ def test_measures_only_fall(house: House) -> None:
     assert {name: value for name, value in now.items() if value > limits[name]} == {}
 
 
-def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
+def test_below_the_assembly_no_function_takes_a_whole_config(house: House) -> None:
     """It gets its sections; `data/hub` replaces names in a Config by folders, `plan` is of a whole run."""
     above_or_beside = (
         "__init__",
         "api",
-        "assemble",
+        "trainer/assemble",
         "cli",
         "config",
         "data/hub",
@@ -204,7 +204,7 @@ def test_below_assemble_no_function_takes_a_whole_config(house: House) -> None:
         "verify",
     )
     assert [name for name in house.config_takers if not name.startswith(above_or_beside)] == []
-    assert any(name.startswith("assemble/") for name in house.config_takers)
+    assert any(name.startswith("trainer/assemble/") for name in house.config_takers)
 
 
 def above(values: Mapping[str, int], limit: int) -> dict[str, int]:

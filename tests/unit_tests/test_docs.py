@@ -84,9 +84,9 @@ def exists(dotted: str) -> bool:
 
 
 def test_exists_can_say_no() -> None:
-    for dotted in ("mega_rl.types", "mega_rl.trainer.loop.Trainer", "mega_rl.accelerator.prepare"):
+    for dotted in ("mega_rl.types", "mega_rl.trainer.loop.Trainer", "mega_rl.parallel.accelerator.prepare"):
         assert exists(dotted), dotted
-    for dotted in ("mega_rl.typos", "mega_rl.trainer.loop.PPOTeacher", "mega_rl.accelerator.repair"):
+    for dotted in ("mega_rl.typos", "mega_rl.trainer.loop.PPOTeacher", "mega_rl.parallel.accelerator.repair"):
         assert not exists(dotted), dotted
 
 
@@ -200,13 +200,13 @@ def test_the_folders_are_those_of_the_package() -> None:
     listed = set(re.findall(r"^  ([a-z_]+)(?:/|\.py) ", text, flags=re.MULTILINE))
     package = ROOT / "mega_rl"
     actual = {path.stem for path in package.glob("*.py")} - {"__init__"}
-    actual |= {path.parent.name for path in package.glob("*/__init__.py")} | {"recipes"}
+    actual |= {path.parent.name for path in package.glob("*/__init__.py")}
     assert listed == actual
 
 
 def test_the_patches_are_described() -> None:
     """docs/cpu.md lists the patches, the upstream symbols and the releases that they are for."""
-    from mega_rl.accelerator.patches import patches
+    from mega_rl.parallel.accelerator.patches import patches
 
     text = (ROOT / "docs" / "cpu.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `([\w.:]+)` \| ([\d., ]+) \|", text, re.M)

@@ -32,7 +32,6 @@ WRITERS = (
     "data",
     "engines",
     "tracking/metrics",
-    "models",
     "rewards",
     "rollout",
     "trainer",
@@ -50,7 +49,7 @@ OTHERS = {
 DERIVED = "console/"  # the console makes these of others and shows them alone
 OF_PARTS = frozenset({"reward/<name>", "val/reward_<name>"})  # of rewards with named parts
 OF_REWARDS = ("reward/", "val/reward_")
-BARE = ("engines", "models")  # packages that write names without the role before them
+BARE = ("engines",)  # packages that write names without the role before them
 
 
 @cache

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.assemble.plan import engine_settings
 from mega_rl.config.loader import load
 from mega_rl.config.plugins.choices import CORRECTION, chosen
 from mega_rl.config.rules import check
@@ -23,6 +22,7 @@ from mega_rl.plan.preflight import host, preflight
 from mega_rl.plan.setup import Machine, RunSetup
 from mega_rl.rollout.sglang.build import device_share, server_settings
 from mega_rl.rollout.sglang.server.settings import arguments
+from mega_rl.trainer.assemble.plan import engine_settings
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 DEVICE = 80 * 10**9

@@ -255,7 +255,7 @@ def test_tied_weights_and_the_places_of_layers() -> None:
 @pytest.mark.parametrize("family", TRAINED)
 def test_weights_have_the_names_of_a_saved_checkpoint(tmp_path: Path, family: str) -> None:
     """Experts and blocks that transformers holds under other names than it saves them."""
-    from mega_rl.storage.safetensors_reader import CheckpointReader
+    from mega_rl.converters.safetensors.reader import CheckpointReader
 
     model = built(family, tie_word_embeddings=False)
     model.save_pretrained(tmp_path)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mega_rl.accelerator.megatron_core import RELEASES, release_of
+from mega_rl.parallel.accelerator.megatron_core import RELEASES, release_of
 
 FOLDER = Path(__file__).parents[2] / ".megatron"
 

@@ -155,7 +155,7 @@ def uses(base: Release) -> dict[tuple[str, str], Use]:
                 for method in (m.name for m in owner.body if isinstance(m, ast.FunctionDef)):
                     add(names[parent][0], f"{names[parent][1]}.{method}", "overridden", path)
     for module, name in _patched():
-        add(module, name, "patched", PACKAGE / "accelerator" / "patches.py")
+        add(module, name, "patched", PACKAGE / "parallel" / "accelerator" / "patches.py")
     return dict(actual)
 
 
@@ -194,7 +194,7 @@ def settings(base: Release, newer: Release) -> Iterator[str]:
 
 
 def _patched() -> Iterator[tuple[str, str]]:
-    from mega_rl.accelerator.patches import patches
+    from mega_rl.parallel.accelerator.patches import patches
 
     for symbol in sorted({patch.symbol for patch in patches()}):
         module, _, name = symbol.partition(":")

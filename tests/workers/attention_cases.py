@@ -18,14 +18,14 @@ def case(
 
     Or the message of its UserError.
     """
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
-    from mega_rl.assemble import session
-    from mega_rl.assemble.plan import plan_run
-    from mega_rl.assemble.roles import build_roles
     from mega_rl.config.loader import load
     from mega_rl.errors import UserError
+    from mega_rl.trainer.assemble import session
+    from mega_rl.trainer.assemble.plan import plan_run
+    from mega_rl.trainer.assemble.roles import build_roles
 
     actual: dict[str, Any] = {}
     for name, (recipe, overrides) in runs.items():

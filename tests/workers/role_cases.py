@@ -14,13 +14,13 @@ from tests.helpers.models import random_experience
 
 def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], vocab_size: int) -> dict[str, Any]:
     """For each of `runs`, (recipe, overrides), on two ranks: what `say` finds."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
-    from mega_rl.assemble import session
-    from mega_rl.assemble.plan import plan_run
-    from mega_rl.assemble.roles import build_roles, role_facts
     from mega_rl.plan.preflight import preflight
+    from mega_rl.trainer.assemble import session
+    from mega_rl.trainer.assemble.plan import plan_run
+    from mega_rl.trainer.assemble.roles import build_roles, role_facts
 
     actual = {}
     for name, (recipe, overrides) in runs.items():

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega_rl.checkpoint.format.shards import ShardRecord, checksum
+from mega_rl.converters.safetensors.header import ITEM_BYTES
+from mega_rl.disk import SaveError
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.disk import SaveError
-from mega_rl.storage.safetensors_header import ITEM_BYTES
-from mega_rl.storage.untrusted import (
+from mega_rl.untrusted import (
     decode_json,
     fault,
     is_checksum,

@@ -28,12 +28,11 @@ from mega_rl.checkpoint.format.shards import (
     missing_elements,
     overlap,
 )
+from mega_rl.converters.safetensors.header import MAX_HEADER_BYTES, METADATA, HeaderEntry, parse_entries
+from mega_rl.converters.safetensors.reader import DTYPES, CheckpointReader, TensorInfo
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.safetensors_header import MAX_HEADER_BYTES, METADATA, HeaderEntry, parse_entries
-from mega_rl.storage.safetensors_reader import DTYPES, CheckpointReader, TensorInfo
-from mega_rl.storage.strict_json import shorten
-from mega_rl.storage.untrusted import decode_json, fault, is_checksum, limited, open_regular, read_at, shown
 from mega_rl.types import Box
+from mega_rl.untrusted import decode_json, fault, is_checksum, limited, open_regular, read_at, shorten, shown
 
 MAX_THREADS = 8
 _JOB_BYTES = 32 << 20  # checked or read by one thread at a time

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from mega_rl import disk
+from mega_rl.converters.safetensors.header import ITEM_BYTES, METADATA, encode_header
 from mega_rl.errors import UserError
-from mega_rl.storage import disk
-from mega_rl.storage.safetensors_header import ITEM_BYTES, METADATA, encode_header
-from mega_rl.storage.untrusted import is_checksum, is_count, shown
+from mega_rl.untrusted import is_checksum, is_count, shown
 
 FORMAT = "mega_rl shard 1"
 CHUNK_BYTES = 1 << 20  # hashed and then copied by the kernel while the caches hold it

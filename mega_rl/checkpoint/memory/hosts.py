@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from mega_rl import disk
 from mega_rl.checkpoint.memory.place import SHM
+from mega_rl.disk import SaveError
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.transfers import FilePart, transfer
 from mega_rl.protocols import Ranks
-from mega_rl.storage import disk
-from mega_rl.storage.disk import SaveError
-from mega_rl.storage.untrusted import open_regular, read_at
+from mega_rl.untrusted import open_regular, read_at
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import psutil
 
+from mega_rl import disk
+from mega_rl.disk import SaveError
 from mega_rl.errors import UserError
-from mega_rl.storage import disk
-from mega_rl.storage.disk import SaveError
-from mega_rl.storage.untrusted import decode_json, read_file
+from mega_rl.untrusted import decode_json, read_file
 
 SHM = Path("/dev/shm")
 HISTORY_FILE = ".memory"  # in the run's folder of checkpoints

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from mega_rl import disk
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.fill import plan
 from mega_rl.checkpoint.format.manifest import (
@@ -33,14 +34,13 @@ from mega_rl.checkpoint.memory import place
 from mega_rl.checkpoint.memory.hosts import Hosts, MemoryPlace, send_files
 from mega_rl.checkpoint.resume import DamagedError, report_changes, restore_from
 from mega_rl.checkpoint.run_state import RunState
+from mega_rl.disk import SaveError
 from mega_rl.errors import RunError, UserError, UserErrors, in_units
 from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, first_failure, run_on_all
 from mega_rl.parallel.transfers import FilePart, cut
 from mega_rl.protocols import Ranks
-from mega_rl.storage import disk
-from mega_rl.storage.disk import SaveError
-from mega_rl.storage.untrusted import read_file
 from mega_rl.types import JsonObject, Piece
+from mega_rl.untrusted import read_file
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from mega_rl import disk
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import Manifest, WholeTensor, now
 from mega_rl.checkpoint.format.shards import ShardRecord, checksum, shard_name
@@ -20,11 +21,10 @@ from mega_rl.checkpoint.run_state import RunState
 from mega_rl.checkpoint.saving.job import merge_layouts, write_part
 from mega_rl.checkpoint.saving.writing import direct, plan
 from mega_rl.config.schema import CheckpointConfig
+from mega_rl.disk import SaveError
 from mega_rl.errors import RunError, in_units
 from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, first_failure, run_on_all
 from mega_rl.parallel.transfers import FilePart, cut
-from mega_rl.storage import disk
-from mega_rl.storage.disk import SaveError
 from mega_rl.types import JsonObject, Metrics, Piece
 
 log = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mega_rl import disk
 from mega_rl.checkpoint.folders import publish, remove, surplus
 from mega_rl.checkpoint.format.manifest import Manifest, WholeTensor, now
 from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, missing_elements, order, overlap, write_shard
+from mega_rl.disk import SaveError
 from mega_rl.errors import UserError
-from mega_rl.storage import disk
-from mega_rl.storage.disk import SaveError
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.005, 0.25  # between two polls for records
 

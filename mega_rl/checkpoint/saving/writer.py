@@ -26,9 +26,9 @@ from typing import Any, ClassVar
 
 import mega_rl
 from mega_rl.checkpoint.saving.job import SaveJob, perform
+from mega_rl.disk import SaveError
 from mega_rl.environment import python_module
 from mega_rl.errors import name_of_signal
-from mega_rl.storage.disk import SaveError
 
 COMMAND = python_module("mega_rl.checkpoint.saving.writer")
 SEND_TIMEOUT_S = 60.0  # for an idle process to receive a job

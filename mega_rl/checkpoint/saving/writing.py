@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator.pinned import HostMemory
 from mega_rl.checkpoint.format.shards import PieceSpec, order
 from mega_rl.checkpoint.saving.job import JobPiece, SaveJob, perform
 from mega_rl.checkpoint.saving.writer import WriterProcess
-from mega_rl.storage.disk import SaveError
-from mega_rl.storage.safetensors_reader import DTYPE_NAMES, as_bytes
+from mega_rl.converters.safetensors.reader import DTYPE_NAMES, as_bytes
+from mega_rl.disk import SaveError
+from mega_rl.parallel.accelerator.pinned import HostMemory
 from mega_rl.types import Piece
 
 log = logging.getLogger(__name__)

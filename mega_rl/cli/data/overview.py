@@ -9,10 +9,6 @@ from pathlib import Path
 
 import typer
 
-from mega_rl.assemble.data import Tokens, load_data, read_tokens, with_length
-from mega_rl.assemble.prompts.order import prompt_order
-from mega_rl.assemble.prompts.stream import ONLY, stream_readers
-from mega_rl.assemble.sources import load_data_source
 from mega_rl.cli.text.tables import print_table
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
@@ -26,6 +22,10 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.preflight.run import check_data, check_validation
 from mega_rl.plan.setup import smallest_world
 from mega_rl.tracking.progress import printable
+from mega_rl.trainer.assemble.data import Tokens, load_data, read_tokens, with_length
+from mega_rl.trainer.assemble.prompts.order import prompt_order
+from mega_rl.trainer.assemble.prompts.stream import ONLY, stream_readers
+from mega_rl.trainer.assemble.sources import load_data_source
 from mega_rl.types import Prompt
 
 LINE = 240  # characters of a prompt, or of an answer, that are shown: half from each end

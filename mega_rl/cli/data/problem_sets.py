@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.data.hub.names import FolderName, Role, dataset_name, folder_name
+from mega_rl.disk import make_folder, replace_text
 from mega_rl.errors import UserError
 from mega_rl.rewards.builtin import final_answer, plain_number
-from mega_rl.storage.disk import make_folder, replace_text
 
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."  # what the reward math_verify looks for
 

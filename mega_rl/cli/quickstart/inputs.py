@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from mega_rl.disk import make_folder, replace_text
 from mega_rl.errors import UserError
-from mega_rl.storage.disk import make_folder, replace_text
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 WORDS = r"[0-9]| ?[A-Za-z]+|[\s\S]"  # pattern of a token; a word has the space before it

@@ -158,7 +158,7 @@ def warm_start(seed: Seed, run_dir: RunDir, task: Task = "sums") -> None:
     config = load(Path(chosen.recipe), overrides)
     progress.show_progress()
     with progress.importing("PyTorch and Megatron-Core", announce=True):
-        from mega_rl.accelerator import prepare
+        from mega_rl.parallel.accelerator import prepare
 
         accelerator = prepare(
             config.trainer.device, variables=variables_of(config.engine, config.rollout, config.trainer)
@@ -203,7 +203,7 @@ def launch(command: list[str], run_dir: Path) -> float:
 
     Raises RunError when it fails; it has shown why.
     """
-    from mega_rl.accelerator.gpus import environment_of_ranks
+    from mega_rl.parallel.accelerator.gpus import environment_of_ranks
 
     started = time.perf_counter()
     settings = Launch(("mega_rl.cli", *command), NUM_RANKS, run_dir=str(run_dir))

@@ -12,16 +12,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.losses.aggregation import loss_weights, token_mean
 from mega_rl.algorithms.losses.policy import nll_loss
 from mega_rl.algorithms.sequences import Sequences
-from mega_rl.assemble import build_actor, session
 from mega_rl.config.schema import Config
 from mega_rl.data.sampling.epochs import permutation
+from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import LossOutput
 from mega_rl.tracking import progress
+from mega_rl.trainer.assemble import build_actor, session
 from mega_rl.types import Experience, TokenOutputs, response_mask
 
 log = logging.getLogger(__name__)

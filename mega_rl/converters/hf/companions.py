@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.safetensors.output_folder import copy_files, write_file
 from mega_rl.errors import UserError
-from mega_rl.storage.output_folder import copy_files, write_file
 
 # Endings of weights, code and files of other weights, which are never copied.
 _WEIGHTS = ".safetensors .bin .pt .pth .ckpt .h5 .msgpack .onnx .onnx_data .gguf .npz .npy .distcp .ot .tflite .pkl"

@@ -19,7 +19,7 @@ from mega_rl.converters.families.base import Scales
 from mega_rl.converters.families.fields import MOST_LAYERS, Fields
 from mega_rl.converters.hf.rope import read_rope
 from mega_rl.errors import UserError, UserErrors, no_such
-from mega_rl.storage.strict_json import parse_object
+from mega_rl.untrusted import parse_object
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 MOST_MTP_LAYERS = 64

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.errors import UserError
-from mega_rl.storage.safetensors_header import matrix_shape
 from mega_rl.tracking import progress
 
 # Staging buffer of one thread. Eight threads together stay below 64 MiB.

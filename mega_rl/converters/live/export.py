@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 from mega_rl.converters.live.load import weights_of
 from mega_rl.converters.plan.export import ExportPiece, ExportUnit, export_plan
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.parallel.layout import RankCoordinates
-from mega_rl.storage.safetensors_header import matrix_shape
 
 if TYPE_CHECKING:
     from mega_rl.parallel.groups import Groups

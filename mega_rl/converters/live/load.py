@@ -12,7 +12,6 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from mega_rl.accelerator.megatron_core import stable_name
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.deepseek import MTP_REPEATED
@@ -21,9 +20,10 @@ from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_t
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.converters.safetensors.reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo, same_bits
 from mega_rl.errors import UserErrors
+from mega_rl.parallel.accelerator.megatron_core import stable_name
 from mega_rl.parallel.layout import RankCoordinates
-from mega_rl.storage.safetensors_reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo, same_bits
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -170,7 +170,7 @@ def gpt_model_kwargs(hf: HFConfig, padded_vocab: int) -> dict[str, Any]:
 
     A linear RoPE factor divides the positions, exactly as Megatron-Core's sequence interpolation does; yarn is a kind
     of position embedding, except under latent attention, which has its own. The frequencies of llama3 scaling are set
-    on the built model (`mega_rl.models.rope`), since Megatron-Core takes only one of its four settings.
+    on the built model (`mega_rl.engines.models.rope`), since Megatron-Core takes only one of its four settings.
     """
     rope = hf.rope
     return {

@@ -21,10 +21,10 @@ from mega_rl.converters.live.load import weights_of
 from mega_rl.converters.plan.export import ExportPiece, export_plan
 from mega_rl.converters.plan.parameters import as_on_disk, kept_tensors
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.storage.output_folder import check_target, output_folder
-from mega_rl.storage.safetensors_header import INDEX_FILE, SINGLE_FILE, matrix_shape
-from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.safetensors_writer import SHARD_BYTES, CheckpointWriter, TensorSpec
+from mega_rl.converters.safetensors.header import INDEX_FILE, SINGLE_FILE, matrix_shape
+from mega_rl.converters.safetensors.output_folder import check_target, output_folder
+from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import SHARD_BYTES, CheckpointWriter, TensorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mega_rl.converters.families import FAMILIES
-from mega_rl.storage.safetensors_header import matrix_shape
+from mega_rl.converters.safetensors.header import matrix_shape
 
 FUSED_GATE_UP, FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 

@@ -24,10 +24,10 @@ from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange, Homes, compose, home_faults, invert
 from mega_rl.converters.plan.parameters import OUTPUT, VALUE_HEADS, as_on_disk, hf_tensors
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.safetensors_header import matrix_shape
-from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.strict_json import parse_object
+from mega_rl.untrusted import parse_object
 
 MANIFEST_FILE = "mega_rl.json"
 HF_FOLDER = "hf"  # config.json, tokenizer and templates of the source, byte for byte

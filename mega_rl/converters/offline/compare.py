@@ -29,10 +29,10 @@ from mega_rl.converters.plan.parameters import hf_tensors, ignored_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
+from mega_rl.converters.safetensors.reader import CheckpointReader, bits, same_bits
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.storage.safetensors_header import matrix_shape
-from mega_rl.storage.safetensors_reader import CheckpointReader, bits, same_bits
 from mega_rl.tracking import progress
 
 Advance = Callable[[int], object]  # takes the bytes compared since the last call

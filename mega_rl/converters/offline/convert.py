@@ -42,11 +42,11 @@ from mega_rl.converters.plan.compose import ColumnRange
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
+from mega_rl.converters.safetensors.output_folder import copy_files, write_file
+from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import SHARD_BYTES, TensorSpec, shard_name, write_index
 from mega_rl.errors import UserError
-from mega_rl.storage.output_folder import copy_files, write_file
-from mega_rl.storage.safetensors_header import matrix_shape
-from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.safetensors_writer import SHARD_BYTES, TensorSpec, shard_name, write_index
 
 logger = logging.getLogger(__name__)
 

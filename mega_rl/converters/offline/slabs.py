@@ -22,9 +22,9 @@ from mega_rl.converters.plan.compose import Home
 from mega_rl.converters.plan.parameters import EMBEDDING, OUTPUT
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.reader import TensorInfo
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
-from mega_rl.storage.safetensors_reader import TensorInfo
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.+)\.local_experts\.(\d+)\.(.+)")

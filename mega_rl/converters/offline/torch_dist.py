@@ -24,9 +24,9 @@ from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from mega_rl.converters.safetensors.reader import DTYPE_NAMES
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.safetensors_reader import DTYPE_NAMES
-from mega_rl.storage.strict_json import shorten
+from mega_rl.untrusted import shorten
 
 METADATA_FILE, CONFIG_FILE, COMMON_FILE = ".metadata", "metadata.json", "common.pt"
 CONFIG = {

@@ -29,12 +29,12 @@ from mega_rl.converters.offline.checkpoint import WeightFiles, fill_windows, is_
 from mega_rl.converters.offline.slabs import Slab
 from mega_rl.converters.offline.torch_dist import ChunkFile, Written
 from mega_rl.converters.plan.compose import ColumnRange
+from mega_rl.converters.safetensors.header import matrix_shape
+from mega_rl.converters.safetensors.output_folder import output_folder, require_space
+from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec, plan_shards
 from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import run_on_all, run_on_one
 from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
-from mega_rl.storage.output_folder import output_folder, require_space
-from mega_rl.storage.safetensors_header import matrix_shape
-from mega_rl.storage.safetensors_writer import SafetensorsFile, TensorSpec, plan_shards
 from mega_rl.tracking import progress
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families.rules import Rule, Source
-from mega_rl.storage.safetensors_header import matrix_shape
+from mega_rl.converters.safetensors.header import matrix_shape
 
 
 class Block(NamedTuple):

@@ -13,7 +13,7 @@ from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.parameters import HFTensor, Part, hf_tensors, in_model_order, stage_experts, stage_parts
 from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan, experts_of
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.storage.safetensors_header import matrix_shape
+from mega_rl.converters.safetensors.header import matrix_shape
 
 
 class ExportPiece(NamedTuple):

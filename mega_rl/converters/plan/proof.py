@@ -11,8 +11,8 @@ from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import ParamPlan, common_plan, expert_plan
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.errors import UserErrors
-from mega_rl.storage.safetensors_header import matrix_shape
 
 Rectangle = tuple[int, int, int, int]  # row_lo, row_hi, col_lo, col_hi
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from mega_rl.accelerator.transfer import send
+from mega_rl.engines.models.attention import PackedSequences, attend_packed, packed_sequences
+from mega_rl.engines.models.attention_kernels import KERNELS
 from mega_rl.errors import RunError
-from mega_rl.models.attention import PackedSequences, attend_packed, packed_sequences
-from mega_rl.models.attention_kernels import KERNELS
+from mega_rl.parallel.accelerator.transfer import send
 
 # What modules hand on that says nothing of the result.
 _WITHOUT_EFFECT = ("position_ids", "cache_position", "use_cache")

@@ -8,7 +8,6 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mega_rl.accelerator import Accelerator
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelRequest
 from mega_rl.engines.fsdp.engine import FSDPEngine
@@ -16,7 +15,8 @@ from mega_rl.engines.fsdp.model import freeze, shard, sharded_parameters, skelet
 from mega_rl.engines.fsdp.optimizer import build_adam
 from mega_rl.engines.fsdp.weights import load
 from mega_rl.engines.microbatches import Batching
-from mega_rl.models.build import DTYPES
+from mega_rl.engines.models.build import DTYPES
+from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.groups import Groups
 from mega_rl.tracking import progress
 

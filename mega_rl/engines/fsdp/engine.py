@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from mega_rl.accelerator.transfer import send
 from mega_rl.data.packing import MicroBatch
 from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.engines.base import EngineBase
@@ -32,6 +31,7 @@ from mega_rl.engines.outcome import (
     reduce_losses,
     was_clipped,
 )
+from mega_rl.parallel.accelerator.transfer import send
 from mega_rl.parallel.boxes import whole
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence

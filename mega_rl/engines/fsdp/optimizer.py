@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mega_rl.accelerator.norms import squared_norm
 from mega_rl.config.schema import OptimConfig
 from mega_rl.engines.fsdp.weights import is_first_copy
+from mega_rl.parallel.accelerator.norms import squared_norm
 from mega_rl.protocols import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -18,10 +18,10 @@ from mega_rl.converters.live.transformers_names import DiskTensor, disk_tensors
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.parameters import as_on_disk
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.header import matrix_shape
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.ddp.access import Whole
 from mega_rl.engines.fsdp.model import TokenClassifier, sharded_parameters
-from mega_rl.storage.safetensors_header import matrix_shape
-from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.types import Box
 
 EXPERT_TENSORS = 2  # of a layer: gate and up projection, down projection; exported expert by expert

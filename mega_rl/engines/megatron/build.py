@@ -9,7 +9,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer import TransformerConfig
 
-from mega_rl.accelerator import Accelerator
 from mega_rl.config.schema import MoeConfig
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Sharding
@@ -19,10 +18,11 @@ from mega_rl.ddp.wrap import wrap_chunks
 from mega_rl.engines.base import EngineSettings, ModelRequest
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.engines.microbatches import Batching
-from mega_rl.models.build import ModelSettings, build_chunks, fuse_weight_gradients, transformer_config
-from mega_rl.models.heads import use_fp32_logits
-from mega_rl.models.routing import Routing
-from mega_rl.models.specs import check_experts
+from mega_rl.engines.models.build import ModelSettings, build_chunks, fuse_weight_gradients, transformer_config
+from mega_rl.engines.models.heads import use_fp32_logits
+from mega_rl.engines.models.routing import Routing
+from mega_rl.engines.models.specs import check_experts
+from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.tracking import progress

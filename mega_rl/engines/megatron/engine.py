@@ -32,6 +32,8 @@ from mega_rl.ddp.state import find_pieces, follow_weights
 from mega_rl.ddp.torch_fsdp2 import TorchFsdp
 from mega_rl.engines.base import EngineBase
 from mega_rl.engines.megatron.schedule import Schedule
+from mega_rl.engines.models.heads import projection
+from mega_rl.engines.models.routing import Routing
 from mega_rl.engines.offload import chosen_parts
 from mega_rl.engines.outcome import (
     STEPS,
@@ -43,8 +45,6 @@ from mega_rl.engines.outcome import (
     reduce_losses,
     was_clipped,
 )
-from mega_rl.models.heads import projection
-from mega_rl.models.routing import Routing
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.context import sum_over_context

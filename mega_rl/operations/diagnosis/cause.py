@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mega_rl.errors import UserError, name_of_signal
-from mega_rl.health.failure_kinds import INNOCENT_CODES, UNSAID
-from mega_rl.health.guard import in_phase
-from mega_rl.health.heartbeat import RankFacts
-from mega_rl.health.process_state import STATES, kills_for_memory, memory_full, process_state
-from mega_rl.health.records import RankRecord, health_folder, read_records
 from mega_rl.operations.diagnosis.observations import Observations, by_call, in_words, observe, same_call
 from mega_rl.operations.diagnosis.report import write_report
 from mega_rl.operations.diagnosis.stacks import collect, write_stacks
+from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES, UNSAID
+from mega_rl.tracking.health.guard import in_phase
+from mega_rl.tracking.health.heartbeat import RankFacts
+from mega_rl.tracking.health.process_state import STATES, kills_for_memory, memory_full, process_state
+from mega_rl.tracking.health.records import RankRecord, health_folder, read_records
 
 SIGKILL, SIGTERM = 9, 15
 SAID_CODES = (

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mega_rl.health.failure_kinds import INNOCENT_CODES
-from mega_rl.health.process_state import ProcessState, process_state
-from mega_rl.health.records import Collective, RankRecord, load_record, read_records
 from mega_rl.operations.diagnosis.stacks import Stacks, read_stacks
+from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES
+from mega_rl.tracking.health.process_state import ProcessState, process_state
+from mega_rl.tracking.health.records import Collective, RankRecord, load_record, read_records
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from mega_rl.errors import UserError
-from mega_rl.health.process_state import process_state
-from mega_rl.health.records import RankRecord, health_folder, read_records
 from mega_rl.operations.diagnosis.cause import name_cause
 from mega_rl.operations.diagnosis.observations import Observations, observe
 from mega_rl.operations.diagnosis.report import newest_report
 from mega_rl.operations.diagnosis.stacks import WITHIN_S, stacks_of
+from mega_rl.tracking.health.process_state import process_state
+from mega_rl.tracking.health.records import RankRecord, health_folder, read_records
 
 GOOD_ENDS = ("done", "stopped")
 MAX_ROWS = 64

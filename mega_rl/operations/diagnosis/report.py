@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from mega_rl.errors import UserError, in_units
-from mega_rl.health.failure_kinds import UNSAID
-from mega_rl.health.process_state import STATES
-from mega_rl.health.records import RankRecord, health_folder
 from mega_rl.operations.diagnosis.observations import Observations, by_call, in_words
-from mega_rl.storage.untrusted import read_file
+from mega_rl.tracking.health.failure_kinds import UNSAID
+from mega_rl.tracking.health.process_state import STATES
+from mega_rl.tracking.health.records import RankRecord, health_folder
+from mega_rl.untrusted import read_file
 
 MAX_BYTES = 4 << 20
 MAX_A_SECOND = 100

@@ -21,12 +21,10 @@ from pathlib import Path
 import psutil
 
 from mega_rl.errors import UserError, in_units
-from mega_rl.health.heartbeat import STACKS_SIGNAL, dump_path
-from mega_rl.health.process_state import STATES, ProcessState, catches, memory_limit, process_state, start_time
-from mega_rl.health.records import health_folder, load_record
-from mega_rl.storage.strict_json import parse_object
-from mega_rl.storage.typed_json import read_record
-from mega_rl.storage.untrusted import read_file
+from mega_rl.tracking.health.heartbeat import STACKS_SIGNAL, dump_path
+from mega_rl.tracking.health.process_state import STATES, ProcessState, catches, memory_limit, process_state, start_time
+from mega_rl.tracking.health.records import health_folder, load_record
+from mega_rl.untrusted import parse_object, read_file, read_record
 
 WITHIN_S = 10.0  # for all ranks of a host
 ONE_S = 4.0  # for one try on one process

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.storage.strict_json import parse_object
-from mega_rl.storage.typed_json import read_record
+from mega_rl.untrusted import parse_object, read_record
 
 log = logging.getLogger(__name__)
 

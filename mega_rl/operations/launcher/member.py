@@ -13,7 +13,7 @@ from mega_rl.operations.launcher.nodes import ENDED, FINISH, POLL_S, START, STOP
 from mega_rl.operations.launcher.outcome import Conclusion
 from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.operations.launcher.signals import StopSignals
-from mega_rl.storage.typed_json import read_record
+from mega_rl.untrusted import read_record
 
 log = logging.getLogger(__name__)
 

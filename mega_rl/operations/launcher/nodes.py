@@ -15,7 +15,7 @@ from mega_rl.operations.launcher.channel import Channel, ChannelLost, Door, Join
 from mega_rl.operations.launcher.ranks import Assignment, NodeRanks, RankEnd
 from mega_rl.operations.launcher.run_health import RunHealth
 from mega_rl.operations.launcher.store import RankStore
-from mega_rl.storage.typed_json import read_record
+from mega_rl.untrusted import read_record
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mega_rl.errors import RunError, UserError, name_of_signal
-from mega_rl.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
 from mega_rl.operations.launcher.nodes import END, KILL
 from mega_rl.operations.launcher.ranks import INNOCENT, RankEnd
 from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.operations.launcher.signals import SIGNALS, STOPPED
+from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
 
 # Long runs mostly end by hardware, drivers and networks: restarting from the newest checkpoint is what their owner
 # would do, hours later. A fault of the program comes back at the same step and is not tried a third time.

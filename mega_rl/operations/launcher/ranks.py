@@ -15,10 +15,10 @@ import psutil
 from mega_rl.cores import threads_per_rank
 from mega_rl.environment import LAST_WORD, python_module
 from mega_rl.errors import UserError
-from mega_rl.health.failure_kinds import GENERATION, INNOCENT_CODES, UNSAID
 from mega_rl.operations.launcher.reaper import Reaper
 from mega_rl.operations.launcher.signals import STOPPED
 from mega_rl.processes import Child, ChildDeadlineError
+from mega_rl.tracking.health.failure_kinds import GENERATION, INNOCENT_CODES, UNSAID
 
 KEY = "MEGA_RL_LAUNCH_KEY"  # only launchers see it: other programs inherit the environment of ranks
 INNOCENT = tuple(INNOCENT_CODES.values())

@@ -18,10 +18,10 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug
 from mega_rl.converters.hf.companions import companions
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
-from mega_rl.storage.safetensors_header import read_entries
 
 ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.model.path"
 # Properties of a checkpoint that its forward does not depend on.
@@ -94,7 +94,7 @@ def check_weight_files(config: Config, checkpoints: Mapping[str, HFConfig]) -> I
 
 
 def _weight_files(directory: Path) -> Iterator[str]:
-    """Yield the problems of the weight files, looked up as `mega_rl.storage.safetensors_reader` does."""
+    """Yield the problems of the weight files, looked up as `mega_rl.converters.safetensors.reader` does."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
         yield from _shard(single)

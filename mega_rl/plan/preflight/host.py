@@ -16,13 +16,13 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.disk import free_bytes
 from mega_rl.errors import RunError, UserError
 from mega_rl.plan.memory import judge
 from mega_rl.plan.search import advice, cheapest
 from mega_rl.plan.setup import Machine, RunSetup
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.installation import argument_names, missing_tools, require_sglang
-from mega_rl.storage.disk import free_bytes
 
 Checkpoints = Mapping[str, HFConfig]  # config key, as "model.path" -> architecture
 

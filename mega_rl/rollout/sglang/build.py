@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import torch
 
-from mega_rl.accelerator import Accelerator
 from mega_rl.config.facts import divisors, listed
 from mega_rl.config.rules.servers import is_loopback
 from mega_rl.config.schema import RolloutConfig, SglangServerConfig, TrainerConfig
@@ -24,8 +23,9 @@ from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelEngine
+from mega_rl.engines.models.build import DTYPES
 from mega_rl.errors import PeerError, RunError, UserError
-from mega_rl.models.build import DTYPES
+from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.hidden_tokens import ids_of

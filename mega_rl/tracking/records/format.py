@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mega_rl.errors import UserError
-from mega_rl.storage.strict_json import JsonFields, parse_object
+from mega_rl.untrusted import JsonFields, parse_object
 
 FORMAT = 1
 FOLDER = "records"  # in a run's folder

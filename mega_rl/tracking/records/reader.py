@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.errors import UserError
-from mega_rl.storage.safetensors_header import read_entries
-from mega_rl.storage.strict_json import JsonFields, parse_object
 from mega_rl.tracking.records.format import MAX_RECORD_BYTES, RECORD_FILE, TENSORS, RecordDescription, Shard, parse
+from mega_rl.untrusted import JsonFields, parse_object
 
 Array: TypeAlias = npt.NDArray[Any]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mega_rl import disk
+from mega_rl.converters.safetensors.reader import DTYPE_NAMES
+from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import first_failure
 from mega_rl.protocols import Ranks
-from mega_rl.storage import disk
-from mega_rl.storage.safetensors_reader import DTYPE_NAMES
-from mega_rl.storage.safetensors_writer import SafetensorsFile, TensorSpec
 from mega_rl.tracking.records.format import (
     RECORD_FILE,
     TENSORS,

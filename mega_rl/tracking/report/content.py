@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 
 from mega_rl import __version__
-from mega_rl.health.records import read_records
-from mega_rl.storage.strict_json import JsonFields
+from mega_rl.tracking.health.records import read_records
 from mega_rl.tracking.metrics.records import Series
 from mega_rl.tracking.report.page import OVERVIEW, THEMES, explain, render, reward_parts, theme_of
 from mega_rl.tracking.report.runs import METRICS, Run, changed_settings, differing_keys, seed_groups, shorten
 from mega_rl.tracking.report.samples import MAX_CHARACTERS, read_samples
 from mega_rl.tracking.report.symptoms import RULES, symptoms_of
+from mega_rl.untrusted import JsonFields
 
 MAX_BYTES = 2_000_000  # size of a page
 MAX_CURVES = 1_000_000  # characters of all curves together, about

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 
-from mega_rl.storage.strict_json import JsonFields
+from mega_rl.untrusted import JsonFields
 
 # Title and the beginnings of names; the first title that fits counts.
 THEMES: tuple[tuple[str, tuple[str, ...]], ...] = (

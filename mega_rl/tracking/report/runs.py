@@ -11,8 +11,8 @@ from mega_rl.config.origins import as_record
 from mega_rl.config.recipe import parse_yaml
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
-from mega_rl.storage.strict_json import JsonFields
 from mega_rl.tracking.metrics.records import Series, read_series
+from mega_rl.untrusted import JsonFields
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 MAX_CONFIG_BYTES = 4 << 20

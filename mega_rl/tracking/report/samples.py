@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from mega_rl.errors import UserError
-from mega_rl.storage.strict_json import JsonFields, parse_object
 from mega_rl.tracking.report.runs import shorten
+from mega_rl.untrusted import JsonFields, parse_object
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,10 +22,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis.overview import overview
-from mega_rl.storage.strict_json import JsonFields
 from mega_rl.tracking.report.content import content_of
 from mega_rl.tracking.report.page import render
 from mega_rl.tracking.report.runs import CONFIG, METRICS, read_runs
+from mega_rl.untrusted import JsonFields
 
 logger = logging.getLogger(__name__)
 

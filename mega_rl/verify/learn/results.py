@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mega_rl.errors import UserError, no_such
-from mega_rl.storage.strict_json import parse_object
+from mega_rl.untrusted import parse_object
 from mega_rl.verify.learn.task import Beats, LearningTask, Reaches
 from mega_rl.verify.learn.tasks import TASKS
 

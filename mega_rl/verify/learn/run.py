@@ -20,9 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from mega_rl import api
 from mega_rl.errors import UserError
-from mega_rl.health.interruption import StoppedBySignal
 from mega_rl.protocols import MetricsSink, RolloutSource, TokenModel
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
+from mega_rl.tracking.health.interruption import StoppedBySignal
 from mega_rl.tracking.progress.terminal import standard_error
 from mega_rl.trainer.collect import Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient

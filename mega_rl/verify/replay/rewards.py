@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mega_rl.assemble.data import load_data, read_tokens
 from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
@@ -19,6 +18,7 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.rewards.build import build_rewards
 from mega_rl.tracking import progress
 from mega_rl.tracking.records.reader import Array, Record
+from mega_rl.trainer.assemble.data import load_data, read_tokens
 from mega_rl.trainer.rows import scored_rows
 from mega_rl.types import Prompt, Rewards, Rollout
 from mega_rl.verify.replay.compare import ATOL, Difference, compare_tensor

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl.accelerator.gpus import gpu_for_each
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError, UserError
+from mega_rl.parallel.accelerator.gpus import gpu_for_each
 from mega_rl.tracking import progress
 from mega_rl.tracking.records.format import folder_of
 from mega_rl.tracking.records.reader import Record, read_record

@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator import Accelerator
 from mega_rl.algorithms.kl import FixedKL
-from mega_rl.assemble.algorithms import build_estimator, build_reward_kl
-from mega_rl.assemble.plan import RunPlan, plan_run
-from mega_rl.assemble.records import record_writer, step_columns
-from mega_rl.assemble.roles import Roles, build_roles
-from mega_rl.assemble.run import session
-from mega_rl.assemble.trainer import build_overlong, minibatch_plan, policy_gradient_rules
 from mega_rl.config.attention import Role
 from mega_rl.engines.base import ModelRequest
+from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of, share
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Inspect, ModelPasses, Ranks, TokenModel
 from mega_rl.tracking.records.format import MODEL_OUTPUTS
 from mega_rl.tracking.records.reader import Record, read_record
+from mega_rl.trainer.assemble.algorithms import build_estimator, build_reward_kl
+from mega_rl.trainer.assemble.plan import RunPlan, plan_run
+from mega_rl.trainer.assemble.records import record_writer, step_columns
+from mega_rl.trainer.assemble.roles import Roles, build_roles
+from mega_rl.trainer.assemble.run import session
+from mega_rl.trainer.assemble.trainer import build_overlong, minibatch_plan, policy_gradient_rules
 from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.filters import leave_unscored_out
 from mega_rl.trainer.loop import Stages, StepLog

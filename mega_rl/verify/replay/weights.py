@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from mega_rl.assemble.plan import roles_of
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE
 from mega_rl.checkpoint.weights import HEADS, open_weights
@@ -16,6 +15,7 @@ from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.tracking.records.format import WEIGHTS
 from mega_rl.tracking.records.reader import Record
+from mega_rl.trainer.assemble.plan import roles_of
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # model.dtype -> server's dtype
 

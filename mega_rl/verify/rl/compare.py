@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator.norms import norm
 from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator.norms import norm
 from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 from mega_rl.verify.rl.independent.sampling import groups_of, wrong_groups, wrong_prompts

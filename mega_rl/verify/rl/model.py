@@ -16,8 +16,8 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError
-from mega_rl.storage.safetensors_writer import write_checkpoint
 from mega_rl.verify.rl.inputs import CHARACTERS, EOS, STAND_IN, LockstepRun, rows
 from mega_rl.verify.twin.shrink import random_tensors, shrink
 

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from mega_rl.accelerator import Accelerator
-from mega_rl.assemble import running
 from mega_rl.config.schema import Config
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.fsdp.engine import FSDPEngine
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.operations.diagnosis.cause import investigate
+from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import Inspect, Learner, Ranks, RolloutSource, Scorer
 from mega_rl.trainer import Trainer
+from mega_rl.trainer.assemble import running
 from mega_rl.trainer.collect import Batch, Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.trainer.rows import Samples, gather_column

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator import prepare
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.parallel.accelerator import prepare
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.preflight.checkpoints import known_bug
 from mega_rl.verify.twin.reference import hf_logits, hf_weights

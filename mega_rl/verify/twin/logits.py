@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator import Accelerator
 from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.models.build import ModelSettings, build_chunks, transformer_config
+from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
+from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.groups import Groups
 from mega_rl.verify.twin.reference import Outputs, recorded
 

@@ -23,9 +23,9 @@ from mega_rl.converters.families.rules import DISK_LAYER
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.live.load import repeat_faults
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
+from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.safetensors_writer import write_checkpoint
 
 MAX_LAYERS, MAX_VOCAB = 4, 4096
 # Widths of a narrowed twin: halved until they are at most this. Numbers of heads and experts stay what they are.

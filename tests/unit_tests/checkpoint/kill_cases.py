@@ -57,11 +57,11 @@ def train(rank: int, folder: str, name: str, kill: Kill, steps: int = STEPS) -> 
 
     Returns the first step, the weights at the end and the operations on files of the save after STEP.
     """
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
-    from mega_rl.assemble import build_trainer, session
     from mega_rl.checkpoint.saving.writer import WriterProcess
+    from mega_rl.trainer.assemble import build_trainer, session
 
     mine = kill if rank == kill.rank else Kill(background=kill.background)
     config = config_of(Path(folder), name, background=kill.background, steps=steps)

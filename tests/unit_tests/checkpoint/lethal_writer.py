@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from mega_rl import disk
 from mega_rl.checkpoint.saving import job, writer
-from mega_rl.storage import disk
 
 # The system calls by which a save changes the disk: `disk` makes all of them through its name `os`.
 CALLS = ("mkdir", "open", "pwritev", "fsync", "rename", "unlink", "rmdir")

@@ -54,7 +54,7 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
 
 def run_all(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:
     """By name: weights at the start and after each step, tokens of each step, Adam's counters."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     return {name: one_run(Path(folder), name, run, accelerator) for name, run in runs.items()}
@@ -62,8 +62,8 @@ def run_all(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:
 
 def refused_all(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, str]:
     """What is said to each run, which must not start."""
-    from mega_rl.accelerator import prepare
     from mega_rl.errors import UserError
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     said = {name: "" for name in runs}
@@ -76,7 +76,7 @@ def refused_all(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, str]:
 
 
 def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, Any]:
-    from mega_rl.assemble import build_trainer, session
+    from mega_rl.trainer.assemble import build_trainer, session
 
     config = config_of(folder, name, run)
     weights: list[dict[str, torch.Tensor]] = []

@@ -27,11 +27,11 @@ from tests.unit_tests.checkpoint.stores import Kept, names, steps, store, values
 
 PATIENCE_S = 20.0
 
-# What the writer imports in place of mega_rl.storage.disk's os, by the variable that tells what to do.
+# What the writer imports in place of mega_rl.disk's os, by the variable that tells what to do.
 FAULTS = """
     import os
     from mega_rl.checkpoint.saving import writer
-    from mega_rl.storage import disk
+    from mega_rl import disk
 
     class Faulty:
         left = int(os.environ["FAULT_AT"])

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
+from mega_rl import disk
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.folders import complete, torn
 from mega_rl.checkpoint.format.reader import Checkpoint
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.errors import UserError
-from mega_rl.storage import disk
 from tests.unit_tests.checkpoint.lethal_writer import instrumented
 from tests.unit_tests.checkpoint.written import manifest_of, save, tensors, write_shards
 

@@ -17,8 +17,8 @@ from mega_rl.checkpoint.format.manifest import (
     parse_manifest,
 )
 from mega_rl.checkpoint.format.shards import ShardRecord
+from mega_rl.disk import SaveError
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.disk import SaveError
 from tests.unit_tests.checkpoint.written import manifest_of, tensors
 
 

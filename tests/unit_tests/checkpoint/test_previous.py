@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from mega_rl import disk
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.checkpoint.previous import begin_history, previous_runs
 from mega_rl.errors import UserError
-from mega_rl.storage import disk
 from tests.unit_tests.checkpoint.stores import store
 from tests.unit_tests.checkpoint.written import save
 

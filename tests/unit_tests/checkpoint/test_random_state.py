@@ -32,13 +32,13 @@ def draws() -> list[Any]:
 
 def round_trip(rank: int, folder: str) -> dict[str, Any]:
     """Drawn after the save, after the restore, and by a run that restored nothing; through a checkpoint."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import session
     from mega_rl.checkpoint.random_state import RandomState
     from mega_rl.checkpoint.store import RunCheckpoints
     from mega_rl.parallel.comm import GroupRanks
+    from mega_rl.trainer.assemble import session
     from tests.helpers.engines import make_config
     from tests.unit_tests.checkpoint.stores import settings
 

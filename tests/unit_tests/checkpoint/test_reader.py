@@ -23,8 +23,8 @@ from mega_rl.checkpoint.format.shards import (
     overlap,
     write_shard,
 )
+from mega_rl.converters.safetensors.reader import DTYPES, read_header
 from mega_rl.parallel.boxes import flat_boxes, whole
-from mega_rl.storage.safetensors_reader import DTYPES, read_header
 from mega_rl.types import Box
 from tests.unit_tests.checkpoint import written
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mega_rl.checkpoint.format import shards
 from mega_rl.checkpoint.format.shards import PieceSpec, ShardRecord, order, write_shard
-from mega_rl.storage.safetensors_header import ITEM_BYTES
-from mega_rl.storage.safetensors_reader import DTYPES, read_header
+from mega_rl.converters.safetensors.header import ITEM_BYTES
+from mega_rl.converters.safetensors.reader import DTYPES, read_header
 from tests.unit_tests.checkpoint.written import data_of
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl import disk
 from mega_rl.checkpoint.run_state import RunState
 from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.errors import RunError, UserError
-from mega_rl.storage import disk
 from mega_rl.types import Box, EngineState, Piece
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.checkpoint.lethal_writer import instrumented

@@ -18,9 +18,9 @@ from mega_rl.cli.help import summary
 from mega_rl.config import packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
-from mega_rl.health.failure_kinds import LOST_CONNECTION
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
+from mega_rl.tracking.health.failure_kinds import LOST_CONNECTION
 from mega_rl.workers.user_files import load_from_file
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
@@ -45,15 +45,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The configs that reached the run, in place of runs."""
     reached: list[Config] = []
-    assemble = ModuleType("mega_rl.assemble")
+    assemble = ModuleType("mega_rl.trainer.assemble")
 
     def run(config: Config, accelerator: object, investigate: object) -> int:
         reached.append(config)
         return 0
 
     assemble.train = run  # type: ignore[attr-defined]
-    monkeypatch.setattr("mega_rl.accelerator.prepare", lambda device, variables, deepep: device)
-    monkeypatch.setitem(sys.modules, "mega_rl.assemble", assemble)
+    monkeypatch.setattr("mega_rl.parallel.accelerator.prepare", lambda device, variables, deepep: device)
+    monkeypatch.setitem(sys.modules, "mega_rl.trainer.assemble", assemble)
     return reached
 
 
@@ -250,7 +250,7 @@ def test_end_of_a_run_decides_the_exit_code(
                 return outcome
             raise outcome
 
-        monkeypatch.setattr(sys.modules["mega_rl.assemble"], "train", run)
+        monkeypatch.setattr(sys.modules["mega_rl.trainer.assemble"], "train", run)
         return cli.main(["train", *GOOD])
 
     assert end(143) == 143
@@ -279,7 +279,7 @@ def test_error_of_a_users_file_names_its_place(
     def run_with(name: str, *given: object) -> None:
         function = load_from_file(f"{file}:{name}", key="rollout.source", kind="function")
         monkeypatch.setattr(
-            sys.modules["mega_rl.assemble"], "train", lambda config, accelerator, investigate: function(*given)
+            sys.modules["mega_rl.trainer.assemble"], "train", lambda config, accelerator, investigate: function(*given)
         )
 
     run_with("answers", "{}")

@@ -18,9 +18,9 @@ import torch
 
 from mega_rl.cli.app import main
 from mega_rl.cli.convert import parse_size
+from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError
-from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import FULL

@@ -14,7 +14,7 @@ import pytest
 
 from mega_rl.algorithms.evaluation import pass_at_k
 from mega_rl.cli.quickstart.sums import write_data, write_model
-from mega_rl.health.records import read_records
+from mega_rl.tracking.health.records import read_records
 from tests.helpers.sglang import wait_until
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

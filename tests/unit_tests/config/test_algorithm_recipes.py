@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.assemble.algorithms import build_correction, build_estimator, build_objective
 from mega_rl.config.loader import load
 from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice
 from mega_rl.config.rules import check
+from mega_rl.trainer.assemble.algorithms import build_correction, build_estimator, build_objective
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 RECIPES = dict(re.findall(r"^\| ([^|`]+) \| `([^`|]+=[^`|]+)` \|$", PAGE, re.MULTILINE))

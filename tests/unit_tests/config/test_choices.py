@@ -15,8 +15,6 @@ import mega_rl
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.losses.objectives import OBJECTIVES
-from mega_rl.assemble.algorithms import build_correction, build_estimator, build_objective
-from mega_rl.assemble.plan import roles_of
 from mega_rl.config.loader import load
 from mega_rl.config.needs import has_several_models, is_on_policy
 from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, chosen, needs_critic, reads_reference
@@ -28,6 +26,8 @@ from mega_rl.config.schema.setting import defaults
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.setup import models_of
+from mega_rl.trainer.assemble.algorithms import build_correction, build_estimator, build_objective
+from mega_rl.trainer.assemble.plan import roles_of
 from tests.helpers.inputs import qwen3_config
 
 MINE = """

@@ -64,7 +64,7 @@ def load_and_save(rank: int, root: str, world_size: int, models: dict[str, dict[
     `root`/{name} holds for every model its Hugging Face checkpoint `hf` and `dist`; live models
     are saved into `saved-{layout}`. A rank on a CPU that forks is named, too: see tests/helpers/upstream_writers.py.
     """
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from megatron.core import dist_checkpointing

@@ -15,8 +15,8 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Head
+from mega_rl.converters.safetensors.writer import CheckpointWriter, TensorSpec
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.storage.safetensors_writer import CheckpointWriter, TensorSpec
 from tests.unit_tests.converters.tiny_configs import TINY
 
 # name -> what it takes to store; the vocabulary of 99 rows is padded under tp=2.

@@ -15,9 +15,9 @@ from mega_rl.converters.offline import compare as compare_module
 from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, round_trip
 from mega_rl.converters.offline.describe import describe
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.parallel.comm import ranks_of
-from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.fakes import LAYOUTS, hf_state, small_config
 

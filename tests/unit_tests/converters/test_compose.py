@@ -20,7 +20,7 @@ from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.compose import ColumnRange, Home, compose, home_faults, invert
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.storage.safetensors_header import matrix_shape
+from mega_rl.converters.safetensors.header import matrix_shape
 from tests.unit_tests.converters.tiny_configs import TINY
 
 State = Mapping[str, Tensor]

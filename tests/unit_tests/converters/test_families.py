@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors
-from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from tests.unit_tests.converters.tiny_configs import TINY
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from mega_rl.converters.live import copying as fill_module
 from mega_rl.converters.live.copying import fill, fill_all, in_threads
 from mega_rl.converters.plan.blocks import Copy
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError
-from mega_rl.storage.safetensors_reader import CheckpointReader
 
 
 def reference(target: Tensor, copies: Sequence[Copy], tensors: dict[str, Tensor]) -> Tensor:

@@ -15,8 +15,8 @@ import pytest
 
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.parameters import hf_tensors
-from mega_rl.storage.safetensors_header import INDEX_FILE
-from mega_rl.storage.safetensors_reader import FP8_BLOCK, SCALE_SUFFIX
+from mega_rl.converters.safetensors.header import INDEX_FILE
+from mega_rl.converters.safetensors.reader import FP8_BLOCK, SCALE_SUFFIX
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 
@@ -32,7 +32,7 @@ from mega_rl.converters.plan.parameters import as_on_disk
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.plan.proof import prove_complete
-from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.parallel.layout import ParallelLayout
 
 def loop():

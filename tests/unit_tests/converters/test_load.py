@@ -16,9 +16,9 @@ from mega_rl.converters.live.load import LoadReport, load_hf, weights_of
 from mega_rl.converters.plan.parameters import VALUE_HEADS
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
-from mega_rl.storage.safetensors_reader import CheckpointReader
 from tests.unit_tests.converters.chunks import planned_chunks, values_of
 from tests.unit_tests.converters.fakes import (
     LAYOUTS,

@@ -86,7 +86,7 @@ def yarn_config(name: str, mscales: dict[str, float]) -> dict[str, Any]:
 
 def scales_of_megatron(_: int) -> list[tuple[float, float]]:
     """(of sines and cosines, of attention logits) as Megatron-Core computes them, per family and `MSCALES`."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     prepare("cpu")
     from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn

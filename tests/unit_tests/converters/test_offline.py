@@ -22,9 +22,9 @@ from mega_rl.converters.offline.compare import compare, round_trip
 from mega_rl.converters.offline.convert import ExportOptions, ImportOptions, export_checkpoint, import_hf
 from mega_rl.converters.offline.writing import WriteOptions
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.safetensors_writer import write_checkpoint
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters import offline_cases
 from tests.unit_tests.converters.random_checkpoints import contents, layouts_of, write_random
@@ -242,7 +242,7 @@ def test_impossible_sources_and_targets_are_refused(tmp_path: Path, monkeypatch:
     for message, run in cases.items():
         with pytest.raises(UserError, match=message):
             run()
-    monkeypatch.setattr("mega_rl.storage.output_folder.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("mega_rl.converters.safetensors.output_folder.free_bytes", lambda folder: 1000)
     with pytest.raises(UserError, match=r"has 1\.00 KB free"):
         import_hf(source, tmp_path / "y")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dist", "hf"]

@@ -26,9 +26,9 @@ from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_t
 from mega_rl.converters.plan.proof import prove_complete, tiling_faults
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec, check_layout, padded_vocab_size
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
-from mega_rl.storage.safetensors_header import matrix_shape
 from tests.helpers.selection import covering
 from tests.unit_tests.converters.fakes import (
     LAYOUTS,

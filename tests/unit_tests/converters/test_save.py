@@ -19,10 +19,10 @@ from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.parameters import ignored_tensors
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import CheckpointWriter
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
-from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.safetensors_writer import CheckpointWriter
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.chunks import planned_chunks
 from tests.unit_tests.converters.random_checkpoints import write_random

@@ -25,8 +25,8 @@ from mega_rl.converters.offline.checkpoint import open_checkpoint
 from mega_rl.converters.offline.compare import compare
 from mega_rl.converters.offline.convert import ImportOptions, export_checkpoint, import_hf
 from mega_rl.converters.offline.torch_dist import read_metadata
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError
-from mega_rl.storage.safetensors_reader import CheckpointReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.converters.dist_cases import WORLDS, load_and_save, load_critic

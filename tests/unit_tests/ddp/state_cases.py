@@ -169,16 +169,16 @@ def fused_adam() -> dict[str, Any]:
 
 def multi_token_prediction(path: Path) -> list[tuple[str, int, int, bool]]:
     """(key, elements of the whole, elements here, first copy) of a model on two stages that predicts more tokens."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     import dataclasses
 
-    from mega_rl.assemble import session
     from mega_rl.converters.hf.config import read_hf_config
     from mega_rl.converters.plan.sharding import Sharding
     from mega_rl.ddp.regions import find_regions
-    from mega_rl.models.build import ModelSettings, build_chunks, transformer_config
+    from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
+    from mega_rl.trainer.assemble import session
 
     config = replaced(make_config(path / "mtp"), "engine.megatron", pp=2)
     hf = dataclasses.replace(read_hf_config(path / "mtp"), mtp="load")

@@ -123,7 +123,7 @@ def test_state_that_is_no_tensor(data: Any, size: int) -> None:
 
 def extra_state(rank: int, data: Any) -> str:
     """The beginning of what is said of it; a list is a file's bytes."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     prepare("auto")
     from megatron.core.dist_checkpointing.mapping import ShardedObject

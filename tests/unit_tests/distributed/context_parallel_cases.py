@@ -123,7 +123,7 @@ def _whole(rows: torch.Tensor, engine: Any) -> torch.Tensor:
 
 def run_rank(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """What this rank finds of attention ("attention") and, if first or last, of engines ("model layout")."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from tests.unit_tests.distributed.shared_attention_cases import shared_attention

@@ -50,7 +50,7 @@ class Layers(torch.nn.Module):
 @contextmanager
 def groups_of(world_size: int, *, optimizer_instances: int = 1) -> Iterator[tuple[Any, torch.device]]:
     """(Groups, device) of a world of data-parallel ranks."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups

@@ -70,7 +70,7 @@ def run_case(
 
 def _fill_value_head(engine: Any) -> None:
     """A fresh value head is zero and passes no gradient to the backbone: give it numbers, the same on every layout."""
-    from mega_rl.models.heads import ValueHead
+    from mega_rl.engines.models.heads import ValueHead
 
     heads = [m for model in engine.models for m in model.modules() if isinstance(m, ValueHead)]
     for head in heads:

@@ -199,7 +199,7 @@ def measure(
 
     `expected` are transformers' logits by case, `wrong` those that a known bug spoils.
     """
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups
@@ -246,7 +246,7 @@ def round_trip(model: Any, source: Path) -> dict[str, Any]:
     """Whether every exported tensor equals the source's; names that only one of both has, and those that differ."""
     from mega_rl.converters.live.export import BUCKET_BYTES, ModelPlace, export_hf
     from mega_rl.converters.plan.parameters import ignored_tensors
-    from mega_rl.storage.safetensors_reader import CheckpointReader
+    from mega_rl.converters.safetensors.reader import CheckpointReader
 
     place = ModelPlace.of(model.sharding, model.groups, is_sharded=False, bucket_bytes=BUCKET_BYTES)
     exported = dict(export_hf(model.chunks, place))

@@ -77,7 +77,7 @@ def train(case: Case, root: Path) -> dict[str, Any]:
 @contextmanager
 def changed(case: Case) -> Iterator[None]:
     """Other process groups, or upstream without what stands before it, while the engine is built and runs."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     prepare("auto")
     from mega_rl.ddp import megatron_fsdp, torch_fsdp2, wrap

@@ -88,10 +88,10 @@ def synced(engine: Any, groups: Any, *, average: bool) -> dict[str, Any]:
 
 def run(rank: int, checkpoint: str) -> dict[str, Any]:
     """Every layout and combination, one set of groups for each number of optimizer instances."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_actor, session
+    from mega_rl.trainer.assemble import build_actor, session
 
     actual = {}
     for layout in LAYOUTS:

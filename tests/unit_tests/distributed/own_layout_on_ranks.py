@@ -77,13 +77,13 @@ class Watched:
 
 def run_case(student: str, teachers: dict[str, str], name: str) -> dict[str, Any]:
     """Differences of the reference's log-probs from a model on the student's layout; updates by loss."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_actor, session
     from mega_rl.engines.own_layout import OwnLayout
     from mega_rl.parallel.groups import another
     from mega_rl.parallel.layout import ParallelLayout
+    from mega_rl.trainer.assemble import build_actor, session
 
     case = CASES[name]
     sizes = {"pp": 2} if case.student == "pp2-dp2" else LAYOUTS[case.student][1]

@@ -57,7 +57,7 @@ MISTAKES = {
 
 def measure_mistakes(rank: int, root: str) -> dict[str, tuple[float, float]]:
     """By mistake the largest logit difference to transformers (without it, with it); one process."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups

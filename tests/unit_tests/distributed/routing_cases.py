@@ -32,7 +32,7 @@ def all_rows(routing: torch.Tensor, engine: Any) -> torch.Tensor:
 
 def perturb_routers(engine: Any) -> None:
     """Other routers, the same on every layout."""
-    from mega_rl.models.moe import Router
+    from mega_rl.engines.models.moe import Router
 
     for model in engine.models:
         for module in model.modules():
@@ -102,7 +102,7 @@ def unused(checkpoint: str) -> bool:
 
 def travelling(size: int) -> list[int]:
     """The routing's first expert of rows exchanged over all ranks: it must travel with its row."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups as process_groups

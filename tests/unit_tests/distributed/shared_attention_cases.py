@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.unit_tests.models.attention_cases import (
+from tests.unit_tests.engines.models.attention_cases import (
     DIM,
     HEADS,
     MIXES,
@@ -53,7 +53,7 @@ def _packed(
 ) -> list[Any]:
     """(found, expected) of this rank's context and gradients, and the sinks' gradient, sequences rounded up."""
     from mega_rl.data.zigzag import held_positions
-    from mega_rl.models.attention import packed_sequences
+    from mega_rl.engines.models.attention import packed_sequences
 
     rank, size = group.rank(), group.size()
     rounded = [-(-length // (2 * size)) * 2 * size for length in lengths]
@@ -117,7 +117,7 @@ def _spread(x: Tensor, lengths: Sequence[int], rounded: Sequence[int], padding: 
 def leaks(collection: Any, variant: Variant, *, poison: float) -> list[str]:
     """What of the others changes, by a single bit, when one packed sequence's q, k, v and gradient become `poison`."""
     from mega_rl.data.zigzag import held_positions
-    from mega_rl.models.attention import packed_sequences
+    from mega_rl.engines.models.attention import packed_sequences
 
     group = collection.cp
     module = core_attention(variant, collection=collection)
@@ -154,7 +154,7 @@ def added_in_float32(group: Any) -> float:
     In bfloat16 256 + 1 is 256 again, so additions one after another would give 256; of the sum 259 of four ranks 260
     is the nearest bfloat16.
     """
-    from mega_rl.models.context_parallel import _GatherTokens
+    from mega_rl.engines.models.context_parallel import _GatherTokens
 
     order = torch.arange(2 * group.size())
     token = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -166,11 +166,11 @@ def added_in_float32(group: Any) -> float:
 
 def chunk_differences(rank: int) -> dict[str, float]:
     """Of each cp rank's two chunks of bfloat16 rows, on one device, to whole rows in float32: context and gradients."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     device = prepare("auto").device
     from mega_rl.data.zigzag import held_positions
-    from mega_rl.models.context_parallel import Chunks
+    from mega_rl.engines.models.context_parallel import Chunks
 
     rows, length, worst = 3, 256, {}
     for groups in (1, HEADS // 2, HEADS):

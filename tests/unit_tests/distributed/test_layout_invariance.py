@@ -157,10 +157,10 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
 
 def run_all(rank: int, folder: str, runs: list[tuple[str, str]]) -> dict[str, Any] | None:
     """Rollout tokens and metrics of every step, by "layout algorithm"."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_trainer, session
+    from mega_rl.trainer.assemble import build_trainer, session
 
     results = {}
     for layout, algorithm in runs:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.accelerator.megatron_core import installed_release
 from mega_rl.config.schema import DdpConfig, MegatronConfig
+from mega_rl.parallel.accelerator.megatron_core import installed_release
 from tests.helpers.distributed import run_megatron_fsdp, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import without
@@ -172,7 +172,7 @@ SETTINGS: dict[str, tuple[DdpConfig, dict[str, int], str]] = {
 
 def refusals(rank: int) -> dict[str, str]:
     """What is said to each of the settings, and to experts that are spread."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     prepare("auto")
     from mega_rl.ddp.fsdp_limits import check_fsdp

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, running_engine
 from tests.helpers.models import DENSE, write_tiny_checkpoint

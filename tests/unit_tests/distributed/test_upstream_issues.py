@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mega_rl.accelerator.megatron_core import installed_release
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator.megatron_core import installed_release
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.verify.tolerances import FP32
 from tests.helpers.distributed import run_ranks
@@ -90,12 +90,12 @@ def test_latent_norms_without_sequence_parallelism(ranks: list[dict[str, Any]]) 
 
 def test_latent_attention_without_sequence_parallelism_is_refused(root: str) -> None:
     """By the builder, whatever came before it."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.config.schema import MegatronConfig, ModelConfig
     from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.models.build import ModelSettings, transformer_config
+    from mega_rl.engines.models.build import ModelSettings, transformer_config
 
     with pytest.raises(UserError, match="sequence_parallel=true"):
         transformer_config(

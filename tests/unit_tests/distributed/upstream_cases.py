@@ -18,6 +18,7 @@ from mega_rl.verify.layouts import Layout, resolve
 from mega_rl.verify.measure import LONGEST
 from mega_rl.verify.plan import Plan
 
+MODELS = "mega_rl.engines.models.build"
 BLOCK = 1 << 14  # float32 elements of a message: small enough for memory to be used again, too large to be sent at once
 
 
@@ -50,7 +51,7 @@ def compared(accelerator: Any, root: str, family: str, name: str) -> dict[str, A
 
 def two_ranks(rank: int, root: str) -> dict[str, Any]:
     """Wrong and right, for each fault that shows on two ranks."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     results: dict[str, Any] = {}
@@ -69,8 +70,16 @@ def faults() -> dict[str, tuple[str, str, Callable[[], Any]]]:
     return {
         "interleaved without overlap": ("qwen3", "vpp2", without_overlap),
         "latent attention without sp": ("latent", "tp2", without_sequence_parallelism),
-        "shards unmarked": ("qwen3", "tp2", lambda: patch("mega_rl.models.build.mark_tensor_parallel", nothing)),
-        "experts unmarked": ("qwen3_moe", "tp2+sp+etp1", lambda: patch("mega_rl.models.build.mark_experts", nothing)),
+        "shards unmarked": (
+            "qwen3",
+            "tp2",
+            lambda: patch(f"{MODELS}.mark_tensor_parallel", nothing),
+        ),
+        "experts unmarked": (
+            "qwen3_moe",
+            "tp2+sp+etp1",
+            lambda: patch(f"{MODELS}.mark_experts", nothing),
+        ),
     }
 
 
@@ -88,7 +97,7 @@ def whole_weights_marked(accelerator: Any, root: str) -> dict[str, Any]:
 
     with patch.object(Linear, "__init__", as_transformer_engine):
         right = compared(accelerator, root, "latent", "tp2+sp")
-        with patch("mega_rl.models.build.unmark_whole_weights", nothing):
+        with patch("mega_rl.engines.models.build.unmark_whole_weights", nothing):
             return {"right": right, "wrong": compared(accelerator, root, "latent", "tp2+sp")}
 
 
@@ -139,8 +148,8 @@ def without_sequence_parallelism() -> Iterator[None]:
 @contextmanager
 def joined() -> Iterator[Any]:
     """The groups of two data-parallel ranks."""
-    from mega_rl.accelerator import prepare
     from mega_rl.parallel import groups as process_groups
+    from mega_rl.parallel.accelerator import prepare
 
     layout = Layout("dp2", dp=2).parallel_layout()
     try:
@@ -167,7 +176,7 @@ def freed_while_sent(rank: int) -> dict[str, Any]:
     """What rank 1 receives of a tensor that upstream frees as soon as its asynchronous send has been started."""
     from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     received = torch.zeros(BLOCK)
     with joined() as groups:
@@ -195,7 +204,7 @@ def freed_while_sent(rank: int) -> dict[str, Any]:
 
 def one_rank(rank: int, root: str, families: list[str]) -> dict[str, Any]:
     """References of the twins; what shows on a single rank: names in checkpoints, step counters after a load, norms."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.verify.measure import write_reference
@@ -216,7 +225,7 @@ def expert_norm_names(root: str) -> dict[str, Any]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from mega_rl.converters.hf.config import read_hf_config
-    from mega_rl.models.specs import decoder_spec
+    from mega_rl.engines.models.specs import decoder_spec
 
     hf = read_hf_config(Path(root) / "qwen3_moe" / "twin")
     upstream = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")

@@ -76,10 +76,10 @@ def minibatch_of(engine: Any) -> Any:
 
 def run_case(student: str, teacher: str, name: str) -> dict[str, dict[str, Any]]:
     """Metrics of an update of length zero and, of the engine that shows them, every gradient; by loss."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_actor, session
+    from mega_rl.trainer.assemble import build_actor, session
 
     _, layout, backend, cut = CASES[name]
     config = make_config(Path(student), layout=layout, engine=backend)

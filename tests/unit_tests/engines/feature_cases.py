@@ -139,10 +139,10 @@ def options(engine: str, root: Path) -> dict[str, bool]:
 
 def one_step(engine: str, root: Path) -> dict[str, bool]:
     """Of a run: PPO with a critic, a KL to another model, a reward model, and a kernel for each of them."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_trainer, session
+    from mega_rl.trainer.assemble import build_trainer, session
 
     config = run_config(engine, root)
     with session(config, accelerator) as groups, ExitStack() as resources:

@@ -16,8 +16,8 @@ from mega_rl.config.facts import ModelFacts
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.converters.hf.config import parse_hf_config
+from mega_rl.engines.models import attention_choice
 from mega_rl.errors import UserError
-from mega_rl.models import attention_choice
 from mega_rl.verify.layouts import ALL, fsdp, resolve_all
 from mega_rl.verify.plan import REFERENCE
 from tests.helpers.distributed import run_ranks

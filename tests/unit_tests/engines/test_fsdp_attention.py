@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator import prepare
 from mega_rl.converters.families import TRAINED
 from mega_rl.errors import RunError
+from mega_rl.parallel.accelerator import prepare
 from tests.helpers.attention_probe import AttentionProbe
 from tests.helpers.models import write_tiny_checkpoint
 

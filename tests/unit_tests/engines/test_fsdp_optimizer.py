@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.accelerator import prepare
+from mega_rl.parallel.accelerator import prepare
 from mega_rl.parallel.comm import SingleRank
 
 

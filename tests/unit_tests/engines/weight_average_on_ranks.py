@@ -26,7 +26,7 @@ class Way(NamedTuple):
 
 
 def run_all(rank: int, folder: str, ways: dict[str, Way]) -> dict[str, Any]:
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     return {name: one_way(Path(folder), way, accelerator) for name, way in ways.items()}
@@ -34,9 +34,9 @@ def run_all(rank: int, folder: str, ways: dict[str, Way]) -> dict[str, Any]:
 
 def one_way(folder: Path, way: Way, accelerator: Any) -> dict[str, Any]:
     """Weights of both models at every update, in float64, and the distances that updates return."""
-    from mega_rl.assemble import build_actor, session
     from mega_rl.engines.weight_average import WeightAverage
     from mega_rl.parallel.comm import GroupRanks
+    from mega_rl.trainer.assemble import build_actor, session
     from mega_rl.workers.residency import EVERYTHING, PARAMETERS, ResidentModels
     from tests.unit_tests.distributed.engine_cases import losses
 
@@ -79,13 +79,13 @@ def one_way(folder: Path, way: Way, accelerator: Any) -> dict[str, Any]:
 
 def refused(rank: int, folder: str, families: Sequence[str]) -> str:
     """What is said to a reference of another shape."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_actor, session
     from mega_rl.engines.weight_average import WeightAverage
     from mega_rl.errors import UserError
     from mega_rl.parallel.comm import GroupRanks
+    from mega_rl.trainer.assemble import build_actor, session
 
     config = make_config(Path(folder) / families[0])
     with session(config, accelerator) as groups:

@@ -45,7 +45,7 @@ LENGTH = 32  # tokens of every row
 def write_models(root: Path) -> None:
     """A checkpoint with random weights of each model."""
     from mega_rl.converters.hf.config import parse_hf_config
-    from mega_rl.storage.safetensors_writer import write_checkpoint
+    from mega_rl.converters.safetensors.writer import write_checkpoint
     from mega_rl.verify.twin.shrink import random_tensors
 
     for name, raw in MODELS.items():
@@ -71,10 +71,9 @@ def simulated(model: str, *, ranks: int, rank: int = 0, micro_batch_size: int = 
 
     `settings` are those of `engine.megatron`, and `dtype`, `bucket_size`, `overlap`, `engine`, `fsdp`.
     """
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import build_actor
     from mega_rl.config.schema import (
         Config,
         DdpConfig,
@@ -88,6 +87,7 @@ def simulated(model: str, *, ranks: int, rank: int = 0, micro_batch_size: int = 
     )
     from mega_rl.parallel import groups as process_groups
     from mega_rl.parallel.layout import ParallelLayout
+    from mega_rl.trainer.assemble import build_actor
 
     dtype, bucket = settings.pop("dtype", "fp32"), settings.pop("bucket_size", 0)
     overlap = settings.pop("overlap", False)
@@ -252,7 +252,7 @@ def mixtures(root: str, *, ranks: int) -> dict[str, Any]:
 def construction(*, ranks: int) -> dict[str, float]:
     """Seconds and groups that joining a world takes."""
 
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups as process_groups
@@ -270,7 +270,7 @@ def construction(*, ranks: int) -> dict[str, float]:
 
 def everything(rank: int, root: str) -> dict[str, Any]:
     """All numbers of test_growth_laws.py."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     prepare("auto")
     return {

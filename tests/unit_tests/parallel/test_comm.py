@@ -148,7 +148,7 @@ def refusals(ranks: GroupRanks) -> None:
 
 
 def ranks_compare(rank: int) -> None:
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups
@@ -208,7 +208,7 @@ class Allocated(TorchDispatchMode):
 
 def bytes_of_a_gather(rank: int) -> tuple[int, int, dict[str, int]]:
     """(allocated, result, sent by operation) of rows of which rank 0 has most."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups
@@ -242,7 +242,7 @@ def test_ranks_equal_one_process(size: int) -> None:
 
 def one_rank_compares(rank: int) -> None:
     """Every collective of a group of one, with torch.distributed and without: equal to the bit, in layout and graph."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups

@@ -16,7 +16,7 @@ def collectives(rank: int) -> list[list[Any]]:
     """Each kind of collective once, one of them in a backward pass; (op, size, dtype, bytes) as recorded."""
     import torch.distributed as dist
 
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups as process_groups

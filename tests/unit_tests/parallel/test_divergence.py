@@ -112,7 +112,7 @@ def test_one_rank_equals_float64(name: str) -> None:
 
 def ranks_check_every_case(rank: int) -> None:
     """Every case on the ranks of this launch, which are one tensor-parallel group."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups

@@ -21,7 +21,7 @@ def network_threads() -> int:
 
 def count_threads(rank: int) -> dict[str, Any]:
     """Network threads and sums: in a world of ours, after it, in one of another's, and named by the environment."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
     import torch.distributed as dist

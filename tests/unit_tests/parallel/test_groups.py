@@ -101,7 +101,7 @@ def check_seeds(built: Any, accelerator: Any) -> None:
 
 def build_often(rank: int) -> list[tuple[int, int]]:
     """(threads, open files) after each of many layouts; the last ones repeat."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups
@@ -130,7 +130,7 @@ def named_by_upstream() -> list[list[int]]:
 
 def two_layouts(rank: int) -> list[tuple[int, int]]:
     """(threads, open files) after each of some pairs of layouts, of which all groups are looked at."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups
@@ -190,7 +190,7 @@ def test_members_timeouts_and_no_leak_over_eleven_layouts() -> None:
 
 def wait_alone(rank: int) -> float:
     """Seconds until a collective fails that the other rank never joins."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
     from mega_rl.parallel import groups
@@ -212,7 +212,7 @@ def test_a_collective_without_its_peer_fails_in_time() -> None:
 
 def without_torchrun(rank: int) -> list[str]:
     """Errors and the world of one process that torchrun did not start."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
@@ -233,7 +233,7 @@ def without_torchrun(rank: int) -> list[str]:
 
 def with_another_on_its_gpu(rank: int) -> str:
     """The error of a rank whose GPU another one has claimed."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = dataclasses.replace(prepare("cpu"), identity="GPU-a")
     from mega_rl.parallel import groups
@@ -249,7 +249,7 @@ def with_another_on_its_gpu(rank: int) -> str:
 
 def settings_of_the_world(rank: int) -> list[set[str]]:
     """The settings that torch.distributed is given of a rank on a CPU, and of one on a GPU."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
     from mega_rl.parallel import groups
@@ -291,7 +291,7 @@ def test_one_process_needs_no_torchrun() -> None:
 
 def build_on_another_backend(rank: int) -> dict[str, tuple[str, list[int]]]:
     """(backend, ranks) of each group of the roles, where the accelerator's backend is not gloo, as on GPUs."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = dataclasses.replace(prepare("cpu"), backend="stand_in")  # type: ignore[type-var]
     from mega_rl.parallel import groups
@@ -322,6 +322,6 @@ def test_where_engines_have_another_backend_values_on_the_host_travel_by_gloo() 
 def test_roles_wait_for_each_other_on_the_host() -> None:
     """A wait for samples, scores or servers in an NCCL group would keep the GPU from the server that generates."""
     package = Path(mega_rl.__file__).parent
-    for folder in ("assemble", "checkpoint", "rollout", "trainer", "workers"):
+    for folder in ("checkpoint", "rollout", "trainer", "workers"):
         for path in (package / folder).rglob("*.py"):
             assert not re.search(r"groups\.(world|replica)\b", path.read_text(encoding="utf-8")), path

@@ -114,7 +114,7 @@ FAULTS: dict[Callable[[int], None], str] = {
 
 def in_a_world(rank: int, work: Callable[[int], None]) -> dict[str, int]:
     """Do the work where the groups of a layout are; return the births of groups by backend."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
     from mega_rl.parallel import groups

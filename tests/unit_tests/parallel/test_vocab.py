@@ -131,7 +131,7 @@ def count_all_reduces(group: dist.ProcessGroup, device: str) -> tuple[list[int],
 
 
 def ranks_check_every_case(rank: int) -> tuple[list[int], int]:
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups

@@ -58,7 +58,7 @@ def test_one_rank_equals_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def ranks_check_every_case(rank: int) -> None:
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.parallel import groups

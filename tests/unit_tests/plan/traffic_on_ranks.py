@@ -108,7 +108,7 @@ def _by_group(collectives: list[Collective], groups: Any) -> Counter[Any]:
     """Return the bytes that leave the rank by operator and group; of what stands in for an operator on gloo, its own.
 
     gloo has neither a fast reduce-scatter and all-gather of buffers, which `mega_rl.ddp.bucket_groups` makes of an
-    all-to-all and of every rank's broadcast, nor those of uneven parts, for which `mega_rl.accelerator.patches` has an
+    all-to-all and of every rank's broadcast, nor those of uneven parts, for which `accelerator.patches` has an
     all-to-all of copies and an all-reduce.
     """
     of_buffers = {groups.dp_cp.group_name, groups.expt_dp.group_name}

@@ -20,7 +20,7 @@ from mega_rl.rewards import build
 from mega_rl.rewards.role import CalledRewards
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
-from tests.unit_tests.assemble.run_cases import run_all
+from tests.unit_tests.trainer.assemble.run_cases import run_all
 
 STEPS, SAVED = 2, 1
 MACHINE = ("time/", "perf/", "memory/", "checkpoint/")  # metrics of the machine rather than of training

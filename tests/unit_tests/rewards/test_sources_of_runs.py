@@ -17,9 +17,9 @@ import torch
 from mega_rl.tracking.metrics.records import read_metrics
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
-from tests.unit_tests.assemble.run_cases import run_all
 from tests.unit_tests.rewards.model_cases import transformers_scores, write_other_tokenizer, write_reward_model
 from tests.unit_tests.rewards.test_service import Answer, Post, scores, serving
+from tests.unit_tests.trainer.assemble.run_cases import run_all
 
 ENGINES = {"megatron": "engine.megatron.tp=2", "fsdp": "engine.fsdp.reshard_after_forward=false"}
 SOURCES = ("own tokens", "conversation", "plain text", "service")

@@ -67,7 +67,7 @@ def test_the_embedded_engine_never_says_a_hidden_token(tmp_path: Path, sampler: 
 
 def ranks_train_beside_a_zero_row(rank: int, folders: list[str]) -> dict[str, list[dict[str, torch.Tensor]]]:
     """By engine: log-probs and updated weights of models that differ in the rows of tokens nobody may say."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     prepare("auto")
     from mega_rl.algorithms.kl import k3

@@ -132,7 +132,7 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
 
 def on_ranks(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:
     """Steps of numbers, and by name tokens, weights and metrics of runs of the whole trainer."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     results: dict[str, Any] = {name: one_run(Path(folder), name, run, accelerator) for name, run in runs.items()}
@@ -140,7 +140,7 @@ def on_ranks(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:
 
 
 def _numbers(folder: Path, accelerator: Any) -> list[dict[str, Any]]:
-    from mega_rl.assemble import session
+    from mega_rl.trainer.assemble import session
 
     config = run_config(folder, "dp2", "grpo")
     with session(config, accelerator) as groups:
@@ -150,7 +150,7 @@ def _numbers(folder: Path, accelerator: Any) -> list[dict[str, Any]]:
 
 
 def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, Any]:
-    from mega_rl.assemble import build_trainer, session
+    from mega_rl.trainer.assemble import build_trainer, session
 
     config = config_of(folder, name, run)
     with session(config, accelerator) as groups, ExitStack() as resources:

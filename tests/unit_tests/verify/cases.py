@@ -19,7 +19,7 @@ TIED_DENSE, ROUTED = "qwen3", "qwen3_moe"
 
 def measure_all(rank: int, plans: list[str]) -> list[int]:
     """Every plan, one after the other; returns this process's threads after each."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.verify.measure import measure
@@ -34,7 +34,7 @@ def measure_all(rank: int, plans: list[str]) -> list[int]:
 
 def measure_broken(rank: int, plans: dict[str, str]) -> None:
     """The plan of each fault of `faults()` and `engine_faults()`, measured with that fault."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.verify.measure import measure

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 def record_plan(rank: int, path: str, fault: str = "") -> None:
     """Record the runs of a plan as `mega_rl.verify.rank` does, with a fault of `faults()`."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.verify.tasks import run_task

@@ -24,12 +24,12 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
 
     runs: settings of each, and whether its reward leaves some responses out.
     """
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.assemble import running
     from mega_rl.config.keys import with_settings
     from mega_rl.config.schema import Config
+    from mega_rl.trainer.assemble import running
     from mega_rl.verify.rl.inputs import reward_of
     from mega_rl.verify.rl.record import Recorder, ShiftedRollouts
 
@@ -45,7 +45,7 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
 
 def replay_plans(rank: int, paths: Sequence[str], fault: str = "") -> None:
     """Replay the plans of some files as `mega_rl.verify.rank` does, with a fault of `faults()`."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.verify.tasks import run_task
@@ -57,7 +57,7 @@ def replay_plans(rank: int, paths: Sequence[str], fault: str = "") -> None:
 
 def faults() -> dict[str, Any]:
     """Things that a replay's layout could get wrong, by name."""
-    from mega_rl.models import attention
+    from mega_rl.engines.models import attention
     from mega_rl.trainer import policy_gradient
     from mega_rl.workers.models import LearningWorker
 

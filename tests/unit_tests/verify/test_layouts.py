@@ -10,8 +10,8 @@ from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.offline.describe import describe
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.storage.safetensors_reader import CheckpointReader
 from mega_rl.verify.layouts import ALL, Layout, resolve, resolve_all, stages
 from mega_rl.verify.tolerances import BF16, BF16_EXPERTS, FP32, tolerances
 from mega_rl.verify.twin.shrink import random_tensors, write_random_twin

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from mega_rl.cli.app import app
 from mega_rl.cli.replay import in_words
 from mega_rl.config.keys import flat
+from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.errors import UserError
-from mega_rl.storage.safetensors_header import read_entries
 from mega_rl.tracking.records.format import MODEL_OUTPUTS, RECORD_FILE
 from mega_rl.tracking.records.reader import Record, read_record
 from mega_rl.verify.layouts import parse

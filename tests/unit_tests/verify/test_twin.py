@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
+from mega_rl.converters.safetensors.reader import CheckpointReader
+from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.plan.preflight.checkpoints import known_bug
-from mega_rl.storage.safetensors_reader import CheckpointReader
-from mega_rl.storage.safetensors_writer import write_checkpoint
 from mega_rl.verify.twin.compare import GATE, Parity, compare_twin, judge, suspects
 from mega_rl.verify.twin.shrink import MAX_LAYERS, shrink, write_twin
 from tests.helpers.models import TINY, write_tiny_checkpoint

@@ -50,7 +50,7 @@ class Watcher:
 
 def run_stages(rank: int, checkpoint: str) -> dict[str, Any]:
     """Three steps that share the devices and three that do not; what the engine held at every event."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.workers.residency import Residency, ResidentModels
 

@@ -17,10 +17,10 @@ import psutil
 
 from mega_rl.checkpoint.folders import CHECKPOINTS, complete
 from mega_rl.checkpoint.lock import LOCK_FILE
+from mega_rl.disk import lock_file
 from mega_rl.environment import python_module
 from mega_rl.errors import UserError, name_of_signal
 from mega_rl.processes import DEVNULL, PIPE, STDOUT, Child, ChildStartError
-from mega_rl.storage.disk import lock_file
 
 TRAIN = python_module("mega_rl.cli", "train")
 LOCK_WAIT_S = 300.0  # for ranks of a lost node to end; afterwards the run names the holder of the folder

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
 from mega_rl.rollout.sglang.server.group import ProcessIdentity
-from mega_rl.storage.strict_json import parse_object
+from mega_rl.untrusted import parse_object
 
 if TYPE_CHECKING:
     from mega_rl.rollout.sglang.server.settings import ServerSettings

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.rollout.sglang.weights.reshard import Bucket, ParamWrites, Slot
-from mega_rl.storage.safetensors_header import matrix_shape
 
 FORMAT = "flattened_bucket"
 

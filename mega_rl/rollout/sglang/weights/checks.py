@@ -19,10 +19,10 @@ from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.export import export_plan
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors
 from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
-from mega_rl.storage.safetensors_reader import CheckpointReader
 
 # Setting of a server -> the only values with which weights can be sent to it, and the reason.
 _SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {

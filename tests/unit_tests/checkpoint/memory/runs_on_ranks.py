@@ -55,10 +55,10 @@ def train_all(rank: int, folder: str, runs: list[MemoryRun]) -> dict[str, Any]:
 
 def train(rank: int, folder: str, run: MemoryRun) -> dict[str, Any]:
     """Train to the end, or to where the run is killed; return first step, weights at the end, and warnings."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("cpu")
-    from mega_rl.assemble import build_trainer, session
+    from mega_rl.trainer.assemble import build_trainer, session
 
     number = rank * run.hosts // RANKS
     shm = Path(folder) / f"{run.name} on host {number}"

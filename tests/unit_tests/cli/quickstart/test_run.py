@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.accelerator import gpus
 from mega_rl.cli import app as cli
 from mega_rl.cli.quickstart import run, sums, word_problems
 from mega_rl.config.loader import load
@@ -15,6 +14,7 @@ from mega_rl.config.packaged import file_of
 from mega_rl.data.hub.names import folder_name
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
+from mega_rl.parallel.accelerator import gpus
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mega_rl.storage.safetensors_reader import CheckpointReader
+from mega_rl.converters.safetensors.reader import CheckpointReader
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config
 from tests.helpers.models import write_tiny_checkpoint
@@ -16,7 +16,7 @@ STEPS = 3
 
 def warm(rank: int, source: str, output: str) -> None:
     """A few steps on a handful of demonstrations, tensor-parallel over two ranks."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.cli.quickstart.warm_start import warm_start

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_rl.health.process_state import ProcessState
-from mega_rl.health.records import Collective, LastWords, PhaseRecord, Place, RankRecord
 from mega_rl.operations.diagnosis.observations import Observations
+from mega_rl.tracking.health.process_state import ProcessState
+from mega_rl.tracking.health.records import Collective, LastWords, PhaseRecord, Place, RankRecord
 
 NOW = 1_000_000.0
 STOPPED, RUNNING = ProcessState("T"), ProcessState("R")

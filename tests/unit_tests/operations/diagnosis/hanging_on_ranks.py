@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from mega_rl.accelerator import prepare
 from mega_rl.errors import PeerError, RunError
-from mega_rl.health.flight_recorder import FlightRecorder
-from mega_rl.health.guard import Guard
-from mega_rl.health.heartbeat import Heartbeat, RankFacts
-from mega_rl.health.records import read_records
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.parallel import groups as process_groups
+from mega_rl.parallel.accelerator import prepare
 from mega_rl.parallel.agreement import run_beside_meetings
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.tracking import progress
+from mega_rl.tracking.health.flight_recorder import FlightRecorder
+from mega_rl.tracking.health.guard import Guard
+from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
+from mega_rl.tracking.health.records import read_records
 from tests.helpers.distributed import device_for
 
 WORLD_SIZE = 4

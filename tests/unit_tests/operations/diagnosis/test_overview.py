@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli import app as cli
-from mega_rl.health.process_state import GONE, ProcessState, process_state, start_time
-from mega_rl.health.records import LastWords, health_folder, write_record
 from mega_rl.operations.diagnosis.observations import observe
 from mega_rl.operations.diagnosis.report import newest_report, write_report
 from mega_rl.operations.diagnosis.stacks import collect, find_py_spy, read_stacks
+from mega_rl.tracking.health.process_state import GONE, ProcessState, process_state, start_time
+from mega_rl.tracking.health.records import LastWords, health_folder, write_record
 from tests.unit_tests.operations.diagnosis.examples import call, record
 
 SLEEPER = "import time\ndef nap():\n    print(flush=True)\n    time.sleep(600)\nnap()"

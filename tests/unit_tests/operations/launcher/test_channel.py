@@ -19,7 +19,7 @@ from mega_rl.operations.launcher.channel import MAGIC, Channel, ChannelLost, Doo
 from mega_rl.operations.launcher.nodes import Ended
 from mega_rl.operations.launcher.ranks import Assignment, RankEnd
 from mega_rl.operations.launcher.store import listen
-from mega_rl.storage.typed_json import read_record
+from mega_rl.untrusted import read_record
 from tests.unit_tests.operations.launcher.programs import wait_until
 
 KEY, OTHER = b"k" * 32, b"o" * 32

@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mega_rl.health.failure_kinds import LOST_PEER_CODE
+from mega_rl.disk import lock_file
 from mega_rl.operations.launcher.launch import Launch
-from mega_rl.storage.disk import lock_file
+from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE
 from tests.unit_tests.operations.launcher.programs import Started, is_gone, run, save_in, start, wait_until
 
 ENDLESS = "reached('up'); time.sleep(600)"
 # Rank 0 ends as `mega_rl.cli` does with an error: its line on standard error, its last words in its record.
 SAYS_WHY = """
-from mega_rl.health.records import LastWords, write_record
+from mega_rl.tracking.health.records import LastWords, write_record
 from tests.unit_tests.operations.diagnosis.examples import record
 if rank == 0:
     words = LastWords("error", "the reward service answers 500", 2, "reward", None)
@@ -210,7 +210,7 @@ def test_ranks_of_a_killed_launcher_end(tmp_path: Path, reaper_lives: bool) -> N
     program = """
         def stop(number, frame): reached("saved"); sys.exit(143)
         signal.signal(signal.SIGTERM, stop)
-        from mega_rl.storage.disk import lock_file
+        from mega_rl.disk import lock_file
         held = lock_file(Path(f"lock{rank}"))
         reached("up")
         time.sleep(600)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from mega_rl.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
 from mega_rl.operations.launcher.nodes import END, KILL
 from mega_rl.operations.launcher.outcome import (
     GIVE_UP_S,
@@ -23,6 +22,7 @@ from mega_rl.operations.launcher.outcome import (
 )
 from mega_rl.operations.launcher.ranks import RankEnd
 from mega_rl.operations.launcher.reaper import SAVE_S
+from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
 
 KILLED = RunFailure("rank 1 was killed", 137, rank=1)
 SAID = RunFailure("rank 0 ended with exit code 1", 1, rank=0, said=True)

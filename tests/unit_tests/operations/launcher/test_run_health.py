@@ -11,9 +11,9 @@ import pytest
 
 from mega_rl.checkpoint.memory import place
 from mega_rl.cli.launcher import newest_checkpoints
-from mega_rl.health.records import LastWords, PhaseRecord, read_records, write_record
 from mega_rl.operations.launcher import run_health
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
+from mega_rl.tracking.health.records import LastWords, PhaseRecord, read_records, write_record
 from tests.unit_tests.operations.diagnosis.examples import NOW, call, record
 from tests.unit_tests.operations.launcher.programs import save_in
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli.app import main
+from mega_rl.disk import lock_file
 from mega_rl.operations.schedulers.ray.node import LINES_PER_CALL, NodeLauncher, NodeOutput
-from mega_rl.storage.disk import lock_file
 from tests.unit_tests.operations.launcher.programs import is_gone, wait_until
 
 WAIT_S = 60.0

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from mega_rl.cli.app import main
+from mega_rl.disk import lock_file
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.schedulers.options import RecipeFacts
 from mega_rl.operations.schedulers.slurm import batch
 from mega_rl.operations.schedulers.slurm.batch import SlurmRun, seconds_of, submit
-from mega_rl.storage.disk import lock_file
 
 ROOT = Path(__file__).parents[4]
 SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join((str(ROOT / ".venv/lint/bin"), os.environ["PATH"])))

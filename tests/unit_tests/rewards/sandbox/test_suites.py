@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from mega_rl.assemble.data import Tokens
-from mega_rl.assemble.prompts.stream import ONLY, open_streams
 from mega_rl.config.schema import Config, DataConfig, RewardConfig
 from mega_rl.config.schema.data import StreamConfig
 from mega_rl.data.columns import RewardColumns
@@ -21,6 +19,8 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.rewards.build import check_tests
 from mega_rl.rewards.code import AssertCase
 from mega_rl.rewards.sandbox.suites import UnknownTestsError, suite_of, unfit
+from mega_rl.trainer.assemble.data import Tokens
+from mega_rl.trainer.assemble.prompts.stream import ONLY, open_streams
 from mega_rl.types import Prompt
 from tests.helpers.models import write_digit_tokenizer
 from tests.helpers.sandboxes import local_sandbox

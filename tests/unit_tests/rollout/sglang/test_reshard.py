@@ -19,11 +19,11 @@ from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.converters.plan.export import export_plan
 from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding, check_layout
+from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rollout.sglang.weights import reshard
 from mega_rl.rollout.sglang.weights.buckets import filled, slot_tensor, write_parts
 from mega_rl.rollout.sglang.weights.reshard import Bucket, covers, first_ranks, plan_buckets, writes
-from mega_rl.storage.safetensors_header import matrix_shape
 from tests.unit_tests.converters.fakes import hf_state
 from tests.unit_tests.converters.tiny_configs import TINY
 

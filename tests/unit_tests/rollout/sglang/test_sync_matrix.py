@@ -187,9 +187,9 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
         for model, transport in zip("ba", transports, strict=True):
             config = _config(root, case, model, transport, servers[source])
             with running_engine(config, trainable=False) as engine:
-                from mega_rl.accelerator import prepare
-                from mega_rl.assemble.plan import plan_run
+                from mega_rl.parallel.accelerator import prepare
                 from mega_rl.parallel.comm import GroupRanks
+                from mega_rl.trainer.assemble.plan import plan_run
 
                 plan = plan_run(config, prepare("auto"))
 
@@ -339,9 +339,9 @@ def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]
     config = _config(root, "tp2", "b", "shared_memory", entries)
     config = replaced(config, "engine.megatron", tp=1)
     with running_engine(config, trainable=False) as engine:
-        from mega_rl.accelerator import prepare
-        from mega_rl.assemble.plan import plan_run
+        from mega_rl.parallel.accelerator import prepare
         from mega_rl.parallel.comm import GroupRanks
+        from mega_rl.trainer.assemble.plan import plan_run
 
         plan = plan_run(config, prepare("auto"))
 

@@ -50,15 +50,15 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
 
 def on_ranks(rank: int, folder: str, runs: dict[str, Run]) -> dict[str, Any]:
     """By name of run: where it started, the prompts of each step, metrics of the data, the actor's weights."""
-    from mega_rl.accelerator import prepare
+    from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     return {name: one_run(Path(folder), name, run, accelerator) for name, run in runs.items()}
 
 
 def one_run(folder: Path, name: str, run: Run, accelerator: Any) -> dict[str, Any]:
-    from mega_rl.assemble import build_trainer, session
     from mega_rl.checkpoint.run_state import ORDER, RunState
+    from mega_rl.trainer.assemble import build_trainer, session
 
     config, restorable = config_of(folder, name, run), RunState.restorable
     if run.forget:

@@ -1,7 +1,0 @@
-"""The one place that turns a Config into engines, workers, rollouts and a trainer."""
-
-from mega_rl.assemble.plan import build_actor
-from mega_rl.assemble.run import running, session, train
-from mega_rl.assemble.trainer import build_trainer
-
-__all__ = ["build_actor", "build_trainer", "running", "session", "train"]

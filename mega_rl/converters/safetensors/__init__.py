@@ -1,0 +1,1 @@
+"""Safetensors files: headers checked before they are read, rectangles read, writers, and folders that appear whole."""

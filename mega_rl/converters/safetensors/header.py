@@ -1,0 +1,153 @@
+"""Headers of safetensors files, read with checks of every field.
+
+A file is 8 bytes of little-endian header length, a JSON header, then the tensors' bytes
+(https://github.com/huggingface/safetensors#format). Sizes, offsets and names are checked before a byte of data is read,
+and nothing in a file is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.untrusted import JsonFields, parse_object, shorten
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the format's limit, also applied to an index
+METADATA = "__metadata__"
+_MAX_DIMS, _MAX_NAME = 16, 1024
+
+# Bytes of an element, by the name that a header gives the dtype.
+ITEM_BYTES = {
+    **dict.fromkeys(("F64", "C64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor as a header lists it."""
+
+    name: str
+    dtype: str  # "F32", "BF16"
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file to the tensor's first byte
+    nbytes: int
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return (rows, columns) of a tensor as a matrix: columns are its last dimension; a vector is one column."""
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
+
+
+def read_entries(path: Path) -> dict[str, HeaderEntry]:
+    """Return every tensor of one file by name.
+
+    Raises:
+        UserError: the file is too short or not in this format.
+        UserErrors: every entry whose type, shape or offsets are wrong; the tensors must fill the rest of the file
+            without gap or overlap.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if length > MAX_HEADER_BYTES:
+                raise UserError(
+                    f"{path}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not a safetensors "
+                    "file, fetch it again"
+                )
+            # At most the file's size: the length is only a claim, and `read` allocates what it is asked for.
+            text = file.read(min(length, size))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(prefix) < 8:
+        raise UserError(f"{path}: {size} bytes are not a safetensors file; fetch the file again")
+    if len(text) < length:
+        raise UserError(
+            f"{path}: truncated, {size} bytes do not hold the header of {length} bytes; fetch the file again"
+        )
+    return parse_entries(parse_json(text, path), path, size, start=8 + length)
+
+
+def parse_entries(raw: JsonFields, path: Path, size: int, *, start: int) -> dict[str, HeaderEntry]:
+    """Return the tensors of a parsed header by name, for a file of `size` bytes whose data begins at byte `start`.
+
+    Raises UserErrors as `read_entries`.
+    """
+    problems: list[str] = []
+    parsed = [_entry(name, value, path, start, problems) for name, value in raw.items() if name != METADATA]
+    entries = {entry.name: entry for entry in parsed if entry is not None}
+    problems = problems or _extent_faults(entries.values(), path, start, size)
+    if problems:
+        raise UserErrors(problems)
+    return entries
+
+
+def encode_header(entries: Mapping[str, Any]) -> bytes:
+    """Return length and text of a header, padded so that the data after it begins at a multiple of 8 bytes."""
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def parse_json(text: bytes, path: Path) -> JsonFields:
+    """Return the JSON object of a header or an index. Raises UserError naming `path`."""
+    try:
+        return parse_object(text)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; fetch the file again") from error
+
+
+def _entry(name: str, raw: Any, path: Path, start: int, problems: list[str]) -> HeaderEntry | None:
+    """Return one entry, None after adding its faults to `problems`; the data begins at byte `start`."""
+    where = f"{path}: {shorten(name)}"
+    if not name.isprintable() or len(name) > _MAX_NAME:
+        problems.append(f"{where}: a name must be printable and at most {_MAX_NAME} characters long")
+        return None
+    if not isinstance(raw, dict):
+        problems.append(f"{where}: is a JSON {type(raw).__name__}, must be an object")
+        return None
+    dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        problems.append(f"{where}: dtype={shorten(repr(dtype))} is unknown, must be one of {', '.join(ITEM_BYTES)}")
+    elif not _is_sizes(shape):
+        problems.append(f"{where}: shape={shorten(repr(shape))} must be a list of sizes")
+    elif not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        problems.append(f"{where}: data_offsets={shorten(repr(offsets))} must be [begin, end]")
+    else:
+        nbytes, need = offsets[1] - offsets[0], prod(shape) * ITEM_BYTES[dtype]
+        if nbytes == need:
+            return HeaderEntry(name, dtype, tuple(shape), start + offsets[0], nbytes)
+        problems.append(f"{where}: {nbytes} bytes, but shape {shape} of {dtype} takes {need}")
+    return None
+
+
+def _is_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Return whether a value is a short list of sizes; the product of a long one could take for ever."""
+    return (
+        isinstance(value, list) and len(value) <= _MAX_DIMS and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
+    )
+
+
+def _extent_faults(entries: Iterable[HeaderEntry], path: Path, start: int, size: int) -> list[str]:
+    """Return why the tensors do not fill the file exactly, empty if they do."""
+    problems = []
+    at, before = start, "the header"
+    for entry in sorted(entries, key=lambda e: (e.offset, e.nbytes)):
+        if entry.offset != at:
+            verb = "overlaps" if entry.offset < at else "leaves a gap after"
+            problems.append(f"{path}: {entry.name} {verb} {before} (begins at byte {entry.offset}, expected {at})")
+        at, before = max(at, entry.offset + entry.nbytes), entry.name
+    if not problems and at > size:
+        problems.append(f"{path}: truncated, {size} bytes of the {at} that its header lists; fetch the file again")
+    elif not problems and at < size:
+        problems.append(f"{path}: {size - at} bytes follow the last tensor; fetch the file again")
+    return problems

@@ -1,0 +1,384 @@
+"""Reader of safetensors checkpoints: whole tensors, rows, and rectangles of them.
+
+Whole rows are read with preadv straight into their targets. A cut of the columns is copied out of small windows of a
+memory map, so that a process takes only the bytes it needs; the kernel reads the bytes between them once for all ranks
+of a node.
+
+A matrix in 8-bit blocks, `X.weight` (F8_E4M3) with one scale per block of 128 x 128 in `X.weight_scale_inv` (F32), is
+presented as one bfloat16 tensor `X.weight`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mega_rl.converters.safetensors.header import (
+    INDEX_FILE,
+    MAX_HEADER_BYTES,
+    SINGLE_FILE,
+    matrix_shape,
+    parse_json,
+    read_entries,
+)
+from mega_rl.disk import IOV_MAX
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.untrusted import shorten
+
+FP8_BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"
+# Bytes of a map, and of decoded 8-bit blocks, that one thread holds at a time. Smaller maps cost more than they save.
+_WINDOW_BYTES = 8 << 20
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+class TensorInfo(NamedTuple):
+    """Dtype, shape and place of a tensor on disk; `offset` counts from the start of the file.
+
+    With `scale` the bytes are 8-bit blocks (F8_E4M3) and `dtype` is that of the decoded tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int  # on disk, scales excluded
+    scale: TensorInfo | None = None
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Return every tensor of one file by name. Raises UserError or UserErrors as `read_entries`."""
+    return {
+        entry.name: TensorInfo(entry.name, DTYPES[entry.dtype], entry.shape, path, entry.offset, entry.nbytes)
+        for entry in read_entries(path).values()
+    }
+
+
+class CheckpointReader:
+    """Reader of a checkpoint's tensors, or rectangles of them: one safetensors file or a directory (sharded or not).
+
+    A tensor is seen as a matrix: leading dimensions count as rows, so [E, F, H] has E * F rows of H columns; a vector
+    is one column wide. Reads may come from several threads. Raises UserError or UserErrors from the constructor when
+    files are missing, damaged or contradict the index, or when a scale of 8-bit blocks does not fit them.
+    """
+
+    def __init__(self, path: str | Path, *, tensors: Mapping[str, TensorInfo] | None = None) -> None:
+        self.path = Path(path)
+        # Given tensors are read from their own files; `path` is not opened.
+        infos = _open_checkpoint(self.path) if tensors is None else dict(tensors)
+        self.tensors: dict[str, TensorInfo] = _pair_scales(infos)
+        # Payload bytes that this process copied, without headers and without the rest of cut rows.
+        self.bytes_read = 0
+        self._fds: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; later reads reopen them."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def position(self, name: str) -> tuple[str, int]:
+        """Return (file, offset) of a tensor; reads in this order run forwards through the files."""
+        info = self.tensors[name]
+        return str(info.file), info.offset
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor, in its shape."""
+        info = self.tensors[name]
+        result = torch.empty(info.shape, dtype=info.dtype)
+        self.read_into(name, 0, (0, _columns(info)), [result.view(-1, _columns(info))] if result.numel() else [])
+        return result
+
+    def read_rows(self, name: str, low: int, high: int) -> Tensor:
+        """Return rows [low, high) as [high - low, columns]."""
+        return self.read_block(name, (low, high), (0, _columns(self.tensors[name])))
+
+    def read_block(self, name: str, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+        """Return a block of rows and columns, both (low, high), as [rows, columns] in the tensor's dtype."""
+        result = torch.empty(rows[1] - rows[0], cols[1] - cols[0], dtype=self.tensors[name].dtype)
+        self.read_into(name, rows[0], cols, [result])
+        return result
+
+    def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Read rows from `row` on, columns [low, high) of them, into `targets` one after the other.
+
+        Targets are [rows_i, high - low] of the tensor's dtype on the CPU, each row contiguous. Reads exactly their
+        bytes; contiguous targets of whole rows are filled in one system call. Raises UserError when the file has
+        become shorter, or cannot be read.
+        """
+        info = self.tensors[name]
+        targets = [target for target in targets if target.numel()]
+        rows = sum(len(target) for target in targets)
+        width = _columns(info)
+        assert 0 <= cols[0] <= cols[1] <= width, (info, cols)
+        assert not rows or (row >= 0 and (row + rows) * width <= prod(info.shape)), (info, row, rows)
+        assert all(t.dtype == info.dtype and t.shape[1] == cols[1] - cols[0] for t in targets), (info, cols)
+        if info.scale is not None:
+            self._decode(info, row, cols, targets)
+        else:
+            self._read_bytes(info, row, cols, [as_bytes(target) for target in targets])
+
+    def _decode(self, info: TensorInfo, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
+        """Fill `targets` with 8-bit values times the scale of their block."""
+        assert info.scale is not None
+        stored = info._replace(dtype=torch.float8_e4m3fn, scale=None)
+        first_col, last_col = cols[0] // FP8_BLOCK, -(-cols[1] // FP8_BLOCK)
+        # 1 byte as stored, 4 as float32 for the value and for its scale, 2 as bfloat16.
+        step = max(1, _WINDOW_BYTES // (11 * max(1, cols[1] - cols[0])))
+        for part in targets:
+            for low in range(0, len(part), step):
+                target = part[low : low + step]
+                first_row, last_row = (row + low) // FP8_BLOCK, -(-(row + low + len(target)) // FP8_BLOCK)
+                raw = torch.empty(target.shape, dtype=stored.dtype)
+                scale = torch.empty(last_row - first_row, last_col - first_col, dtype=torch.float32)
+                self._read_bytes(stored, row + low, cols, [as_bytes(raw)])
+                self._read_bytes(info.scale, first_row, (first_col, last_col), [as_bytes(scale)])
+                of_row = torch.arange(row + low, row + low + len(target)) // FP8_BLOCK - first_row
+                of_col = torch.arange(*cols) // FP8_BLOCK - first_col
+                target.copy_(raw.float() * scale[of_row][:, of_col])
+            row += len(part)
+
+    def _read_bytes(self, info: TensorInfo, row: int, cols: tuple[int, int], views: Sequence[_Bytes]) -> None:
+        """Read rows from `row` on, columns [low, high) of them, into the byte views of targets."""
+        if all(view.flags.c_contiguous for view in views) and cols == (0, _columns(info)):
+            self._read_rows(info, row, views)
+        else:
+            for view in views:
+                self._read_columns(info, row, cols[0] * info.dtype.itemsize, view)
+                row += len(view)
+        with self._lock:
+            self.bytes_read += sum(view.nbytes for view in views)
+
+    def _read_rows(self, info: TensorInfo, row: int, views: Sequence[_Bytes]) -> None:
+        fd = self._open(info.file)
+        position = info.offset + row * _columns(info) * info.dtype.itemsize
+        buffers = [view.reshape(-1).data for view in views]
+        while buffers:
+            try:
+                count = os.preadv(fd, buffers[:IOV_MAX], position)
+            except OSError as error:
+                raise UserError(f"{info.file}: cannot be read ({error.strerror})") from error
+            if count == 0:
+                raise _shrunk(info)
+            position += count
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if count:
+                buffers[0] = buffers[0][count:]
+
+    def _read_columns(self, info: TensorInfo, row: int, left: int, view: _Bytes) -> None:
+        """Fill `view` with rows from `row` on, bytes [left, left + its width) of each.
+
+        Maps windows of bounded size, since mapped pages count as memory of this process.
+        """
+        fd = self._open(info.file)
+        width = _columns(info) * info.dtype.itemsize
+        step = max(1, _WINDOW_BYTES // width)
+        for low in range(0, len(view), step):
+            part = view[low : low + step]
+            start = info.offset + (row + low) * width
+            skip = start % mmap.ALLOCATIONGRANULARITY
+            try:
+                window = mmap.mmap(
+                    fd, skip + len(part) * width, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start - skip
+                )
+            except ValueError as error:  # the range is not in the file any more
+                raise _shrunk(info) from error
+            with window:
+                source = np.frombuffer(window, np.uint8, offset=skip).reshape(len(part), width)
+                np.copyto(part, source[:, left : left + part.shape[1]])
+                del source  # a map with a view of it cannot be closed
+
+    def _open(self, file: Path) -> int:
+        fd = self._fds.get(file)
+        if fd is not None:
+            return fd
+        with self._lock:
+            if file not in self._fds:
+                try:
+                    self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+            return self._fds[file]
+
+
+def as_bytes(target: Tensor) -> _Bytes:
+    """Return a matrix with contiguous rows as bytes that share its memory.
+
+    Not by `Tensor.numpy`: that makes the storage one that can never be resized, and engines offload by resizing.
+    """
+    return np.from_dlpack(target.detach().view(torch.uint8)).view(np.uint8)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor as [elements * item size] uint8; copies only if the tensor is not contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bits: nan equals itself, and -0 is not 0."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    x, y = bits(a), bits(b)
+    if x.storage_offset() % 8 or y.storage_offset() % 8:
+        return torch.equal(x, y)
+    # Eight bytes at a time is several times faster.
+    words = x.numel() // 8 * 8
+    return torch.equal(x[:words].view(torch.int64), y[:words].view(torch.int64)) and torch.equal(x[words:], y[words:])
+
+
+def _shrunk(info: TensorInfo) -> UserError:
+    return UserError(f"{info.file}: ends inside {info.name}; it was complete when opened, is it being rewritten?")
+
+
+def _pair_scales(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors with each matrix of 8-bit blocks and its scales merged into one bfloat16 tensor."""
+    problems = []
+    for name in [name for name in tensors if name.endswith(".weight" + SCALE_SUFFIX)]:
+        weight, scale = tensors.get(name.removesuffix(SCALE_SUFFIX)), tensors[name]
+        if weight is None or weight.dtype != torch.float8_e4m3fn:
+            continue  # not scales of a matrix in blocks: the check against the model's tensors reports it
+        expected = tuple(-(-size // FP8_BLOCK) for size in weight.shape)
+        if len(weight.shape) != 2 or scale.shape != expected or scale.dtype != torch.float32:
+            actual = f"{DTYPE_NAMES[scale.dtype]} {list(scale.shape)}"
+            rule = f"must be F32 {list(expected)}, one scale per block of {FP8_BLOCK} x {FP8_BLOCK}"
+            problems.append(f"{scale.file}: {name} is {actual}; for {weight.name} {list(weight.shape)} it {rule}")
+            continue
+        del tensors[name]
+        tensors[weight.name] = weight._replace(dtype=torch.bfloat16, scale=scale)
+    if problems:
+        raise UserErrors(problems)
+    return tensors
+
+
+def _open_checkpoint(path: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a file or directory; a single file wins over an index, as in transformers."""
+    if path.is_file():
+        return read_header(path)
+    if not path.is_dir():
+        raise UserError(f"checkpoint {path}: no such file or directory")
+    if (path / SINGLE_FILE).is_file():
+        return read_header(path / SINGLE_FILE)
+    if (path / INDEX_FILE).is_file():
+        return _read_sharded(path)
+    hint = ""
+    if any(path.glob("pytorch_model*.bin")):
+        hint = "; pickled .bin weights are never loaded, save them with save_pretrained(safe_serialization=True) first"
+    raise UserError(f"checkpoint {path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+
+
+def _read_sharded(root: Path) -> dict[str, TensorInfo]:
+    """Return the tensors that the index lists, each checked in its shard. Raises UserErrors with all contradictions."""
+    index = root / INDEX_FILE
+    try:
+        if index.stat().st_size > MAX_HEADER_BYTES:
+            raise UserError(f"{index}: {index.stat().st_size} bytes, at most {MAX_HEADER_BYTES} are allowed")
+        text = index.read_bytes()
+    except OSError as error:
+        raise UserError(f"{index}: cannot be read ({error.strerror})") from error
+    weight_map = parse_json(text, index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(
+            f"{index}: weight_map is {type(weight_map).__name__}, must be an object from tensor to file name"
+        )
+    problems: list[str] = []
+    by_shard: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        if _is_inside(shard):
+            by_shard.setdefault(shard, []).append(name)
+        else:
+            problems.append(
+                f"{index}: {shorten(name)} is in {shorten(repr(shard))}, must be a relative path inside the checkpoint"
+            )
+    tensors: dict[str, TensorInfo] = {}
+    for shard, names in sorted(by_shard.items()):
+        if not _is_file(root / shard):
+            problems.append(
+                f"{root / shorten(shard)}: no such file, but the index puts {len(names)} tensors there "
+                f"({shorten(names[0])}, ...)"
+            )
+            continue
+        try:
+            header = read_header(root / shard)
+        except UserError as error:
+            problems += error.problems if isinstance(error, UserErrors) else [str(error)]
+        else:
+            problems += [
+                f"{root / shard}: lacks {shorten(name)}, which the index puts there"
+                for name in names
+                if name not in header
+            ]
+            if twice := sorted(header.keys() & tensors.keys()):
+                more = f", and so are {len(twice) - 1} more" if twice[1:] else ""
+                where = f"{root / shard}: {twice[0]} is also in {tensors[twice[0]].file.name}{more}"
+                problems.append(f"{where}; only one file may hold a name, so write the checkpoint again")
+            tensors.update(header)  # also names that the index lacks, which transformers loads: the model judges them
+    if problems:
+        raise UserErrors(problems)
+    return tensors
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long for the file system
+        return False
+
+
+def _is_inside(shard: Any) -> bool:
+    """Return whether a path of the index names a file below the checkpoint.
+
+    By its text: in a hub cache the files themselves are links out of the folder.
+    """
+    if not isinstance(shard, str) or not shard or "\\" in shard or "\0" in shard:
+        return False
+    path = PurePosixPath(shard)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _columns(info: TensorInfo) -> int:
+    return matrix_shape(info.shape)[1]

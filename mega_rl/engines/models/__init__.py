@@ -1,0 +1,1 @@
+"""Megatron-Core's GPTModel and the parts of it that are ours."""

@@ -1,0 +1,250 @@
+"""Causal core attention of Megatron-Core's layers and of others, for padded and packed batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import MegatronModule, TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mega_rl.engines.models import varlen
+from mega_rl.engines.models.attention_kernels import KERNELS, Kernel, sdpa_attention
+from mega_rl.engines.models.context_parallel import SharedSequences, attend_shared, shared_sequences
+from mega_rl.engines.models.length_classes import LengthClasses, attend_by_length
+from mega_rl.engines.models.rope import ONE_ROW, TokenPositions
+from mega_rl.parallel.accelerator.transfer import send
+
+HOST = torch.device("cpu")
+
+
+@dataclass
+class PackedSequences(TokenPositions):
+    """Attention parameters of a packed micro-batch that one rank holds whole; `cu_seqlens_*` are on the host.
+
+    Every layer and pass of a micro-batch uses the same ones.
+    """
+
+    device: torch.device = HOST
+    _bounds: Tensor | None = None
+    _classes: LengthClasses | None = None
+
+    @property
+    def bounds(self) -> Tensor:
+        """`cu_seqlens` on the device."""
+        if self._bounds is None:
+            self._bounds = send(self.cu_seqlens_q, self.device)
+        return self._bounds
+
+    @property
+    def classes(self) -> LengthClasses:
+        """Index maps of the sequences, padded in classes of similar length."""
+        if self._classes is None:
+            self._classes = LengthClasses.of(self.cu_seqlens_q, self.device)
+        return self._classes
+
+
+def packed_sequences(
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    positions: Tensor | None = None,
+    device: torch.device | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+) -> PackedSequences | SharedSequences:
+    """Attention parameters of a packed micro-batch whose sequences end at `cu_seqlens` ([n+1] int32 on the host).
+
+    `positions` [T / cp] int64, on `device`, turn queries and keys; None where nothing asks for rotary angles. With
+    context parallelism `cu_seqlens` speaks of whole sequences, of which rank `cp_rank` holds its two chunks.
+    """
+    device = device or HOST
+    if cp_size > 1:
+        return shared_sequences(
+            cu_seqlens, max_seqlen, positions=positions, device=device, cp_rank=cp_rank, cp_size=cp_size
+        )
+    return PackedSequences(
+        qkv_format=ONE_ROW,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        positions=positions,
+        device=device,
+    )
+
+
+def te_sequences(cu_seqlens: Tensor, max_seqlen: int, *, positions: Tensor, cp_size: int = 1) -> TokenPositions:
+    """Attention parameters as Transformer Engine's layers take them, on the device of `positions`.
+
+    Of context-parallel slices every boundary is that of the whole sequences, padding included.
+    """
+    bounds = send(cu_seqlens, positions.device)
+    padded = bounds if cp_size > 1 else None
+    return TokenPositions(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        positions=positions,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+    )
+
+
+def attend_packed(
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: PackedSequences,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[T, heads, E]: context of packed query [T, heads, D] in keys [T, groups, D] and values [T, groups, E].
+
+    Tokens attend within their own sequence: by torch's kernel for variable lengths where "sdpa" is asked for and that
+    kernel can run (`varlen.fits`), else by `kernel` in classes of similar length. Arguments as in `Kernel`.
+    """
+    if kernel is sdpa_attention and varlen.fits(query, value, sinks):
+        return varlen.attend_varlen(
+            query,
+            key,
+            value,
+            cu_seqlens=sequences.bounds,
+            max_seqlen=sequences.max_seqlen_q,
+            scale=scale,
+            window=window,
+        )
+    attend = partial(kernel, scale=scale, window=window, sinks=sinks)
+    return attend_by_length(attend, query, key, value, sequences.classes)
+
+
+class CoreAttention(MegatronModule):
+    """Causal grouped-query attention of one tensor-parallel rank's heads; no dropout, no bias.
+
+    Takes the place of Transformer Engine's `DotProductAttention` in Megatron-Core's `SelfAttention` and
+    `MLASelfAttention`; upstream's local `DotProductAttention` knows no packed input, no value heads of another size
+    than the query's, and materialises the [S, S] scores of every layer.
+
+    `config.core_attention` is "eager" or "sdpa" (see `mega_rl.engines.models.attention_kernels`).
+
+    `config.window_size` = (w - 1, 0) gives the layers that `config.window_attn_skip_freq` names a sliding window of w
+    tokens. `config.softmax_type` "learnable" gives every head a sink: `softmax_offset` [heads of this rank] are logits
+    that take part in the softmax and attend to nothing.
+
+    With `config.context_parallel_size` above 1 the tensors are this rank's slices of sequences that `pg_collection.cp`
+    shares (see `mega_rl.engines.models.context_parallel`).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal
+        assert attention_type == "self"
+        self.kernel = KERNELS[config.core_attention]
+        self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            before, after = config.window_size
+            assert after == 0, "a causal window ends at the token"
+            self.window = before + 1
+        self.tp_group = None if pg_collection is None else pg_collection.tp
+        self.cp_group: ProcessGroup | None = None
+        if config.context_parallel_size > 1:
+            assert pg_collection is not None
+            self.cp_group = pg_collection.cp
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type != "vanilla":
+            assert config.softmax_type == "learnable"
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Context of each token, heads flattened; E is the size of a value head.
+
+        Padded: query [S, B, heads, D], key [S, B, groups, D], value [S, B, groups, E] -> [S, B, heads*E]; rows are
+        right-padded, so the causal mask alone keeps padding out of every real token's context.
+        Packed: query [T, heads, D], key [T, groups, D], value [T, groups, E], or with a dimension of 1 behind T ->
+        [T, 1, heads*E]; tokens attend within their own sequence.
+        """
+        assert attention_bias is None
+        if packed_seq_params is None:
+            return self._attend_rows(query, key, value)
+        query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        if self.cp_group is not None:
+            assert isinstance(packed_seq_params, SharedSequences)
+            context = attend_shared(
+                self._attend,
+                query,
+                key,
+                value,
+                group=self.cp_group,
+                window=self.window,
+                sequences=packed_seq_params,
+            )
+        else:
+            assert isinstance(packed_seq_params, PackedSequences)
+            attend = partial(attend_packed, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset)
+            context = attend(self.kernel, query, key, value, packed_seq_params).flatten(1)
+        return context.unsqueeze(1)
+
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[S, B, heads*E]: context in a padded batch; shapes as in `forward`."""
+        if self.cp_group is not None:
+            return attend_shared(
+                self._attend, query, key, value, group=self.cp_group, window=self.window, sequences=None
+            )
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The kernel with what is this layer's; shapes as in `mega_rl.engines.models.attention_kernels`."""
+        return self.kernel(query, key, value, scale=self.softmax_scale, window=self.window, sinks=self.softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks for a distributed checkpoint, cut over tensor parallelism."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )

@@ -1,0 +1,284 @@
+"""Layer specs: Transformer Engine's modules if it is installed, else Megatron-Core's local ones and ours."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from mega_rl.config.schema import ModelConfig, MoeConfig
+from mega_rl.converters.architecture import HFConfig, Mla
+from mega_rl.converters.plan.sharding import Spec
+from mega_rl.engines.models.attention import CoreAttention
+from mega_rl.engines.models.layer import DecoderLayer
+from mega_rl.engines.models.moe import ExpertRowParallelLinear, Router
+from mega_rl.engines.models.norm import JointRMSNorm, LatentRMSNorm, RMSNorm
+from mega_rl.engines.models.self_attention import JointNormAttention, LatentAttention
+from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator.megatron_core import mtp_layer_field, submodules_of
+
+CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+
+
+def choose_transformer_impl(requested: str, *, device_type: str) -> Spec:
+    """Return "te" or "local" for `engine.megatron.transformer_impl`.
+
+    Raises:
+        UserError: `transformer_engine` requested without a CUDA device or without the package.
+    """
+    if requested == "local":
+        return "local"
+    available = device_type == "cuda" and _has_transformer_engine()
+    if requested == "auto":
+        return "te" if available else "local"
+    if not available:
+        raise UserError(
+            f"engine.megatron.transformer_impl={requested}: Transformer Engine needs a CUDA device and the package "
+            "transformer-engine, which are not both here; use engine.megatron.transformer_impl=auto or local"
+        )
+    return "te"
+
+
+def check_experts(impl: Spec, hf: HFConfig, *, moe: MoeConfig, model: ModelConfig) -> None:
+    """Check the settings of experts against the layers `impl`, "te" or "local".
+
+    Raises:
+        UserError: experts one after the other in Transformer Engine's layers; a fused router in local ones, or
+            recomputation of grouped experts' activation, for they compute their experts one after the other.
+    """
+    if hf.moe is None:
+        return
+    if impl == "te" and not moe.grouped_experts:
+        raise UserError(
+            "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped; set it "
+            "to true or engine.megatron.transformer_impl=local"
+        )
+    if impl == "local" and moe.router_fusion:
+        raise UserError(
+            "engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose layers this model "
+            "does not have; leave it out, or install mega_rl[gpu] on a machine with CUDA"
+        )
+    selective = model.recompute == "selective"
+    if impl == "local" and selective and "moe_act" in model.recompute_modules:
+        raise UserError(
+            "model.recompute_modules: moe_act is the activation of grouped experts, which Transformer Engine's layers "
+            "have; with engine.megatron.transformer_impl=local recompute moe instead"
+        )
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _has_latent_attention() -> bool:
+    """Return whether Megatron-Core's latent attention can be built of local layers here.
+
+    Without Transformer Engine 0.16 takes a mock of it for the package, and later releases leave out the linear layer
+    that is whole on every rank, which needs nothing of it. A CPU has patches for both.
+    """
+    mocked = multi_latent_attention.HAVE_TE and not _has_transformer_engine()
+    return not mocked and multi_latent_attention.Linear is not None
+
+
+def needs_local_spec(hf: HFConfig, *, cp_size: int = 1) -> list[str]:
+    """Return the features of an architecture that only the local spec's modules support, in words.
+
+    Transformer Engine passes keys round a ring of context-parallel ranks, and refuses windows there; its ways of
+    communicating that take them refuse packed sequences, in part of its versions. Sinks it refuses in packed sequences.
+    """
+    return [
+        what
+        for what, there in {
+            "norms on the outputs of attention and MLP": hf.post_norms,
+            "a separate RoPE base in sliding-window layers": hf.rope.local_theta is not None,
+            "query and key norms over all heads together": hf.qk_norm_joint,
+            "a separate norm epsilon in latent attention": hf.mla is not None and hf.mla.norm_eps != hf.norm_eps,
+            "sliding windows over context parallelism": cp_size > 1 and hf.window is not None,
+            "attention sinks in packed sequences": hf.sinks,
+        }.items()
+        if there
+    ]
+
+
+def decoder_spec(
+    impl: Spec, hf: HFConfig, *, layers: range, pg_collection: ProcessGroupCollection
+) -> TransformerBlockSubmodules:
+    """Spec of a stage's decoder, which holds `layers` of the model (global indices); `impl` is "te" or "local".
+
+    Raises:
+        UserError: the layers lack something that the architecture has, or something that they need themselves.
+    """
+    if impl == "local":
+        if hf.mla is not None and not _has_latent_attention():
+            raise UserError(
+                f"model_type={hf.family}: on a CUDA device Megatron-Core's latent attention needs Transformer "
+                "Engine to be installed, whichever layers are used; pip install mega_rl[gpu]"
+            )
+        specs = [_local_layer(hf, layer, pg_collection) for layer in layers]
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    lacking = needs_local_spec(hf, cp_size=pg_collection.cp.size())
+    if lacking:
+        raise UserError(
+            f"engine.megatron.transformer_impl: Megatron-Core's Transformer Engine layers lack what {hf.family} "
+            f"has ({', '.join(lacking)}); use engine.megatron.transformer_impl=local"
+        )
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    specs = [_te_layer(hf, layer) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)
+
+
+def mtp_spec(impl: Spec, hf: HFConfig, *, pg_collection: ProcessGroupCollection) -> ModuleSpec:
+    """Spec of the multi-token prediction block of the last stage."""
+    norm: type = RMSNorm
+    linear: type = ColumnParallelLinear
+    if impl == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+        norm, linear = TENorm, TEColumnParallelLinear
+    inside = [
+        _local_layer(hf, hf.num_layers + i, pg_collection) if impl == "local" else _te_layer(hf, hf.num_layers + i)
+        for i in range(hf.mtp_layers)
+    ]
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(
+            layer_specs=[
+                ModuleSpec(
+                    module=MultiTokenPredictionLayer,
+                    submodules=MultiTokenPredictionLayerSubmodules(
+                        enorm=norm, hnorm=norm, eh_proj=linear, layer_norm=norm, **{mtp_layer_field(): layer}
+                    ),
+                )
+                for layer in inside
+            ]
+        ),
+    )
+
+
+def _te_layer(hf: HFConfig, layer: int) -> ModuleSpec:
+    """Return an upstream layer of Transformer Engine with our router and latent attention; experts are grouped."""
+    moe = hf.moe is not None and hf.is_moe(layer)
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=hf.moe.num_experts if hf.moe is not None and moe else None,
+        moe_grouped_gemm=True,
+        qk_layernorm=hf.qk_norm or hf.mla is not None,
+        multi_latent_attention=hf.mla is not None,
+    )
+    if hf.mla is not None:
+        spec.submodules.self_attention.module = LatentAttention
+    if moe:
+        submodules_of(spec.submodules.mlp).router = Router
+    return spec
+
+
+def _local_layer(hf: HFConfig, layer: int, pg_collection: ProcessGroupCollection) -> ModuleSpec:
+    """Return a layer of Megatron-Core's local modules with our core attention and norms."""
+    moe = hf.is_moe(layer)
+    local_rope = hf.rope.local_theta is not None and hf.window is not None and hf.window.layers[layer]
+    special = hf.post_norms or local_rope
+    params = {"post_norms": hf.post_norms, "rope_theta": hf.rope.local_theta if local_rope else None}
+    return ModuleSpec(
+        module=DecoderLayer if special else TransformerLayer,
+        params=params if special else {},
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_attention(hf, pg_collection) if hf.mla is None else _latent_attention(hf.mla),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=_experts() if moe else _mlp(),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=_te_names(hf, moe=moe),
+        ),
+    )
+
+
+def _te_names(hf: HFConfig, *, moe: bool) -> dict[str, str]:
+    """Return prefixes of a layer's names and their names in checkpoints, those of Transformer Engine."""
+    names = {}
+    if hf.mla is None:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    else:
+        names["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
+        names["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+    if not moe:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return names
+
+
+def _attention(hf: HFConfig, pg_collection: ProcessGroupCollection) -> ModuleSpec:
+    norms: list[type | ModuleSpec] = [RMSNorm if hf.qk_norm else IdentityOp] * 2
+    if hf.qk_norm_joint:
+        heads = (hf.num_heads, hf.num_kv_heads)
+        norms = [ModuleSpec(module=JointRMSNorm, params={"heads": n, "pg_collection": pg_collection}) for n in heads]
+    return ModuleSpec(
+        module=JointNormAttention if hf.qk_norm_joint else SelfAttention,
+        params=CAUSAL,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norms[0],
+            k_layernorm=norms[1],
+        ),
+    )
+
+
+def _latent_attention(mla: Mla) -> ModuleSpec:
+    """Keep the down projections whole on every rank, as Transformer Engine does; upstream's local spec cuts them."""
+    norm = ModuleSpec(module=LatentRMSNorm, params={"latent_eps": mla.norm_eps})
+    return ModuleSpec(
+        module=LatentAttention,
+        params=CAUSAL,
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=Linear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=Linear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=CoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+def _mlp() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+
+
+def _experts() -> ModuleSpec:
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    expert = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowParallelLinear)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            router=Router,
+            experts=ModuleSpec(module=SequentialMLP, submodules=expert),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+        ),
+    )

@@ -1,0 +1,69 @@
+"""Device facts behind one small interface. `prepare` comes first: before any import of Megatron-Core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from mega_rl import environment, versions
+from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator import megatron_core
+from mega_rl.parallel.accelerator.base import Accelerator
+from mega_rl.parallel.accelerator.threads import use_threads
+
+__all__ = ["Accelerator", "prepare"]
+
+log = logging.getLogger(__name__)
+
+
+def prepare(
+    device: str = "auto", *, variables: Mapping[str, str] = MappingProxyType({}), deepep: bool = False
+) -> Accelerator:
+    """The accelerator of this process; "auto" takes CUDA where there is one.
+
+    On a CPU this makes Megatron-Core's CUDA assumptions hold (see `accelerator.cpu`), so it must run before the
+    first import of `megatron`. Calling it again gives the same accelerator. torch gets this rank's share of the host's
+    cores (see `accelerator.threads`).
+
+    variables: environment of the run on a GPU (`mega_rl.environment`), which has to be there before CUDA starts.
+    deepep: the run sends tokens to experts by DeepEP (`megatron_core.load`).
+
+    Raises:
+        UserError: "cuda" without a CUDA device, "cpu" on a machine whose CUDA devices are visible, an unknown name, or
+            a Megatron-Core that is not supported, or a package that the CPU or DeepEP needs and does not find.
+        UserErrors: releases of packages that are not allowed.
+    """
+    versions.require()
+    if device not in ("auto", "cuda", "cpu"):
+        raise UserError(f"trainer.device={device!r}: must be one of auto, cuda, cpu")
+    if torch.backends.cuda.is_built() and device != "cpu":
+        late = torch.cuda.is_initialized()
+        names = environment.use(variables)
+        if late and names:
+            log.warning("CUDA was used before the run: %s may have no effect; set it in the shell", ", ".join(names))
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise UserError("trainer.device=cuda: no CUDA device is visible; use auto or cpu")
+    if device == "cpu" and has_cuda:
+        raise UserError(
+            "trainer.device=cpu: CUDA devices are visible, and Megatron-Core would use them; "
+            "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        )
+    use_threads()
+    megatron_core.silence_advice()
+    if has_cuda:
+        problem = megatron_core.problem()
+        if problem:
+            raise UserError(problem)
+        from mega_rl.parallel.accelerator import cuda
+
+        accelerator: Accelerator = cuda.prepare()
+    else:
+        from mega_rl.parallel.accelerator import cpu
+
+        accelerator = cpu.prepare()
+    megatron_core.load(deepep=deepep)
+    return accelerator

@@ -1,0 +1,71 @@
+"""End of a rank that fails: its last words, and one line in place of the backend's error."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeAlias
+
+from mega_rl.errors import PeerError, RunError, StalledError, UserError
+from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES, kind_of
+from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts, place_of_error
+from mega_rl.tracking.health.records import LastWords
+
+Investigate: TypeAlias = Callable[[RankFacts, str], str | None]
+
+
+class Guard:
+    """Context manager that writes the last words of a rank that fails inside.
+
+    It turns an error caused by another rank into a PeerError of one line, and a HungError into a RunError.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, investigate: Investigate | None = None) -> None:
+        """investigate: gets this rank and its traceback when a rank hung or was lost; returns the cause if known."""
+        self._heartbeat, self._investigate = heartbeat, investigate
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the last words for an error. Raises PeerError for an error that another rank has caused."""
+        heartbeat, facts = self._heartbeat, self._heartbeat.facts
+        if error is None or heartbeat.ended is not None:  # a guard further inside has written the last words
+            return
+        text = str(error) or type(error).__name__
+        if isinstance(error, SystemExit):  # from user code or a library; code 0 would mean success
+            place = place_of_error(error)
+            where = "" if place is None else f" (at {place.file}:{place.line} in {place.function})"
+            text = f"SystemExit({error.code}) was raised inside of the run{where}"
+        words = heartbeat.end(kind_of(error), text, error=error)
+        if isinstance(error, UserError) and words.step is None:
+            heartbeat.withdraw()
+        if isinstance(error, SystemExit):
+            raise RunError(text) from error
+        if words.kind not in (*INNOCENT_CODES, "hung"):
+            return
+        own = "".join(traceback.format_exception(error))
+        cause = None if self._investigate is None else self._investigate(facts, own)
+        if words.kind == "hung":
+            raise RunError(cause or str(error)) from error
+        line = str(error) if isinstance(error, StalledError) else _line_of(words, facts.timeout_s)
+        raise PeerError(cause or line) from error
+
+
+def in_phase(phase: str, steps_done: int | None) -> str:
+    """Return " in 'reward' of step 3", with a leading blank; without a phase or step only the other part."""
+    step = "" if steps_done is None else f" of step {steps_done + 1}"
+    return f" in {phase!r}{step}" if phase else f" between phases{step}" if step else ""
+
+
+def _line_of(words: LastWords, timeout_s: float) -> str:
+    """Return the message of a rank that failed because of another rank."""
+    where = in_phase(words.phase, words.step)
+    call = "" if words.waiting is None else f" in {words.waiting}"
+    if words.kind == "timeout":
+        return f"waited {timeout_s:g} s (trainer.timeout_s){call}{where} for a rank that did not come"
+    lost = f"lost the connection to another rank{call}{where}"
+    return f"{lost}: it has ended, and what it said, if anything, is the cause"

@@ -1,0 +1,202 @@
+"""An evaluation without training: a policy from its checkpoint, samples, rewards, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mega_rl import __version__
+from mega_rl.config.origins import as_record
+from mega_rl.config.schema import Config
+from mega_rl.disk import (
+    make_folder,
+    open_again,
+    open_new,
+    remove_file,
+    rename,
+    replace_text,
+    sync,
+    write_at,
+)
+from mega_rl.parallel.accelerator import Accelerator
+from mega_rl.parallel.agreement import run_on_one
+from mega_rl.parallel.comm import ranks_of
+from mega_rl.parallel.groups import Groups
+from mega_rl.protocols import Ranks
+from mega_rl.rewards.build import build_rewards
+from mega_rl.rollout.sglang.build import start_servers
+from mega_rl.tracking import progress
+from mega_rl.tracking.health.flight_recorder import FlightRecorder
+from mega_rl.tracking.health.guard import Guard, Investigate
+from mega_rl.tracking.health.heartbeat import Heartbeat
+from mega_rl.tracking.health.interruption import stop_on_signals
+from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data, read_tokens
+from mega_rl.trainer.assemble.evaluation import build_evaluation
+from mega_rl.trainer.assemble.plan import plan_run
+from mega_rl.trainer.assemble.rewards import read_rows_as, reward_role
+from mega_rl.trainer.assemble.roles import build_roles
+from mega_rl.trainer.assemble.rollouts import RolloutInputs, build_rollouts
+from mega_rl.trainer.assemble.run import device_bytes, rank_facts, session
+from mega_rl.trainer.dumps import ReadResponse
+from mega_rl.trainer.rows import scored_rows
+from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when
+from mega_rl.types import JsonObject
+from mega_rl.versions import installed_version
+
+
+def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> JsonObject:
+    """Evaluate as `config.validation` says, on every rank of this job; returns the results, the same on all ranks.
+
+    Rank 0 writes samples.jsonl, one row a sample, as they come, and results.json into trainer.run_dir. A rank that
+    fails or hangs ends all, with its cause, as in training. Raises StoppedBySignal after SIGTERM, SIGUSR1 or Ctrl-C.
+    """
+    with (
+        Heartbeat(rank_facts(config), FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
+        stop_on_signals(),
+        Guard(heartbeat, investigate) as guard,
+        session(config, accelerator) as groups,
+        ExitStack() as resources,
+        guard,  # says the cause before servers and groups are taken down, which a peer that is gone may hold up
+    ):
+        samples = SamplesFile(Path(config.trainer.run_dir), ranks_of(groups.host_world))
+        outcomes = _run(config, accelerator, groups, resources, samples)
+        results = _results(config, outcomes)
+        samples.finish(results)
+    return results
+
+
+def _run(
+    config: Config, accelerator: Accelerator, groups: Groups, resources: ExitStack, samples: SamplesFile
+) -> list[SetOutcome]:
+    """Return the outcomes on each set, whose samples are written as they come."""
+    world = ranks_of(groups.host_world)
+    plan = plan_run(config, accelerator)
+    plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
+    tokens = read_tokens(config, is_writer=world.rank == 0)
+    rewards, rows_as = build_rewards(config.reward, resources=resources), read_rows_as(config, tokens)
+    columns = rewards.columns(config.data.answer_key)
+    _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns, trains=False)
+    run_on_one(partial(rewards.check, [], sets, source_key=config.data.source_key), world)
+    agreed_fingerprint([], sets, world)
+    evaluation = build_evaluation(config, sets, world)
+    servers = start_servers(
+        config.rollout, config.trainer, plan.engine, plan.models["actor"].hf, accelerator, world, resources
+    )
+    colocated = servers is not None and servers.colocated
+    roles = build_roles(plan, accelerator, groups, colocated=colocated)
+    with progress.phase("preparing the rollout engine"):
+        rollouts = build_rollouts(
+            plan, accelerator, world, servers, roles,
+            inputs=RolloutInputs(lambda step: []), resources=resources,
+        )  # fmt: skip
+    scorer = reward_role(config, rewards, rows_as, roles, tokens=tokens, everyone=world)
+    rollouts.devices.publish(rollouts.sync)
+    replicas = roles.actor_engine.data_parallel
+    prompts = sum(len(one.prompts) for one in sets)
+
+    def each(scored: ScoredSamples) -> None:
+        rows = [row for part in replicas.gather_json(list(sample_rows(scored, tokens.reader.written))) for row in part]
+        samples.append(rows)
+        progress.report(samples.count // evaluation.plan.n, prompts, unit="prompts")
+
+    with progress.phase("evaluating"):
+        return evaluation.run(
+            0, rollout=rollouts.source, reward=scorer, ranks=replicas, read=tokens.reader.written,
+            each=each, hold=rollouts.devices.enter,
+        )  # fmt: skip
+
+
+@dataclass
+class SamplesFile:
+    """samples.jsonl, which rank 0 writes part by part under another name: it has its own when all samples are in it."""
+
+    folder: Path
+    everyone: Ranks
+    count: int = field(default=0, init=False)  # of samples
+    _bytes: int = field(default=0, init=False)
+
+    @property
+    def unfinished(self) -> Path:
+        """Return the file of an evaluation that goes on."""
+        return self.folder / "samples.jsonl.part"
+
+    def append(self, rows: Sequence[JsonObject]) -> None:
+        """Write the samples of the next prompts, in order of prompt and sample; collective."""
+        ordered = sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in ordered).encode()
+        begins = self.count == 0
+        run_on_one(lambda: self._write(text, begins=begins), self.everyone)
+        self.count += len(rows)
+        self._bytes += len(text)
+
+    def _write(self, text: bytes, *, begins: bool) -> None:
+        if begins:
+            make_folder(self.folder)
+            remove_file(self.unfinished)
+        fd = open_new(self.unfinished) if begins else open_again(self.unfinished)
+        try:
+            write_at(fd, self._bytes, [memoryview(text)])
+            sync(fd)
+        finally:
+            os.close(fd)
+
+    def finish(self, results: JsonObject) -> None:
+        """Name the samples and write results.json; collective."""
+
+        def work() -> None:
+            rename(self.unfinished, self.folder / "samples.jsonl")
+            text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+            replace_text(self.folder / "results.json", text)
+
+        run_on_one(work, self.everyone)
+
+
+def sample_rows(scored: ScoredSamples, read: ReadResponse) -> Iterator[dict[str, Any]]:
+    """Yield one row for each sample of this replica."""
+    rollout, rewards, parts = scored.rollout, scored.rewards, scored.rewards.parts
+    answered = [True] * len(rollout.lengths) if rollout.failed is None else (~rollout.failed).tolist()
+    has_score = scored_rows(rollout, rewards).tolist()
+    for row, number in enumerate(rollout.prompt_index.tolist()):
+        prompt = scored.prompts[number]
+        named = {} if parts is None else dict(zip(parts.names, parts.values[row].tolist(), strict=True))
+        yield {
+            "set": scored.name,
+            "prompt_index": scored.first + number,
+            "sample_index": int(rollout.sample_index[row]),
+            "row": prompt.index,
+            "prompt": prompt.text,
+            "response": read(rollout, row)[1],
+            "reference": prompt.answer,
+            "answer": scored.votes[row] if scored.votes else None,
+            "reward": float(rewards.totals[row]) if rewards.scored and has_score[row] else None,
+            "parts": {name: value for name, value in named.items() if has_score[row] and not math.isnan(value)},
+            "right": scored.right[row] if scored.right else None,
+            "finish": ("stop" if rollout.finished[row] else "length") if answered[row] else "failed",
+            "response_tokens": int(rollout.loss_mask[row].sum()),
+        }
+
+
+def _results(config: Config, outcomes: Sequence[SetOutcome]) -> JsonObject:
+    """Return the numbers of every set, with the settings and versions that they are of."""
+    sets = {}
+    for outcome in outcomes:
+        means = {name.removeprefix("val/"): value for name, value in outcome.metrics.items()}
+        edges = {f"{name}{edge}" for name in outcome.estimates for edge in ("", "_low", "_high")}
+        sets[outcome.prompts.name] = {
+            "prompts": len(outcome.prompts.prompts),
+            "means": {name: value for name, value in means.items() if name not in edges},
+            "estimates": {name: asdict(estimate) for name, estimate in outcome.estimates.items()},
+        }
+    names = ("torch", "transformers", "megatron-core", "sglang")
+    versions = {"mega-rl": __version__} | {name: installed_version(name) for name in names}
+    parts = dict.fromkeys(name for one in outcomes for name in getattr(one.samples.rewards.parts, "names", ()))
+    val = config.validation
+    results = {"sets": sets, "right_when": right_when(val.right_above, val.right_part, [*parts]) if val.counted else ""}
+    return results | {"seed": config.trainer.seed, "versions": versions, "config": as_record(config)}

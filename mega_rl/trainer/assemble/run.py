@@ -1,0 +1,124 @@
+"""Runs: their layout, their process groups, their beginning and end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from mega_rl.checkpoint.random_state import seed_python
+from mega_rl.config.schema import Config
+from mega_rl.parallel import groups as process_groups
+from mega_rl.parallel.accelerator import Accelerator
+from mega_rl.parallel.accelerator.determinism import deterministic
+from mega_rl.parallel.comm import ranks_of
+from mega_rl.parallel.commits import check_commits
+from mega_rl.parallel.groups import Groups
+from mega_rl.parallel.layout import ParallelLayout
+from mega_rl.rewards.builtin import RewardFunction
+from mega_rl.tracking import progress
+from mega_rl.tracking.health import records
+from mega_rl.tracking.health.failure_kinds import GENERATION, has_launcher
+from mega_rl.tracking.health.flight_recorder import FlightRecorder
+from mega_rl.tracking.health.guard import Guard, Investigate
+from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
+from mega_rl.tracking.metrics.tables import show_summary
+from mega_rl.trainer import Trainer
+from mega_rl.trainer.assemble.trainer import build_trainer
+from mega_rl.trainer.stop import StopRequest
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> int:
+    """Train as `config` says on every rank of this job; return the exit code (0, or 128 + signal when stopped).
+
+    investigate: finds the cause when a rank hangs or is lost, see `Guard`.
+    """
+    with running(config, accelerator, investigate) as (trainer, stop):
+        done = trainer.fit()
+    if os.environ.get("RANK", "0") == "0":
+        show_summary(Path(config.trainer.run_dir))
+        if stop.exit_code:
+            log.warning("stopped after step %d of %d; the same command continues from there", done, trainer.steps)
+    return stop.exit_code
+
+
+@contextmanager
+def running(
+    config: Config,
+    accelerator: Accelerator,
+    investigate: Investigate | None = None,
+    *,
+    reward: RewardFunction | None = None,
+) -> Iterator[tuple[Trainer, StopRequest]]:
+    """Yield the trainer of a run with all its parts, and the request that stops it; all of it ends with the block.
+
+    investigate: as in `train`. reward: scores responses in place of the function that the config names.
+    """
+    facts = rank_facts(config)
+    with (
+        Heartbeat(facts, FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,
+        Guard(heartbeat, investigate) as guard,
+        session(config, accelerator) as groups,
+        ExitStack() as resources,
+    ):
+        with guard:
+            check_commits(config.origins, ranks_of(groups.host_world))
+            stop = StopRequest(ranks_of(groups.host_world))
+        resources.callback(stop.restore)
+        # Inside of what catches signals: a launcher ends the ranks while they still look for the cause. And before
+        # servers and groups are taken down, which a peer that does not answer may hold up.
+        with guard:
+            with progress.phase("preparing the run"):
+                trainer = build_trainer(
+                    config, accelerator, groups, stop_requested=stop, resources=resources, reward_function=reward
+                )
+            yield trainer, stop
+        resources.callback(progress.begin("closing files and servers").end)
+        if stop.exit_code:
+            heartbeat.end("stopped", f"by {signal.Signals(stop.exit_code - 128).name}")
+
+
+def rank_facts(config: Config) -> RankFacts:
+    """Return the facts of this rank; rank 0 removes what ranks of an earlier start have left, unless a launcher has."""
+    launched = has_launcher()
+    facts = RankFacts(
+        run_dir=Path(config.trainer.run_dir),
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        generation=int(os.environ.get(GENERATION, "0")),
+        timeout_s=config.trainer.timeout_s,
+        launched=launched,
+    )
+    if facts.rank == 0 and not launched:
+        records.clear(facts.run_dir)
+    return facts
+
+
+def device_bytes(accelerator: Accelerator) -> Callable[[], int]:
+    """Return what counts the memory of tensors on a device; on a CPU it is the process's, which is known."""
+    return accelerator.memory_allocated if accelerator.name == "cuda" else lambda: 0
+
+
+@contextmanager
+def session(config: Config, accelerator: Accelerator) -> Iterator[Groups]:
+    """The process groups of a run, taken down at the end."""
+    layout = ParallelLayout.of_engine(config.engine, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    with deterministic(config.trainer.deterministic):
+        with progress.phase(f"connecting {layout.world_size} ranks"):
+            groups = process_groups.initialize(
+                layout,
+                accelerator=accelerator,
+                timeout_s=config.trainer.timeout_s,
+                optimizer_instances=config.engine.megatron.ddp.optimizer_instances,
+            )
+        try:
+            process_groups.seed_model_parallel(config.trainer.seed, groups)
+            seed_python(config.trainer.seed, groups.host_world.rank())
+            yield groups
+        finally:
+            process_groups.destroy()

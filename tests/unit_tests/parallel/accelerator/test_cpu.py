@@ -1,0 +1,200 @@
+"""The CPU stand-in: what it patches, that upstream is what it was written for, and that nobody else feels it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator import cpu, megatron_core, no_triton, patches, prepare, standin
+from mega_rl.parallel.accelerator.rewrite import rewrite_code
+from tests.helpers.distributed import run_ranks
+
+needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in is for machines without CUDA")
+
+
+def upstream() -> Path:
+    """The folder "megatron" that the tests import."""
+    folder = megatron_core.megatron_folder()
+    assert folder is not None
+    return folder
+
+
+def test_upstream_is_what_the_patches_were_written_for() -> None:
+    release = megatron_core.installed_release()
+    assert patches.changed_sources(upstream(), release) == [], "are these patches still needed and right?"
+
+
+def test_every_patch_says_why_and_for_which_releases() -> None:
+    known = {release.series for release in megatron_core.RELEASES}
+    for patch in patches.patches():
+        assert patch.reason
+        assert set(patch.sources) <= known, patch.name
+
+
+def test_a_changed_source_is_noticed(tmp_path: Path) -> None:
+    """Of a version that nobody has compared, the symbols that differ are named, and a missing file is one."""
+    folder, release = tmp_path / "megatron", megatron_core.installed_release()
+    names = {patch.module for patch in patches.patches(release)}
+    for name in names:
+        source = upstream().parent.joinpath(*name.split(".")).with_suffix(".py")
+        copy = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+    assert patches.changed_sources(folder, release) == []
+    jit = folder / "core" / "jit.py"
+    jit.write_text(jit.read_text(encoding="utf-8").replace("def enable_jit_fuser():", "def enable_jit_fuser(how=1):"))
+    (folder / "core" / "utils.py").unlink()
+    changed = ["megatron.core.jit:enable_jit_fuser", "megatron.core.utils:local_multi_tensor_l2_norm"]
+    assert patches.changed_sources(folder, release) == changed
+
+
+def test_every_standin_name_and_literal_is_used_upstream() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in upstream().rglob("*.py"))
+    for name in standin.NAMES:
+        pattern = rf"torch\.cuda\.{name}\b|from torch\.cuda import [^\n]*\b{name}\b"
+        assert re.search(pattern, text), f"upstream no longer uses torch.cuda.{name}: drop it"
+    for literal in cpu.LITERALS:
+        # A literal that ends with a colon is the first piece of an f-string.
+        pattern = rf"""f['"]{literal}\{{""" if literal.endswith(":") else rf"""['"]{re.escape(literal)}['"]"""
+        assert re.search(pattern, text), f"upstream has no literal {literal!r}: drop it"
+    assert not re.search(r"[(,]\s*cuda\s*=[^=]", text), "a keyword named cuda would be rewritten with the literals"
+
+
+def test_only_the_accelerator_assigns_to_foreign_modules() -> None:
+    package = Path(cpu.__file__).parents[2]
+    ours = ("parallel/accelerator/cpu.py", "parallel/accelerator/patches.py")
+    for path in package.rglob("*.py"):
+        if path.relative_to(package).as_posix() not in ours:
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"^\s*(torch|megatron|transformers|dist)(\.\w+)+ = ", text, re.MULTILINE), path
+            assert "sys.meta_path.insert" not in text, path
+
+
+def test_rewriting_reaches_nested_code_and_leaves_docstrings() -> None:
+    source = 'def f(d="cuda"):\n    "cuda kernels"\n    g = lambda x: x.cuda("cuda:x")\n    return d, ("cuda", 1), g\n'
+    namespace: dict[str, object] = {}
+    exec(rewrite_code(compile(source, "<text>", "exec"), {"cuda": "here"}, {"cuda": "cpu"}), namespace)
+
+    class Thing:
+        def here(self, text: str) -> str:
+            return text
+
+    function = namespace["f"]
+    assert callable(function)
+    device, constants, inner = function()
+    assert (device, constants, function.__doc__) == ("cpu", ("cpu", 1), "cuda kernels")
+    assert inner(Thing()) == "cuda:x"
+
+
+def test_names_of_single_modules() -> None:
+    """A module that imports Triton without need gets the stand-in, whose kernels say that they cannot run."""
+    names = no_triton.install()
+    assert set(names) == set(no_triton.NEED)
+    source = "import triton\nimport triton.language as tl\n@triton.jit\ndef kernel(n: tl.constexpr): ...\n"
+    namespace: dict[str, Any] = {}
+    exec(rewrite_code(compile(source, "<text>", "exec"), names[no_triton.NEED[0]], {}), namespace)
+    with pytest.raises(RuntimeError, match="kernel is a Triton kernel, and Triton is not installed"):
+        namespace["kernel"][(1,)](3)
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(UserError, match=r"trainer\.device='tpu': must be one of auto, cuda, cpu"):
+        prepare("tpu")
+
+
+@needs_no_cuda
+def test_cuda_without_a_device_is_refused() -> None:
+    with pytest.raises(UserError, match="no CUDA device is visible"):
+        prepare("cuda")
+
+
+def test_cpu_is_refused_next_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES="):
+        prepare("cpu")
+
+
+def test_another_megatron_and_a_missing_psutil_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = importlib.util.find_spec
+    monkeypatch.setattr(megatron_core, "installed_version", lambda: "0.17.1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "psutil" else original(name, *a))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError) as error:
+        cpu.prepare.__wrapped__()
+    assert "megatron-core 0.17.1: mega_rl runs with 0.16.1, 0.18 (from 0.18.0) and 0.19 (from" in str(error.value)
+    assert "pip install psutil" in str(error.value)
+
+
+@needs_no_cuda
+def test_megatron_imported_first_is_refused() -> None:
+    code = "import megatron\nfrom mega_rl.parallel.accelerator import prepare\nprepare('cpu')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "UserError: megatron was imported before mega_rl" in done.stderr
+
+
+def feel_nothing(rank: int) -> dict[str, object]:
+    """Snapshot torch and generate with Hugging Face before and after the stand-in and Megatron-Core are there."""
+    import warnings
+
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, eos_token_id=63, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+
+    def sample() -> list[list[int]]:
+        torch.manual_seed(1)
+        prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=True).tolist()
+
+    def public(owner: object) -> dict[str, object]:
+        return {name: value for name, value in vars(owner).items() if name != cpu.STANDIN_ATTRIBUTE}
+
+    owners = (torch, torch.cuda, torch.backends, torch.version, torch.Tensor, torch.nn.Module, torch.distributed)
+    tokens, before = sample(), [public(owner) for owner in owners]
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("default")
+        assert prepare("cpu") is prepare("auto")
+        for name in ("megatron.core", "megatron.core.models.gpt", "megatron.core.optimizer"):
+            importlib.import_module(name)
+    changed = [
+        f"{owner}.{name}"
+        for owner, old in zip(owners, before, strict=True)
+        for name, value in old.items()
+        if public(owner).get(name, None) is not value
+    ]
+    from megatron.core import jit, parallel_state
+
+    return {
+        "same": tokens == sample(),
+        "is_available": torch.cuda.is_available(),
+        "changed": changed,
+        "heard": [str(warning.message) for warning in heard if warning.category is not DeprecationWarning],
+        "fuser": jit.jit_fuser is jit.noop_decorator,
+        "seen by megatron": str(getattr(parallel_state.torch, cpu.STANDIN_ATTRIBUTE).current_device()),
+    }
+
+
+def test_nobody_else_feels_it() -> None:
+    (seen,) = run_ranks(1, feel_nothing, device="cpu")
+    assert seen == {
+        "same": True,
+        "is_available": False,
+        "changed": [],
+        "heard": [],
+        "fuser": True,
+        "seen by megatron": "cpu",
+    }

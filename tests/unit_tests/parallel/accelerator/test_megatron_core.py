@@ -1,0 +1,187 @@
+"""Which releases of Megatron-Core are supported, and how another one is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from mega_rl.errors import UserError
+from mega_rl.parallel.accelerator import megatron_core, prepare
+from mega_rl.parallel.accelerator.megatron_core import (
+    RELEASES,
+    advice,
+    installed_version,
+    problem,
+    release_of,
+    submodules_of,
+)
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize(
+    ("version", "series"),
+    [
+        ("0.16.1", "0.16"), ("0.16.0", None), ("0.16.3", "0.16"), ("0.17.1", None), ("0.18.2", "0.18"),
+        ("0.19.0rc1", "0.19"), ("0.19.2+local", "0.19"), ("0.20.0", None), ("1.0", None), ("of unknown version", None),
+    ],
+)  # fmt: skip
+def test_release_of_a_version(version: str, series: str | None) -> None:
+    release = release_of(version)
+    assert (release.series if release else None) == series
+
+
+def test_the_requirement_is_that_of_the_releases() -> None:
+    """pyproject.toml lets in what `prepare` accepts, and nothing else."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    dependencies = map(Requirement, tomllib.loads(text)["project"]["dependencies"])
+    (declared,) = (each.specifier for each in dependencies if each.name == "megatron-core")
+    assert declared == SpecifierSet(megatron_core.REQUIREMENT.removeprefix("megatron-core"))
+    versions = [f"0.{minor}.{patch}" for minor in range(14, 23) for patch in range(4)]
+    assert [v for v in versions if v in declared] == [v for v in versions if release_of(v)]
+
+
+@pytest.fixture
+def another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder first on the path, for a Megatron-Core other than the installed one."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "megatron" / "core"
+
+
+def test_the_version_is_that_of_the_source_that_an_import_takes(another: Path) -> None:
+    installed = installed_version()
+    another.mkdir(parents=True)
+    (another / "package_info.py").write_text("MAJOR = 0\nMINOR = 20\nPATCH = 1\nPRE_RELEASE = 'rc2'\n")
+    assert installed_version() == "0.20.1rc2" != installed
+    assert problem() == (
+        f"megatron-core 0.20.1rc2: mega_rl runs with {megatron_core.supported()}; pip install {advice()}"
+    )
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_prepare_refuses_before_anything_of_it_is_imported(
+    another: Path, monkeypatch: pytest.MonkeyPatch, *, has_cuda: bool
+) -> None:
+    from mega_rl.parallel.accelerator import cpu
+
+    another.mkdir(parents=True)
+    (another / "package_info.py").write_text("MAJOR = 0\nMINOR = 17\nPATCH = 1\nPRE_RELEASE = ''\n")
+    (another / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(cpu, "prepare", cpu.prepare.__wrapped__)
+    with pytest.raises(UserError, match=re.escape("megatron-core 0.17.1: mega_rl runs with 0.16.1, 0.18")):
+        prepare("auto")
+
+
+def test_a_missing_one_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_core, "megatron_folder", lambda: None)
+    assert problem() == f"megatron-core is not installed; pip install {advice()}"
+
+
+def test_the_advice_is_for_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases install on Python 3.12 and later."""
+    for python, version in (((3, 11, 7), RELEASES[0].compared[-1]), ((3, 12, 1), RELEASES[-1].compared[-1])):
+        monkeypatch.setattr(sys, "version_info", python)
+        assert advice() == f"megatron-core=={version}"
+
+
+def test_submodules_of_both_forms_of_specs() -> None:
+    """0.16 has objects with the field, later releases partial functions too."""
+    assert submodules_of(SimpleNamespace(submodules=1)) == 1
+    assert submodules_of(partial(dict, submodules=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("series", "field", "dtypes", "buffers"),
+    [("0.16", "transformer_layer", 0, ("a", "b")), ("0.18", "mtp_model_layer", 2, ("c", "d"))],
+)
+def test_names_of_each_release(
+    series: str, field: str, dtypes: int, buffers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (release,) = (release for release in RELEASES if release.series == series)
+    monkeypatch.setattr(megatron_core, "installed_release", lambda: release)
+    group = SimpleNamespace(hsdp_wbuf="a", hsdp_gbuf="b", hfsdp_helper_wbuf="c", hfsdp_helper_gbuf="d")
+    assert megatron_core.mtp_layer_field() == field
+    assert megatron_core.stable_name(f"mtp.layers.0.{field}.mlp.weight") == "mtp.layers.0.transformer_layer.mlp.weight"
+    assert list(megatron_core.fsdp_gradient_dtypes(in_fp32=True).values()) == [torch.float32] * dtypes
+    assert megatron_core.fsdp_gradient_dtypes(in_fp32=False) == {}
+    assert megatron_core.fsdp_instance_buffers(group) == buffers
+
+
+def test_advice_is_silenced_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    for _ in range(2):
+        megatron_core.silence_advice()
+    logger.warning("GPTModel IS DEPRECATED. Use another")
+    logger.warning("something else")
+    assert caplog.messages == ["something else"]
+    assert len(logger.filters) == 1
+
+
+def test_the_versions_are_described() -> None:
+    """The table of docs/megatron_versions.md is `RELEASES`."""
+    text = (ROOT / "docs" / "megatron_versions.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (0\.\d+) \| ([\d., ]+) \| (3\.\d+) \|", text, re.MULTILINE)
+    assert rows == [(r.series, ", ".join(r.compared), ".".join(map(str, r.python))) for r in RELEASES]
+
+
+# Packages outside the standard library that Megatron-Core asks for when a run imports it. A new name may do anything
+# when it is imported.
+ASKED_FOR = {
+    "absl", "amp_C", "apex", "einops", "emerging_optimizers", "flash_attn", "flash_attn_3", "flash_mla",
+    "flashattn_hopper", "fused_weight_gradient_mlp_cuda", "grouped_gemm", "multistorageclient",
+    "nvidia_resiliency_ext", "nvtx", "transformer_engine", "triton", "yaml",
+}  # fmt: skip
+HOOKED = """
+import sys, traceback
+class Finder:
+    names = set()
+    def find_spec(self, name, path=None, target=None):
+        frames = [frame.filename for frame in traceback.extract_stack() if "importlib" not in frame.filename][:-1]
+        if path is None and "/megatron/core/" in frames[-1]:
+            self.names.add(name)
+sys.meta_path.insert(0, Finder())
+sys.modules.pop("wandb", None)
+from mega_rl.parallel.accelerator import prepare
+prepare("auto")
+import mega_rl.engines.megatron, mega_rl.engines.models.build
+print(*sorted(Finder.names))
+"""
+
+
+def test_packages_that_an_import_of_megatron_asks_for_are_known() -> None:
+    done = subprocess.run([sys.executable, "-c", HOOKED], capture_output=True, text=True, check=True)
+    asked = {name for name in done.stdout.split() if name not in sys.stdlib_module_names}
+    assert {"apex", "flash_attn"} < asked <= ASKED_FOR
+
+
+def test_ranks_do_not_import_packages_of_servers_and_trackers(tmp_path: Path) -> None:
+    """Megatron-Core imports them where they are installed, and deep_ep may raise anything; others may import them."""
+    for name in ("deep_ep", "flashinfer", "torch_memory_saver", "wandb"):
+        (tmp_path / f"{name}.py").write_text(f"print('imported {name}')\nassert {name != 'deep_ep'}\n")
+    program = (
+        "import sys; from mega_rl.parallel.accelerator import prepare; prepare('auto');"
+        "import mega_rl.engines.megatron; print('ready'); import flashinfer, wandb; prepare('auto', deepep=True)"
+    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    imported = [f"imported {name}" for name in ("flashinfer", "wandb", "deep_ep")]
+    assert done.stdout.splitlines() == ["ready", *imported], done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "mega_rl.errors.UserError: engine.megatron.moe.dispatcher=deepep: the package deep_ep does not load "
+        "(AssertionError()); it needs the CUDA toolkit (CUDA_HOME, or nvcc on PATH) and pip's NCCL before any other on "
+        "LD_LIBRARY_PATH; mend that, or set engine.megatron.moe.dispatcher=alltoall"
+    )

@@ -1,0 +1,76 @@
+"""Heartbeat of a rank: its last words, also on a file system that hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mega_rl.errors import RunError
+from mega_rl.tracking import progress
+from mega_rl.tracking.health import heartbeat
+from mega_rl.tracking.health.guard import Guard
+from mega_rl.tracking.health.heartbeat import Heartbeat, RankFacts
+from mega_rl.tracking.health.records import RankRecord, read_records
+
+
+def heartbeat_in(folder: Path) -> Heartbeat:
+    facts = RankFacts(folder, rank=0, world_size=1, generation=0, timeout_s=60.0, launched=False)
+    return Heartbeat(facts, lambda: (None, None, ()))
+
+
+def test_last_words_are_on_disk_when_they_are_said(tmp_path: Path) -> None:
+    with heartbeat_in(tmp_path) as beat:
+        beat.end("error", "no room")
+        words = read_records(tmp_path)[0].ended
+    assert words is not None
+    assert (words.kind, words.message) == ("error", "no room")
+    assert read_records(tmp_path)[0].ended == words, "the first ones stay"
+
+
+def test_new_phase_is_recorded_before_the_next_beat(tmp_path: Path) -> None:
+    with heartbeat_in(tmp_path), progress.rounds("training", 8) as steps:
+        for done in (0, 1):
+            with progress.phase("reward"):
+                deadline = time.monotonic() + 4.0  # beats are 5 s apart
+                while (record := read_records(tmp_path)[0]).phase != "reward" or record.step != done:
+                    assert time.monotonic() < deadline, record
+                    time.sleep(0.02)
+            steps.advance()
+
+
+def test_system_exit_inside_a_run_is_a_failure(tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            RunError, match=r"^SystemExit\(0\) was raised inside of the run \(at .*test_heartbeat.py:\d+ in test_"
+        ),
+        heartbeat_in(tmp_path) as beat,
+        Guard(beat),
+    ):
+        raise SystemExit(0)
+    words = read_records(tmp_path)[0].ended
+    assert words is not None
+    assert words.kind == "error"
+
+
+def test_hanging_file_system_does_not_hold_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+    written: list[RankRecord] = []
+
+    def write(run_dir: Path, record: RankRecord) -> None:
+        if hangs.is_set():
+            goes_on.wait(60)
+        written.append(record)
+
+    monkeypatch.setattr(heartbeat, "write_record", write)
+    monkeypatch.setattr(heartbeat, "WRITE_S", 0.1)
+    with heartbeat_in(tmp_path) as beat:
+        hangs.set()
+        assert beat.end("error", "no room").message == "no room"
+        assert [record.ended for record in written] == [None]
+        assert "the last words of rank 0 are not written after 0.1 s: does the file system of" in caplog.text
+    goes_on.set()

@@ -1,0 +1,139 @@
+"""Runs with a user's own sources of rollouts and data, one after the other on each rank of a launch."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mega_rl.config.keys import with_settings
+from mega_rl.errors import RunError, UserError
+from tests.helpers.loops import engines_of, watch_source
+from tests.unit_tests.distributed.test_layout_invariance import run_config
+
+STEPS = 2
+SOURCES = '''
+"""Sources of rollouts and of data, as a user writes them."""
+
+from dataclasses import dataclass
+
+import torch
+
+import mega_rl
+
+
+@dataclass
+class Turns:
+    """Turns of the policy, and between them a tool that answers with the number of tokens so far."""
+
+    context: mega_rl.RolloutContext
+    turns: int = 2
+
+    def generate(self, prompts, *, step, greedy=False, draws=None):
+        context, how = self.context, {"step": step, "greedy": greedy, "draws": draws}
+        trajectories = context.sample(prompts, **how)
+        for turn in range(1, self.turns):
+            for each in trajectories:
+                each.give(context.tokenizer(str(len(each.token_ids)), add_special_tokens=False)["input_ids"])
+            context.extend(trajectories, turn=turn, **how)
+        return context.rollout(trajectories)
+
+    def metrics(self):
+        return {"agent/turns": float(self.turns)}
+
+
+@dataclass
+class Recorded:
+    """Responses that something else wrote, counted on from a checkpoint; the weights that come by are kept."""
+
+    context: mega_rl.RolloutContext
+
+    def __post_init__(self):
+        self.calls = 0
+        self.weights = {}
+
+    def receive_weights(self, weights, *, version):
+        self.weights = {name: tensor.sum().item() for name, tensor in weights}
+        self.version = version
+
+    def generate(self, prompts, *, step, greedy=False):
+        self.calls += 1
+        trajectories = self.context.start(prompts, greedy=greedy)
+        for each in trajectories:
+            number = (self.calls + each.sample_index + each.prompt.index) % 10
+            tokens = self.context.tokenizer(f"{number}{number}", add_special_tokens=False)["input_ids"]
+            each.add(tokens, [-1.5] * len(tokens), finished=False)
+        return self.context.rollout(trajectories)
+
+    def metrics(self):
+        return {"replay/calls": self.calls}
+
+    def state(self):
+        return {"calls": torch.tensor(self.calls)}
+
+    def restore(self, tensors):
+        self.calls = int(tensors["calls"])
+
+
+@dataclass(frozen=True)
+class Sums:
+    context: mega_rl.DataContext
+    start: int = 0
+    has_validation = True
+
+    def __iter__(self):
+        step = 9 if self.context.split == "train" else 30
+        for a in range(self.start, 10):
+            for b in range(0, 100, step):
+                yield {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+
+
+def of_ranks(context):
+    import os
+    yield {"prompt": "1+1=", "answer": os.environ.get("RANK", "0")}
+'''
+
+
+def run(config: Any, accelerator: Any) -> dict[str, Any]:
+    """Rows of every step and validation, metrics, and what the source keeps; or the error that ends the run."""
+    from mega_rl.trainer.assemble import build_trainer, session
+
+    kept: list[tuple[Any, ...]] = []
+    with session(config, accelerator) as groups, ExitStack() as resources:
+        try:
+            trainer = build_trainer(config, accelerator, groups, stop_requested=lambda: False, resources=resources)
+            ranks = trainer.batches.ranks
+
+            def keep(rollout: Any) -> None:
+                every = ranks.gather_rows(rollout)
+                kept.append((every.tokens, every.loss_mask, every.rollout_logprobs, every.finished))
+
+            own = trainer.batches.source
+            while hasattr(own, "source"):  # below what the run has put around it
+                own = own.source
+            watch_source(trainer, keep)
+            trainer.fit()
+        except (UserError, RunError) as error:
+            return {"error": f"{type(error).__name__} {error.exit_code}: {error}"}
+        exported = {name: tensor.sum().item() for name, tensor in engines_of(trainer)["actor"].export_weights()}
+    lines = (Path(config.trainer.run_dir) / "metrics.jsonl").read_text().splitlines()
+    received = getattr(own, "weights", None)
+    return {"rows": kept, "metrics": [json.loads(line) for line in lines], "received": received, "exported": exported}
+
+
+def run_all(rank: int, folder: str, layout: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Outcomes by name of runs with these settings on a layout; a second run of a name goes on from the first."""
+    from mega_rl.parallel.accelerator import prepare
+
+    accelerator = prepare("cpu")
+    torch.set_num_threads(1)
+    outcomes = {}
+    for name, settings in runs:
+        config = run_config(Path(folder), layout, "grpo")
+        run_dir = str(Path(folder) / f"own-{layout}-{settings.pop('run', name)}")
+        config = with_settings(config, {"trainer.run_dir": run_dir, "trainer.steps": STEPS, **settings})
+        outcomes[name] = run(config, accelerator)
+    return outcomes

@@ -1,0 +1,111 @@
+"""The tokenizer of a run gives rewards the texts that the settings ask for."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from mega_rl.config.keys import with_settings
+from mega_rl.config.loader import load
+from mega_rl.config.schema import ChatConfig
+from mega_rl.data.columns import RewardColumns
+from mega_rl.errors import UserErrors
+from mega_rl.trainer.assemble.data import Tokens, load_data, prompt_line, read_tokens, warn_of_date
+from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has the special tag <49>, and <48> among the others."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(folder, num_hidden_layers=1)
+    write_digit_tokenizer(folder, vocab_size=50)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<49>"]})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tokens_of(model: Path, *settings: str) -> Tokens:
+    return read_tokens(load(None, [f"model.path={model}", *settings]), is_writer=False)
+
+
+def test_rewards_read_special_tokens_where_they_are_asked_for(model: Path) -> None:
+    """All dumps show them, and either text the tag that is not special."""
+    ids = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(["<48>", "<49>", "7", "<49>"])
+    default, shown = tokens_of(model), tokens_of(model, "reward.skip_special_tokens=false")
+    assert default.decode(ids) == "<48>7"
+    assert shown.decode(ids) == default.render(ids) == shown.render(ids) == "<48><49>7<49>"
+
+
+def test_a_template_that_writes_the_date_is_warned_of_until_it_is_fixed(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def warnings(text: str, **chat: Any) -> int:
+        caplog.clear()
+        tokenizer.chat_template = text
+        warn_of_date(tokenizer, ChatConfig(**{"template": True, **chat}))
+        assert all("resumed on another day; set data.chat.date=20" in line for line in caplog.messages)
+        return len(caplog.messages)
+
+    dated = "{{ date_string or strftime_now('%d %b %Y') }}{{ messages }}"
+    with caplog.at_level(logging.WARNING):
+        assert warnings(dated) == 1
+        assert warnings(dated, date="2026-01-31") == 0
+        assert warnings(dated, template_kwargs={"date_string": "31 Jan 2026"}) == 0
+        assert warnings(dated, template=False) == 0
+        assert warnings("{{ messages }}") == 0
+        assert warnings("{{ raise_exception('no') }}") == 0
+
+
+@pytest.mark.parametrize("template", ["auto", "true", "false", ""])
+@pytest.mark.parametrize("has_template", [True, False])
+def test_chat_template_is_used_where_prompts_are_messages(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, has_template: bool
+) -> None:
+    """auto is the default: a string stays as it is, and one warning names the setting where there is a template."""
+    given = [f"data.chat.template={template}"] if template else []
+    config = load(None, [f"model.path={model}", "data.max_prompt_tokens=99", *given])
+    tokens = tokens_of(model, *given)
+    tokens.tokenizer.bos_token = "<0>"
+    if has_template:
+        tokens.tokenizer.chat_template = "{% for m in messages %}1+{{ m.content }}{% endfor %}="
+    rows = ['{"prompt": "3", "answer": "1"}', '{"prompt": [{"role": "user", "content": "3"}], "answer": "2"}']
+
+    def texts(*lines: str) -> list[str]:
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        own = with_settings(config, {"data.train_files": [str(tmp_path / "a.jsonl")]})
+        prompts, _ = load_data(own, tokens, vocab_size=50, columns=RewardColumns())
+        assert prompt_line(tokens, prompts).startswith("plain text, " if not prompts[0].messages else "chat")
+        return [tokens.render(prompt.token_ids) for prompt in prompts]
+
+    with caplog.at_level(logging.WARNING):
+        if template == "true" and not has_template:
+            with pytest.raises(UserErrors, match="chat_template"):
+                texts(rows[0])
+            return
+        assert texts(rows[0]) == ["1+3=" if template == "true" else "3"]
+    is_warned = has_template and template in ("auto", "")
+    assert sum("data.chat.template=true renders each" in line for line in caplog.messages) == is_warned
+    if template == "false" or not has_template:
+        with pytest.raises(
+            UserErrors, match=r"is a list of messages, which needs data\.chat\.template=true or auto, and a tok"
+        ):
+            texts(rows[1])
+        return
+    assert texts(rows[1]) == ["1+3="]
+    assert texts(*rows)[1] == "1+3="
+
+
+def test_words_and_values_of_yaml_choose_a_template(tmp_path: Path) -> None:
+    for given, template in (("true", "true"), ("false", "false"), ("auto", "auto"), ("'true'", "true")):
+        (tmp_path / "r.yaml").write_text(f"data: {{chat: {{template: {given}}}}}")
+        assert load(tmp_path / "r.yaml", []).data.chat.template == template
+        assert load(None, [f"data.chat.template={given}"]).data.chat.template == template
+    assert ChatConfig(template=True).template == "true"  # type: ignore[arg-type]

@@ -1,0 +1,131 @@
+"""A mixture's prompts: columns, system prompt and template of each source, numbers over all, problems of every one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega_rl.config.loader import load
+from mega_rl.config.schema import Config
+from mega_rl.data.columns import RewardColumns
+from mega_rl.data.prompts import fingerprint
+from mega_rl.data.sampling.mixture import MixtureSampler
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.trainer.assemble.data import Tokens, load_data, read_tokens
+from mega_rl.trainer.assemble.prompts.order import prompt_sampler, source_lines
+from mega_rl.types import Prompt
+from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+
+KEY = "data.mixture.sources"
+TEMPLATE = "{% for turn in messages %}{{ turn.content }}={% endfor %}{{ style or '*' }}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    write_tiny_checkpoint(folder / "m", num_hidden_layers=1)
+    write_digit_tokenizer(folder / "m", vocab_size=50)
+    (folder / "m" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    sums = [{"prompt": f"{n}+1", "answer": str(n + 1)} for n in range(4)]
+    words = [{"question": f"word {n}", "target": str(n)} for n in range(12)]
+    for name, rows in {"sums": sums, "words": words, "bad": [{"prompt": 1, "answer": "1"}, {"prompt": ""}]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def config_of(folder: Path, sources: dict[str, Any], **settings: Any) -> Config:
+    chat = {"data.chat.template": True, "data.chat.system_prompt": "a"}
+    run = {"model.path": str(folder / "m"), "trainer.prompts_per_step": 4}
+    for source in sources.values():
+        source["files"] = str(folder / source["files"])
+    return load(None, {**run, **chat, **settings, KEY: sources})
+
+
+def loaded(config: Config) -> tuple[Tokens, list[Prompt]]:
+    tokens = read_tokens(config, is_writer=False)
+    return tokens, load_data(config, tokens, vocab_size=50, columns=RewardColumns())[0]
+
+
+def two(folder: Path, **settings: Any) -> Config:
+    words = {"files": "words.jsonl", "prompt_key": "question", "answer_key": "target"}
+    sources: dict[str, Any] = {
+        "sums": {"files": "sums.jsonl", "template_kwargs": {"style": "-"}},
+        "words": {**words, "system_prompt": ""},
+    }
+    return config_of(folder, sources, **settings)
+
+
+def test_each_source_has_columns_and_a_template_of_its_own(folder: Path) -> None:
+    tokens, prompts = loaded(two(folder))
+    assert [prompt.index for prompt in prompts] == list(range(16))
+    assert [prompt.source for prompt in prompts] == ["sums"] * 4 + ["words"] * 12
+    assert tokens.decode(prompts[2].token_ids) == "a=2+1=-"
+    assert tokens.decode(prompts[7].token_ids) == "word 3=*"
+    assert (prompts[2].answer, prompts[7].answer) == ("3", "3")
+
+
+def test_shares_follow_the_sizes_unless_something_else_is_said(folder: Path) -> None:
+    def shares(config: Config) -> dict[str, int]:
+        sampler = prompt_sampler(config, loaded(config)[1])
+        assert isinstance(sampler, MixtureSampler)
+        return sampler.shares
+
+    assert shares(two(folder)) == {"sums": 1, "words": 3}
+    weights = {f"{KEY}.sums": {"files": str(folder / "sums.jsonl"), "weight": 5}}
+    words = {"files": str(folder / "words.jsonl"), "prompt_key": "question", "answer_key": "target", "weight": 1}
+    assert shares(load(None, {**_plain(folder), **weights, f"{KEY}.words": words})) == {"sums": 5, "words": 1}
+    even = shares(two(folder, **{"data.mixture.temperature": 1e9}))
+    assert even["sums"] == pytest.approx(even["words"], rel=1e-5)
+
+
+def test_what_a_run_draws_of_each_source_is_said(folder: Path) -> None:
+    config = two(folder)
+    prompts = loaded(config)[1]
+    assert list(source_lines(prompts, prompt_sampler(config, prompts), steps=8)) == [
+        "data source sums: 4 prompts of 28 tokens, 25.0% of all draws, 2 epochs in 8 steps",
+        "data source words: 12 prompts of 98 tokens, 75.0% of all draws, 2 epochs in 8 steps",
+    ]
+    assert list(source_lines(prompts[:0], prompt_sampler(config, prompts), steps=8)) == []
+
+
+def _plain(folder: Path) -> dict[str, Any]:
+    return {"model.path": str(folder / "m"), "trainer.prompts_per_step": 4}
+
+
+def test_problems_of_every_source_are_listed(folder: Path) -> None:
+    config = config_of(folder, {"first": {"files": "bad.jsonl"}, "second": {"files": "none.jsonl"}})
+    with pytest.raises(UserErrors) as caught:
+        loaded(config)
+    lines = list(caught.value.problems)
+    assert lines[0].startswith(f"{KEY}.first: {folder}/bad.jsonl:1: 'prompt' is a number")
+    assert lines[1].startswith(f"{KEY}.first: {folder}/bad.jsonl:2: has no 'answer'")
+    assert lines[-1].startswith(f"{KEY}.second: {folder}/none.jsonl: no such file")
+
+
+def test_a_source_keeps_a_prompt_to_train_on(folder: Path) -> None:
+    config = two(folder, **{"data.val_size": 15, "trainer.val_interval": 1})
+    with pytest.raises(UserError, match=f"data.val_size=15: leaves {KEY}.sums no prompt to train on"):
+        prompt_sampler(config, loaded(config)[1])
+
+
+def test_a_source_is_part_of_what_a_checkpoint_knows_its_prompts_by(folder: Path) -> None:
+    sources = {"sums": {"files": "sums.jsonl"}}
+    renamed = {"others": {"files": "sums.jsonl"}}
+    first, second = (fingerprint(loaded(config_of(folder, each))[1]) for each in (sources, renamed))
+    assert first != second
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_curriculum_reads_its_column_and_orders_by_it(folder: Path, mixed: bool) -> None:
+    rows = [{"prompt": str(n), "answer": "1", "rate": n / 10} for n in range(10)]
+    file = folder / "rated.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data: dict[str, Any] = {KEY: {"rated": {"files": str(file)}}} if mixed else {"data.train_files": [str(file)]}
+    curriculum = {"data.curriculum.key": "rate", "data.curriculum.easy": "high", "data.curriculum.start": 0.4}
+    config = load(None, {**_plain(folder), **data, **curriculum, "data.curriculum.steps": 5})
+    order = prompt_sampler(config, loaded(config)[1])
+    assert sorted(prompt.difficulty for prompt in order.batch(0)) == [0.6, 0.7, 0.8, 0.9]
+    assert {prompt.index for prompt in order.take(20, 10)} == set(range(10))

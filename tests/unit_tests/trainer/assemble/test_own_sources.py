@@ -1,0 +1,138 @@
+"""Rollout and data sources of a user's own: whole runs with them, resumed, on several ranks, and their mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.selection import FULL
+from tests.unit_tests.distributed.test_layout_invariance import write_inputs
+from tests.unit_tests.trainer.assemble.own_sources_on_ranks import SOURCES, run_all
+
+REPLAY = {"rollout.backend": "none", "rollout.verify_interval": 10, "rollout.mismatch.mean_limit": 100.0}
+REPLAY |= {"rollout.mismatch.share_limit": 1.0, "rollout.mismatch.max_limit": 100.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_inputs(tmp_path_factory.mktemp("own"))
+    (folder / "own.py").write_text(SOURCES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, Any]:
+    """Outcomes of every run on one rank."""
+    rows = {"data.source": f"{folder}/own.py:Sums", "data.train_files": [], "trainer.val_interval": 1}
+    replay = {"rollout.source": f"{folder}/own.py:Recorded", **REPLAY, **rows}
+    save = {"checkpoint.save_final": True, "run": "resumed"}
+    turns = {"rollout.source": f"{folder}/own.py:Turns"}
+    sampled = {"trainer.val_interval": 1, "validation.n": 2, "validation.temperature": 1.0}
+    sampled |= {"validation.sets": {"held": f"{folder}/train.jsonl"}}
+    wanted = [
+        ("built in", {}),
+        ("validated", sampled),
+        ("one turn", {**turns, "rollout.source_settings": {"turns": 1}, **rows, "trainer.val_interval": 0}),
+        ("one turn, validated", {**turns, "rollout.source_settings": {"turns": 1}, **sampled}),
+        ("three turns", {**turns, "rollout.source_settings": {"turns": 3}}),
+        ("replay", replay),
+        ("begun", {**replay, "trainer.steps": 1, **save}),
+        ("resumed", {**replay, **save}),
+        ("other rows", {**replay, "data.source_settings": {"start": 1}, "trainer.steps": 4, "run": "resumed"}),
+    ]
+    (outcomes,) = run_ranks(1, run_all, str(folder), "1", wanted, timeout_s=180)
+    return outcomes  # type: ignore[no-any-return]
+
+
+def same_rows(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    pairs = zip(first["rows"], second["rows"], strict=True)
+    return all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+def numbers(outcome: dict[str, Any], *, without: str = "time/") -> list[dict[str, float]]:
+    """Metrics of each step but for times."""
+    left_out = ("time/", "perf/", "memory/", "agent/", "sync/", "checkpoint/", without)
+    return [{k: v for k, v in step.items() if not k.startswith(left_out)} for step in outcome["metrics"]]
+
+
+def test_one_turn_of_rows_of_a_source_is_what_the_built_in_sources_give(runs: dict[str, Any]) -> None:
+    """Bit for bit, rows, metrics and weights: the same random numbers, order of prompts and batches."""
+    own, built_in = runs["one turn"], runs["built in"]
+    assert same_rows(own, built_in)
+    assert numbers(own) == numbers(built_in)
+    assert own["exported"] == built_in["exported"]
+    assert [step["agent/turns"] for step in own["metrics"]] == [1.0, 1.0]
+
+
+def test_training_is_the_same_with_sampled_validations(runs: dict[str, Any]) -> None:
+    """Bit for bit, rows and weights: validations draw random numbers of their own."""
+    validated, built_in = runs["validated"], runs["built in"]
+    assert "error" not in validated, validated["error"]
+    assert {"val/held/pass_at_1", "val/held/maj_at_2_low"} <= validated["metrics"][0].keys()
+    assert validated["exported"] == built_in["exported"]
+    assert [step["reward/mean"] for step in validated["metrics"] if "reward/mean" in step] == [
+        step["reward/mean"] for step in built_in["metrics"] if "reward/mean" in step
+    ]
+
+
+def test_evaluations_of_one_turn_are_those_of_the_built_in_source(runs: dict[str, Any]) -> None:
+    """Two samples of each prompt at a temperature, with pass@k and maj@k, to the last bit."""
+    own, built_in = runs["one turn, validated"], runs["validated"]
+    assert "error" not in own, own["error"]
+    assert "val/held/pass_at_1" in numbers(own)[0]
+    assert numbers(own) == numbers(built_in)
+
+
+def test_turns_train_on_what_the_policy_sampled(runs: dict[str, Any]) -> None:
+    """The first turn is that of one turn; the tool's answer is off the mask, between turns; 8 tokens are all.
+
+    The guard that compares each sampled token's log-prob with the trainer's has passed, to 1e-3 nats on average.
+    """
+    several, one = runs["three turns"], runs["one turn"]
+    with_holes = 0
+    for tokens, mask, logprobs, _ in several["rows"]:
+        first = mask.int().argmax(dim=1)
+        length = (tokens != 0).sum(dim=1).maximum(first)
+        with_holes += sum(
+            int((~mask[row, start : int(mask[row].nonzero().max())]).any()) for row, start in enumerate(first.tolist())
+        )
+        assert (logprobs[~mask] == 0).all()
+        assert (logprobs[mask] <= 0).all()
+        assert (length - first <= 8).all()
+    assert with_holes
+    first_turns = [mask.sum() for _, mask, *_ in one["rows"]]
+    assert sum(mask.sum() for _, mask, *_ in several["rows"]) > sum(first_turns)
+    assert several["metrics"][0]["rollout/logprob_diff_max"] < 1e-4
+
+
+def test_sources_without_an_engine_get_the_weights_and_resume(runs: dict[str, Any]) -> None:
+    """Sums of the weights after the last publish; two steps at once, and one and one, bit for bit; held-out rows."""
+    whole, resumed = runs["replay"], runs["resumed"]
+    assert whole["received"] == whole["exported"]
+    assert len(whole["received"]) > 10
+    assert numbers(resumed) == numbers(whole)
+    assert resumed["exported"] == whole["exported"]
+    assert [step.get("replay/calls") for step in whole["metrics"]] == [None, 2.0, 4.0]  # of validations, too
+    assert all("val/reward_mean" in step for step in whole["metrics"])
+
+
+def test_a_checkpoint_of_other_rows_is_refused(runs: dict[str, Any]) -> None:
+    assert runs["other rows"]["error"].startswith("UserError 2: ")
+    assert "data" in runs["other rows"]["error"]
+
+
+def test_rows_do_not_depend_on_the_layout(folder: Path, runs: dict[str, Any]) -> None:
+    """Each rank samples its share of the prompts, and a source that depends on the rank is refused on all."""
+    three = {"rollout.source": f"{folder}/own.py:Turns", "rollout.source_settings": {"turns": 3}}
+    ranks = {"data.source": f"{folder}/own.py:of_ranks", "data.train_files": []}
+    for layout in ("tp2", "dp2") if FULL else ("tp2",):
+        outcomes = run_ranks(2, run_all, str(folder), layout, [("three turns", three), ("ranks", ranks)], timeout_s=180)
+        for outcome in outcomes:
+            for row, alone in zip(outcome["three turns"]["rows"], runs["three turns"]["rows"], strict=True):
+                for own, one in zip(row, alone, strict=True):  # log-probs: sums in another order
+                    torch.testing.assert_close(own, one, rtol=0.0, atol=1e-4 if own.is_floating_point() else 0.0)
+            assert "rank 1 and rank 0 read different prompts" in outcome["ranks"]["error"]

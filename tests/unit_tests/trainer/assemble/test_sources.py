@@ -1,0 +1,205 @@
+"""Choice of a user's own sources: what is checked before anything runs, and what reading their rows shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import mega_rl
+from mega_rl.config.loader import load
+from mega_rl.config.plugins.choices import CHOICES, DATA, ROLLOUT
+from mega_rl.config.rules import check
+from mega_rl.data import rows
+from mega_rl.data.columns import RewardColumns
+from mega_rl.errors import UserError
+from mega_rl.plan.preflight.run import check_data
+from mega_rl.trainer.assemble.data import Tokens, load_data
+from mega_rl.trainer.assemble.sources import load_data_source, load_rollout_source
+from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
+
+OWN = """
+from dataclasses import dataclass
+
+import torch
+
+RAISE
+
+
+class Without:
+    def __init__(self, context): ...
+
+
+@dataclass
+class Rows:
+    context: object
+    count: int = 2
+    has_validation = True
+
+    def __iter__(self):
+        number = self.count if self.context.split == "train" else 1
+        return ({"prompt": f"{i}+{self.context.seed}=", "answer": i} for i in range(number))
+
+
+class Heir(Rows):
+    pass
+
+
+def bad(context):
+    yield {"prompt": "1+1=", "answer": "2"}
+    yield {"prompt": 3, "answer": "2"}
+    yield ["1+1="]
+
+
+def failing(context):
+    yield {"prompt": "1+1=", "answer": "2"}
+    raise KeyError("rows")
+
+
+def empty(context):
+    return iter(())
+
+
+def endless(context):
+    while True:
+        yield {"prompt": "1+1=", "answer": "2"}
+
+
+def number(context):
+    return 3
+
+
+def refusing(context):
+    raise OSError("no connection")
+
+
+three = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with its tokenizer; own.py, and never.py, which a check must not run."""
+    folder = tmp_path_factory.mktemp("own")
+    write_tiny_checkpoint(folder / "model", num_hidden_layers=1)
+    write_digit_tokenizer(folder / "model", vocab_size=50)
+    (folder / "own.py").write_text(OWN.replace("RAISE", ""))
+    (folder / "never.py").write_text(OWN.replace("RAISE", "raise SystemExit('run by a check')"))
+    return folder
+
+
+def read(folder: Path, name: str, *settings: str) -> tuple[list[Any], Any]:
+    """Training and held-out prompts of a source."""
+    config = load(None, [f"data.source={folder}/own.py:{name}", *settings])
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokens = Tokens(tokenizer, (1,), skip_special_tokens=True)
+    columns = RewardColumns(answer=True)
+    return load_data(config, tokens, vocab_size=50, columns=columns, source=load_data_source(config))
+
+
+def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:
+    train, held_out = read(folder, "Rows", "data.source_settings.count=3", "trainer.val_interval=1", "trainer.seed=4")
+    assert [(prompt.text, prompt.answer, prompt.index) for prompt in train] == [
+        (f"{i}+4=", str(i), i) for i in range(3)
+    ]
+    assert [prompt.text for prompt in held_out[0].prompts] == ["0+4="]
+    assert len(read(folder, "Rows")[1]) == 0  # without validation the split is not read
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("bad", "", "data.source='{}:bad' (train): row 2: 'prompt' is a number, not a string or a list of messages"),
+        ("bad", "", "data.source='{}:bad' (train): row 3: is a list, not an object with 'prompt' and 'answer'"),
+        ("failing", "", "data.source='{}:failing' fails while it yields rows: KeyError: 'rows'"),
+        ("empty", "", "data.source='{}:empty' (train): yields no rows"),
+        ("endless", "", "data.source='{}:endless' (train): yields more than 50 rows; let it end"),
+        ("number", "", "data.source='{}:number': made int, which yields no rows; give it __iter__"),
+        ("refusing", "", "data.source='{}:refusing' cannot be made: OSError: no connection"),
+        ("three", "", "data.source='{}:three': is int; it must be a class or a function"),
+        ("Without", "data.source_settings.count=3", "data.source='{}:Without': it is made with one DataContext and"),
+        ("Heir", "trainer.val_interval=1", "data.source='{}:Heir': its has_validation is not what the text of its"),
+    ],
+)
+def test_mistakes_in_rows_are_one_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: str, message: str
+) -> None:
+    monkeypatch.setattr(rows, "MAX_ROWS", 50)
+    with pytest.raises(UserError) as error:
+        read(folder, name, *settings.split())
+    assert any(line.startswith(message.format(folder / "own.py")) for line in str(error.value).splitlines())
+
+
+def test_a_rollout_source_has_its_methods(folder: Path) -> None:
+    config = load(None, [f"rollout.source={folder}/own.py:Rows"])
+    with pytest.raises(UserError, match="it has no method generate; a rollout source has generate and metrics"):
+        load_rollout_source(config, None)  # type: ignore[arg-type]
+    assert load_rollout_source(load(None), None) is None  # type: ignore[arg-type]
+    assert load_data_source(load(None)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("rollout.backend=none", "rollout.backend=none with rollout.source=single_turn: it samples with an engine"),
+        ("rollout.source=OWN:Rows rollout.backend=none rollout.dtype=bf16", "rollout.dtype=bf16 has no effect"),
+        ("rollout.source=OWN:Rows rollout.backend=none rollout.verify_interval=3", "rollout.verify_interval=3 has no"),
+        ("rollout.source=OWN:Rows rollout.backend=none rollout.hf.batch_size=3", "rollout.hf.batch_size=3 has no"),
+        (
+            "rollout.source=OWN:Rows rollout.backend=sglang trainer.async_steps=1 algorithm.correction=tis",
+            "trainer.async_steps=1 cannot run ahead: it needs rollout.source=single_turn",
+        ),
+        ("data.source=OWN:Rows data.train_files=[a.jsonl]", "data.train_files=['a.jsonl'] has no effect"),
+        ("data.source=OWN:Rows trainer.val_interval=1 data.val_size=2", "data.val_size=2 has no effect"),
+        ("data.source=OWN:bad trainer.val_interval=1", "trainer.val_interval=1 has no prompts to validate on"),
+        (
+            "rollout.source=single_trun",
+            "rollout.source='single_trun': legal: single_turn or path/to/file.py:class; did you mean single_turn?",
+        ),
+        ("data.source=OWN:Row", "data.source='OWN:Row': OWN defines no 'Row'; it has Without, Rows, Heir, bad"),
+        ("data.source=OWN:Rows data.source_settings.cuont=1", "data.source_settings.cuont has no effect: data.source="),
+        (
+            "data.source=OWN:bad data.source_settings.count=1",
+            "data.source_settings={'count': 1}: OWN:bad is a function, which has no settings; make it a dataclass with "
+            "the field context, whose other fields are settings",
+        ),
+        ("data.source_settings.count=1", "data.source_settings.count has no effect: data.source=files has no such"),
+    ],
+)
+def test_mistakes_in_settings_are_seen_without_running_a_file(folder: Path, settings: str, line: str) -> None:
+    own = str(folder / "never.py")
+    assert any(problem.startswith(line.replace("OWN", own)) for problem in problems(settings.replace("OWN", own)))
+
+
+def problems(settings: str) -> list[str]:
+    try:
+        config = load(None, settings.split())
+    except UserError as error:
+        return str(error).splitlines()
+    of_files = [line for choice in CHOICES for line in choice.file_problems(config)]
+    return [*check(config, world_size=1), *of_files]
+
+
+def test_own_sources_need_no_files(folder: Path) -> None:
+    own = f"{folder}/never.py:Rows"
+    settings = f"data.source={own} rollout.source={own} rollout.backend=none trainer.val_interval=1"
+    assert problems(settings) == []
+    assert list(check_data(load(None, settings.split()).data)) == []
+
+
+def test_a_program_registers_sources_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for choice, register in ((DATA, mega_rl.register_data_source), (ROLLOUT, mega_rl.register_rollout_source)):
+        monkeypatch.setitem(choice.registered, "mine", object)  # taken back at the end
+
+        @register("mine")
+        class Mine:
+            has_validation = True
+
+            def __init__(self, context: object) -> None: ...
+
+        config = load(None, [f"{choice.key}=mine"])
+        assert list(choice.file_problems(config)) == []
+        with pytest.raises(UserError, match="is a built-in one"):
+            register(next(iter(choice.builtin)))(Mine)
