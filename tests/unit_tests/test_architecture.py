@@ -45,14 +45,11 @@ MANY_METHODS: dict[str, int] = {
     "rollout/sglang/generation/router.py: ServerRouter": 14,  # Rotation's, generation, its event loop
     "rollout/sglang/generation/scheduler.py: SampleScheduler": 16,  # queue, tries in flight, ends: one state machine
     "rollout/sglang/server/process.py: ServerProcess": 16,  # a process from its port to its end
-    "storage/safetensors_reader.py: CheckpointReader": 14,  # tensors, rows, rectangles
+    "converters/safetensors/reader.py: CheckpointReader": 14,  # tensors, rows, rectangles
 }
 
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.
 READ_THE_ENVIRONMENT = [
-    "parallel/accelerator/cuda.py",
-    "parallel/accelerator/threads.py",
-    "trainer/assemble/run.py",
     "checkpoint/saving/writer.py",
     "cli/app.py",
     "cli/launcher.py",
@@ -63,21 +60,24 @@ READ_THE_ENVIRONMENT = [
     "converters/offline/writing.py",
     "cores.py",
     "environment.py",
-    "tracking/health/failure_kinds.py",
-    "tracking/health/flight_recorder.py",
     "operations/launcher/launch.py",
     "operations/schedulers/options.py",
     "operations/schedulers/ray/node.py",
     "operations/schedulers/ray/placement.py",
     "operations/schedulers/slurm/tasks.py",
+    "parallel/accelerator/cuda.py",
+    "parallel/accelerator/threads.py",
     "parallel/groups.py",
     "plan/preflight/host.py",
     "rollout/sglang/server/addresses.py",
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/kept.py",
     "rollout/sglang/server/launcher.py",
+    "tracking/health/failure_kinds.py",
+    "tracking/health/flight_recorder.py",
     "tracking/metrics/trackers.py",
     "tracking/progress/terminal.py",
+    "trainer/assemble/run.py",
     "trainer/stop.py",
     "verify/launcher.py",
     "verify/measure.py",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.config import packaged
 from mega_rl.config.loader import load
 from mega_rl.config.plugins.choices import CORRECTION, chosen
 from mega_rl.config.rules import check
@@ -26,7 +27,7 @@ from mega_rl.trainer.assemble.plan import engine_settings
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 DEVICE = 80 * 10**9
-RECIPES = Path(__file__).parents[2] / "mega_rl" / "recipes"
+RECIPES = packaged.FOLDER
 # Recipe -> ranks that train. Servers have the other half of the GPUs of the one that runs ahead.
 REAL_MODELS = {
     "gsm8k_qwen3_0.6b_1gpu": 1,
