@@ -13,7 +13,7 @@ from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.cli import app as cli
 from mega_rl.errors import UserError
-from tests.unit_tests.checkpoint.written import save
+from tests.unit_tests.checkpoint.written import flip, save
 
 
 @pytest.fixture
@@ -26,13 +26,8 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
-def damage(run: Path, step: int) -> Path:
-    """A byte of the last tensor of a shard is another."""
-    file = run / "checkpoints" / f"step_{step:06d}" / "shard_00002.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    return file
+def last_shard(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:06d}" / "shard_00002.safetensors"
 
 
 def steps(run: Path) -> list[int]:
@@ -77,7 +72,7 @@ def test_verify_takes_run_root_or_checkpoint(run: Path, capsys: pytest.CaptureFi
 
 
 def test_verify_lists_every_fault(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = damage(run, 20)
+    flip(file := last_shard(run, 20))
     os.truncate(run / "checkpoints" / "step_000030" / "shard_00000.safetensors", 50)
     (run / "checkpoints" / "step_000030" / "shard_00001.safetensors").unlink()
     (run / "checkpoints" / "step_000010" / "COMMIT").write_text("{}")
@@ -124,7 +119,7 @@ def test_prune_counts_whole_checkpoints_only(run: Path, how: str, capsys: pytest
     if how == "truncated":
         os.truncate(run / "checkpoints" / "step_000030" / "shard_00000.safetensors", 50)
     else:
-        damage(run, 30)
+        flip(last_shard(run, 30))
     for dry_run in (True, False):
         assert verbs.prune(run, keep=1, dry_run=dry_run) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -135,7 +130,7 @@ def test_prune_counts_whole_checkpoints_only(run: Path, how: str, capsys: pytest
 
 def test_prune_removes_nothing_where_nothing_is_whole(run: Path) -> None:
     for step in (10, 20, 30):
-        damage(run, step)
+        flip(last_shard(run, step))
     with pytest.raises(UserError, match="every checkpoint is damaged, so nothing is removed"):
         verbs.prune(run, keep=1)
     assert steps(run) == [10, 20, 30]
@@ -177,37 +172,24 @@ def test_a_path_without_checkpoints(tmp_path: Path) -> None:
         verbs.verify_checkpoints(tmp_path / "nothing" / "step_000010")
 
 
+OF_A_RUN = "belongs to a run; export its weights by 'mega-rl checkpoint export RUN OUT'"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["checkpoint", "export", "run", "out", "--step", "15"],
-            "--step=15: run has no complete checkpoint",
-        ),
-        (["checkpoint", "export", "run", "out", "--role", "judge"], "--role=judge: must be one of actor, critic"),
-        (
-            ["checkpoint", "export", "run", "out"],
-            "is not here; name a folder with its config.json",
-        ),
-        (["checkpoint", "export", "nothing", "out"], "nothing: no such folder"),
-        (
-            ["convert", "export", "run/checkpoints/step_000010", "out"],
-            "belongs to a run; export its weights by 'mega-rl checkpoint export RUN OUT'",
-        ),
-        (
-            ["convert", "inspect", "run/checkpoints/step_000010"],
-            "belongs to a run; export its weights by 'mega-rl checkpoint export RUN OUT'",
-        ),
+        ("checkpoint export run out --step 15", "--step=15: run has no complete checkpoint"),
+        ("checkpoint export run out --role judge", "--role=judge: must be one of actor, critic"),
+        ("checkpoint export run out", "is not here; name a folder with its config.json"),
+        ("checkpoint export nothing out", "nothing: no such folder"),
+        ("convert export run/checkpoints/step_000010 out", OF_A_RUN),
+        ("convert inspect run/checkpoints/step_000010", OF_A_RUN),
     ],
 )
 def test_mistakes_in_export(
-    arguments: list[str],
-    message: str,
-    run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: str, message: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(run.parent)
-    assert cli.main(arguments) == 2
+    assert cli.main(arguments.split()) == 2
     assert message in capsys.readouterr().err
     assert not (run.parent / "out").exists()

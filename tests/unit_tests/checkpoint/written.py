@@ -116,6 +116,13 @@ def save(
     return folders.publish(root, step, manifest)
 
 
+def flip(file: Path, at: int = -1, bit: int = 0) -> None:
+    """Changes one bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1 << bit
+    file.write_bytes(data)
+
+
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Changes the manifest and gives COMMIT its checksum, as one who means harm would."""
     raw = json.loads((folder / "manifest.json").read_text())

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from mega_rl.converters.architecture import HFConfig, Mla, Moe, Rope
 from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.ranks import build_plan
+from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates, parse_pipeline
 
 State = dict[str, Tensor]
@@ -256,6 +258,8 @@ def reference_params(
 def chunk_of(params: State, *, first_layer: int, fill: float | None = float("nan")) -> nn.Module:
     """A module tree with parameters of these names; filled with `fill`, or holding the values where it is None."""
     root = nn.Module()
+    root.add_module("decoder", nn.Module())
+    root.get_submodule("decoder").add_module("layers", nn.Module())
     for name, value in params.items():
         *path, leaf = name.split(".")
         module = root
@@ -288,6 +292,19 @@ def chunks_of_rank(
         params = reference_params(hf, state, layout, at, vp_stage, spec=spec)
         first = layout.layers_of(at.pp_rank, hf.num_layers, vp_stage).start
         chunks.append(chunk_of(params, first_layer=first, fill=fill))
+    return chunks
+
+
+def planned_chunks(sharding: Sharding, at: RankCoordinates) -> list[nn.Module]:
+    """The bf16 chunks of one rank of any family, every element NaN; router biases are float32, as in Megatron-Core."""
+    chunks = []
+    for vp_stage in range(sharding.layout.vpp):
+        params = {
+            param.name: torch.empty(param.shape, dtype=torch.float32 if param.float32 else torch.bfloat16)
+            for param in build_plan(sharding, at, vp_stage=vp_stage)
+        }
+        first = sharding.layout.layers_of(at.pp_rank, sharding.hf.num_layers, vp_stage).start
+        chunks.append(chunk_of(params, first_layer=first))
     return chunks
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import pairwise
 from math import prod
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.converters.hf.config import parse_hf_config
@@ -84,40 +81,6 @@ def test_inversion_gives_back_every_tensor(family: str, fused: bool) -> None:
     assert set(windows) == set(disk)
     for name, tensor in disk.items():
         assert torch.equal(written(windows[name], tuple(tensor.shape), params), tensor), name
-
-
-@st.composite
-def boxes(draw: st.DrawFn, rows: int, cols: int) -> list[tuple[int, int, int, int]]:
-    """Draw boxes (row, col, rows, cols) that tile a matrix: a grid of random cuts."""
-    down = [0, *sorted(draw(st.lists(st.integers(1, rows), max_size=2, unique=True)) if rows > 1 else []), rows]
-    along = [0, *sorted(draw(st.lists(st.integers(1, cols), max_size=2, unique=True)) if cols > 1 else []), cols]
-    return [
-        (top, left, bottom - top, right - left)
-        for top, bottom in pairwise(down)
-        for left, right in pairwise(along)
-        if bottom > top and right > left
-    ]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data(), st.sampled_from(["qwen3", "qwen2_moe", "deepseek_v3", "gpt_oss", "gemma3_text"]))
-def test_export_from_parts_gives_back_every_tensor(data: st.DataObject, family: str) -> None:
-    """Parameters lie in boxes of any cut; copies that read whole parameters are composed to read the boxes."""
-    sharding = Sharding(config_of(family))
-    disk = disk_state(sharding)
-    plans = whole_model(sharding)
-    stored: dict[str, Tensor] = {}
-    homes: dict[str, list[Home]] = {}
-    for plan in plans:
-        whole = applied(plan.copies, plan.shape, disk).view(matrix_shape(plan.shape))
-        for row, col, rows, cols in data.draw(boxes(*whole.shape)):
-            name = f"{plan.canonical}@{row}.{col}"
-            stored[name] = whole[row : row + rows, col : col + cols].contiguous()
-            homes.setdefault(plan.canonical, []).append(Home(name, Copy(plan.canonical, row, col, 0, 0, rows, cols)))
-        assert home_faults(plan.canonical, plan.shape, homes[plan.canonical]) == []
-    for name, windows in invert(plans).items():
-        from_parts = [window._replace(copies=compose(window.copies, homes)) for window in windows]
-        assert torch.equal(written(from_parts, tuple(disk[name].shape), stored), disk[name]), name
 
 
 def test_parts_of_a_transposed_copy_are_found() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.companions import MOST_BYTES, companions, copy_companions, not_copied
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.converters.live.export import ModelPlace, assemble_bucket, buckets, export_hf
+from mega_rl.converters.live.export import ModelPlace, buckets, export_hf
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.live.save import SaveOptions, save_hf
 from mega_rl.converters.plan.export import export_plan
@@ -25,37 +25,10 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.converters.fakes import LAYOUTS, State, chunks_of_rank, hf_state, ranks, small_config
+from tests.unit_tests.converters.fakes import LAYOUTS, State, chunks_of_rank, hf_state, small_config
 from tests.unit_tests.converters.tiny_configs import TINY
 
 FIRST = RankCoordinates(tp_rank=0, cp_rank=0, dp_rank=0, pp_rank=0)
-
-
-def simulate(
-    hf: HFConfig, chunks: dict[RankCoordinates, list[nn.Module]], layout: ParallelLayout, *, bucket_bytes: int
-) -> State:
-    """Export with the collectives replaced by looking at every rank's chunks."""
-    result = {}
-    for bucket in buckets(export_plan(Sharding(hf, layout)), bucket_bytes=bucket_bytes, itemsize=4):
-        rows = []
-        for tp_rank in range(layout.tp):
-            at = next(at for at in chunks if (at.tp_rank, at.pp_rank) == (tp_rank, bucket[0].pp_rank))
-            names = [(unit.vp_stage, param.name) for unit in bucket for param in unit.params]
-            rows.append(torch.cat([chunks[at][v].get_parameter(name).detach().reshape(-1) for v, name in names]))
-        result.update(assemble_bucket(bucket, torch.stack(rows)))
-    return result
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("bucket_bytes", [1, 2000, 1 << 30])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_every_layout(layout: ParallelLayout, bucket_bytes: int, tied: bool) -> None:
-    hf = small_config(tied=tied, family="qwen2", qkv_bias=True)
-    state = hf_state(hf)
-    chunks = {at: chunks_of_rank(hf, state, layout, at, fill=None) for at in ranks(layout)}
-    exported = simulate(hf, chunks, layout, bucket_bytes=bucket_bytes)
-    assert exported.keys() == state.keys()
-    assert all(torch.equal(exported[name], state[name]) for name in state)
 
 
 def test_buckets_are_bounded_and_few() -> None:
@@ -149,13 +122,6 @@ class FakeGroup:
         return self._size
 
 
-def test_missing_groups_are_found() -> None:
-    with pytest.raises(AssertionError, match="tp_group is missing"):
-        ModelPlace(Sharding(small_config(), LAYOUTS["tp2"]))
-    with pytest.raises(AssertionError, match="pp_group is missing"):
-        ModelPlace(Sharding(small_config(), LAYOUTS["pp2"]))
-
-
 def test_swapped_groups_are_found() -> None:
     """Of one size, they differ in this rank's position."""
     layout = LAYOUTS["tp2-pp2"]
@@ -169,15 +135,11 @@ def test_swapped_groups_are_found() -> None:
 # Checkpoints as transformers writes them.
 
 
-def shapes_only(hf: HFConfig) -> State:
-    return {name: torch.zeros_like(t) for name, t in hf_state(hf).items()}
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_round_trip_of_a_real_checkpoint(tmp_path: Path, family: str, tied: bool, dtype: torch.dtype) -> None:
-    """Disk -> every rank of TP2 x PP2 -> one rank's disk -> transformers, bit for bit; single file and sharded."""
+    """A file or shards of transformers -> one rank -> disk -> transformers, bit for bit."""
     from transformers import AutoModelForCausalLM
 
     source = write_tiny_checkpoint(tmp_path / "hf", family=family, tied=tied, dtype=dtype)
@@ -187,19 +149,9 @@ def test_round_trip_of_a_real_checkpoint(tmp_path: Path, family: str, tied: bool
     assert len(list(resharded.glob("*.safetensors"))) > 2
     hf = read_hf_config(source)
     assert read_hf_config(resharded) == hf
-    expected = {name: t for name, t in original.state_dict().items() if not (tied and name == "lm_head.weight")}
-
-    layout = LAYOUTS["tp2-pp2"]
-    empty = {name: t.to(dtype) for name, t in shapes_only(hf).items()}
-    chunks = {at: chunks_of_rank(hf, empty, layout, at) for at in ranks(layout)}
-    for at, of_rank in chunks.items():
-        load_hf(of_rank, resharded, sharding=Sharding(hf, layout), coordinates=at)
-    exported = simulate(hf, chunks, layout, bucket_bytes=3000)
-    assert exported.keys() == expected.keys()
-    assert all(same(exported[name], expected[name]) for name in expected)
-
+    empty = {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in hf_state(hf).items()}
     one = chunks_of_rank(hf, empty, LAYOUTS["one"], FIRST)
-    load_hf(one, source, sharding=Sharding(hf), coordinates=FIRST)
+    load_hf(one, resharded, sharding=Sharding(hf), coordinates=FIRST)
     place = ModelPlace(Sharding(hf))
     save_hf(one, tmp_path / "out", source=source, place=place, options=SaveOptions(shard_bytes=20_000))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).state_dict()
@@ -207,9 +159,7 @@ def test_round_trip_of_a_real_checkpoint(tmp_path: Path, family: str, tied: bool
     assert again.keys() == original.state_dict().keys()
     assert (tmp_path / "out/config.json").read_bytes() == (source / "config.json").read_bytes()
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == expected.keys()
-    with pytest.raises(UserError, match="not empty"):
-        save_hf(one, tmp_path / "out", source=source, place=place)
+    assert index["weight_map"].keys() == again.keys() - ({"lm_head.weight"} if tied else set())
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -292,9 +242,6 @@ def test_links_inside_a_folder_and_into_the_hubs_cache_are_followed(tmp_path: Pa
         companions(snapshot)
 
 
-# Arguments of Megatron-Core.
-
-
 # Four processes with gloo groups.
 
 FOUR_RANKS = {
@@ -327,7 +274,7 @@ def export_on_four_ranks(rank: int, folder: str) -> list[str]:
     }
     cases = itertools.product(FOUR_RANKS.items(), [(False, torch.bfloat16), (True, torch.float32)])
     for (name, layout), (tied, dtype) in cases:
-        hf = small_config(tied=tied)
+        hf = small_config(tied=tied, qkv_bias=tied, family="qwen2" if tied else "qwen3")
         state = hf_state(hf, dtype=dtype)
         at = layout.coordinates(rank)
         chunks = chunks_of_rank(hf, state, layout, at, fill=None)

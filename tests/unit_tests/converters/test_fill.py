@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -90,25 +88,6 @@ def test_shapes_of_parameters(tmp_path: Path) -> None:
         fill(matrix, [Copy("s", 3, 0, 0, 0, 3, 4)], reader)
         assert torch.equal(matrix, tensors["s"][1])
         assert fill(torch.zeros(0, 4), [Copy("s", 0, 0, 0, 0, 0, 4)], reader) == 0
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_random_rectangles(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    rows, cols = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 9))
-    folder = tmp_path_factory.mktemp("random")
-    tensors = {"t": torch.arange(rows * cols, dtype=torch.float32).view(rows, cols)}
-    save_file(tensors, folder / "model.safetensors")
-    height, width = data.draw(st.integers(1, rows)), data.draw(st.integers(1, cols))
-    row, col = data.draw(st.integers(0, rows - height)), data.draw(st.integers(0, cols - width))
-    turned = data.draw(st.booleans())
-    shape = (width, height) if turned else (height, width)
-    copy = Copy("t", row, col, data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3)), *shape, turned)
-    target = torch.full((20, 20), -1.0)
-    expected = reference(target, [copy], tensors)
-    with CheckpointReader(folder) as reader:
-        fill(target, [copy], reader)
-    assert torch.equal(target, expected)
 
 
 def test_bare_8_bit_values_are_no_weights(tmp_path: Path) -> None:

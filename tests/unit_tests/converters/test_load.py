@@ -19,12 +19,12 @@ from mega_rl.converters.plan.sharding import Head, Sharding, Spec
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
-from tests.unit_tests.converters.chunks import planned_chunks, values_of
 from tests.unit_tests.converters.fakes import (
     LAYOUTS,
     State,
     chunks_of_rank,
     hf_state,
+    planned_chunks,
     ranks,
     reference_params,
     small_config,
@@ -53,42 +53,20 @@ def test_every_rank_gets_its_slices(tmp_path: Path, layout: ParallelLayout, tied
     hf = small_config(tied=tied)
     state = hf_state(hf)
     write(tmp_path, state)
+    sharding = Sharding(hf, layout, spec)
     for at in ranks(layout):
         chunks = chunks_of_rank(hf, state, layout, at, spec=spec)
-        report = load_hf(chunks, tmp_path, sharding=Sharding(hf, layout, spec), coordinates=at)
+        report = load_hf(chunks, tmp_path, sharding=sharding, coordinates=at)
         for vp_stage, chunk in enumerate(chunks):
             expected = reference_params(hf, state, layout, at, vp_stage, spec=spec)
             for name, param in chunk.named_parameters():
                 assert torch.equal(param, expected[name]), (name, at)
+        plans = [param for stage in range(layout.vpp) for param in build_plan(sharding, at, vp_stage=stage)]
+        share = sum(c.rows * c.cols for param in plans for c in param.copies if c.hf_name is not None)
+        assert report.bytes_read == 4 * share  # its own share, of column-cut tensors too; zero rows cost nothing
+        assert report.seconds.keys() == {"open", "plan", "read"}
         assert report.num_params == sum(len(list(chunk.parameters())) for chunk in chunks)
         assert (report.kept_init, report.ignored) == ((), ())
-
-
-def test_values_are_cast_to_the_parameters_dtype(tmp_path: Path) -> None:
-    hf, layout = small_config(), LAYOUTS["one"]
-    state = hf_state(hf, dtype=torch.bfloat16)
-    write(tmp_path, state)
-    chunks = chunks_of_rank(hf, {name: t.float() for name, t in state.items()}, layout, FIRST)
-    load_hf(chunks, tmp_path, sharding=Sharding(hf, layout), coordinates=FIRST)
-    embedding = chunks[0].get_parameter("embedding.word_embeddings.weight")
-    assert embedding.dtype == torch.float32
-    assert embedding.requires_grad
-    assert torch.equal(embedding, state["model.embed_tokens.weight"].float())
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_bytes_read(tmp_path: Path, layout: ParallelLayout) -> None:
-    """A rank takes its share and nothing else, of column-cut tensors too; zero rows cost nothing."""
-    hf = small_config()
-    write(tmp_path, hf_state(hf))
-    for at in ranks(layout):
-        chunks = chunks_of_rank(hf, hf_state(hf), layout, at)
-        sharding = Sharding(hf, layout)
-        plans = [param for vp_stage in range(layout.vpp) for param in build_plan(sharding, at, vp_stage=vp_stage)]
-        share = sum(c.rows * c.cols for param in plans for c in param.copies if c.hf_name is not None)
-        report = load_hf(chunks, tmp_path, sharding=sharding, coordinates=at)
-        assert report.bytes_read == 4 * share
-        assert report.seconds.keys() == {"open", "plan", "read"}
 
 
 def test_reads_are_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +255,9 @@ def test_8_bit_blocks_load_as_their_scaled_values(tmp_path: Path, tp: int) -> No
         loaded, reference = planned_chunks(sharding, at), planned_chunks(sharding, at)
         report = load_hf(loaded, source, sharding=sharding, coordinates=at)
         load_hf(reference, plain, sharding=sharding, coordinates=at)
-        for a, b in zip(values_of(loaded), values_of(reference), strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in b)
+        for a, b in zip(loaded, reference, strict=True):
+            actual = weights_of(a)
+            assert all(torch.equal(actual[name], value) for name, value in weights_of(b).items())
         assert report.bytes_read > 0
 
 
@@ -309,35 +288,27 @@ def test_8_bit_values_without_their_scale_are_refused(tmp_path: Path) -> None:
 
 
 def test_plan_and_model_must_agree(tmp_path: Path) -> None:
-    hf, layout = small_config(), LAYOUTS["one"]
+    hf = small_config()
     state = hf_state(hf)
     write(tmp_path, state)
-    chunks = chunks_of_rank(hf, state, layout, FIRST)
+
+    def load(layout: str, spec: Spec = "local") -> None:
+        load_hf(chunks, tmp_path, sharding=Sharding(hf, LAYOUTS[layout], spec), coordinates=FIRST)
+
+    chunks = chunks_of_rank(hf, state, LAYOUTS["one"], FIRST)
     with pytest.raises(AssertionError, match="layer_norm_weight is in the plan only"):
-        load_hf(chunks, tmp_path, sharding=Sharding(hf, layout, "te"), coordinates=FIRST)
+        load("one", "te")
     chunks[0].register_parameter("extra", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(AssertionError, match="extra is in the model only"):
-        load_hf(chunks, tmp_path, sharding=Sharding(hf, layout), coordinates=FIRST)
-
-
-def test_wrong_layer_numbers_are_found(tmp_path: Path) -> None:
-    hf, layout = small_config(), LAYOUTS["pp2"]
-    state = hf_state(hf)
-    write(tmp_path, state)
-    chunks = chunks_of_rank(hf, state, layout, FIRST)
+        load("one")
+    chunks = chunks_of_rank(hf, state, LAYOUTS["tp2-pp2-vpp2"], FIRST)[:1]
+    with pytest.raises(AssertionError, match="1 chunks"):
+        load("tp2-pp2-vpp2")
+    chunks = chunks_of_rank(hf, state, LAYOUTS["pp2"], FIRST)
     for layer, number in zip(chunks[0].get_submodule("decoder.layers").children(), (3, 4), strict=True):
         layer.layer_number = number  # type: ignore[assignment]
     with pytest.raises(AssertionError, match=r"numbered \[3, 4\]"):
-        load_hf(chunks, tmp_path, sharding=Sharding(hf, layout), coordinates=FIRST)
-
-
-def test_wrong_number_of_chunks_is_found(tmp_path: Path) -> None:
-    hf, layout = small_config(), LAYOUTS["tp2-pp2-vpp2"]
-    state = hf_state(hf)
-    write(tmp_path, state)
-    chunks = chunks_of_rank(hf, state, layout, FIRST)
-    with pytest.raises(AssertionError, match="1 chunks"):
-        load_hf(chunks[:1], tmp_path, sharding=Sharding(hf, layout), coordinates=FIRST)
+        load("pp2")
 
 
 def test_a_load_is_told_in_a_sentence_without_the_names_of_fields() -> None:

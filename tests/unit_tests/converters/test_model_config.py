@@ -60,15 +60,6 @@ def test_partial_rope_and_the_kind_of_position_embedding() -> None:
     assert set(kinds.values()) == {"yarn", "rope"}
 
 
-def test_tied() -> None:
-    assert {name for name in TINY if model_kwargs(name)["share_embeddings_and_output_weights"]} == {"gemma3_text"}
-
-
-def test_latent_attention() -> None:
-    actual = {name for name in TINY if parse_hf_config(TINY[name]).mla is not None}
-    assert actual == {"deepseek_v2", "deepseek_v3", "kimi_k2", "moonlight"}
-
-
 MSCALES: list[dict[str, float]] = [
     {},
     {"mscale": 1.0, "mscale_all_dim": 1.0},

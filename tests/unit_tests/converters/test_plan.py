@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.converters.architecture import HFConfig, Mla, Moe
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.families.dense import DENSE, MLP
 from mega_rl.converters.families.rules import Rule, Source
@@ -22,7 +21,7 @@ from mega_rl.converters.plan import blocks, proof
 from mega_rl.converters.plan import ranks as plan
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.export import export_plan
-from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_tensors, mtp_tensors
+from mega_rl.converters.plan.parameters import hf_tensors, ignored_tensors, mtp_tensors
 from mega_rl.converters.plan.proof import prove_complete, tiling_faults
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec, check_layout, padded_vocab_size
@@ -173,93 +172,6 @@ def test_every_family_is_proved_complete_in_every_layout(name: str) -> None:
     assert proved >= 16 * 7
 
 
-@st.composite
-def layouts(draw: st.DrawFn, *, experts: bool) -> ParallelLayout:
-    """A layout of at most 4 x 2 ranks per stage, its pipeline even or not, over `num_layers` to be read off it."""
-    tp, pp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([1, 2, 3]))
-    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
-    ep, etp = (draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))) if experts else (1, 1)
-    pipeline = tuple(draw(st.lists(st.integers(0, 2), min_size=pp * vpp, max_size=pp * vpp)))
-    if sum(pipeline) == 0:
-        pipeline = (1, *pipeline[1:])
-    # As many replicas as it takes for the experts' ranks to fill whole stages.
-    replicas = next(dp for dp in range(1, 7) if tp * dp % (ep * etp) == 0)
-    return ParallelLayout(tp * pp * replicas, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, pipeline=pipeline)
-
-
-def moe_of(draw: st.DrawFn, layout: ParallelLayout, num_layers: int) -> Moe:
-    return Moe(
-        layers=tuple(draw(st.lists(st.booleans(), min_size=num_layers, max_size=num_layers))),
-        num_experts=layout.ep * draw(st.integers(1, 3)),
-        top_k=1,
-        ffn_hidden_size=layout.etp * draw(st.integers(1, 4)),
-        shared_ffn_hidden_size=layout.tp * draw(st.integers(0, 3)),
-        shared_gate=draw(st.booleans()),
-        expert_bias=draw(st.booleans()),
-    )
-
-
-@st.composite
-def cases(draw: st.DrawFn, family: str) -> tuple[HFConfig, ParallelLayout]:
-    """A model and a layout that mostly fits it."""
-    layout = draw(layouts(experts=family != "dense"))
-    assert layout.pipeline is not None
-    num_layers, groups, per_group = sum(layout.pipeline), draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    linear_bias = family == "dense" and draw(st.booleans())
-    fields = {
-        "num_layers": num_layers,
-        "num_heads": groups * per_group,
-        "num_kv_heads": groups,
-        "head_dim": 2 * draw(st.integers(1, 4)),
-        "hidden_size": draw(st.integers(1, 9)),
-        "ffn_hidden_size": layout.tp * draw(st.integers(1, 5)),
-        "vocab_size": draw(st.integers(1, 20)),
-        "tied": draw(st.booleans()),
-        "linear_bias": linear_bias,
-        "qkv_bias": linear_bias or draw(st.booleans()),
-        "qk_norm": draw(st.booleans()),
-        "fused_experts": draw(st.booleans()),
-    }
-    if family == "dense":
-        return small_config(family=draw(st.sampled_from(["qwen2", "qwen3", "llama"])), **fields), layout
-    moe = moe_of(draw, layout, num_layers)
-    if family == "moe":
-        moe = dataclasses.replace(moe, expert_bias=False)
-        name = draw(st.sampled_from(["qwen2_moe", "qwen3_moe"]))
-        if name == "qwen3_moe":
-            moe = dataclasses.replace(moe, shared_ffn_hidden_size=0, shared_gate=False)
-        if not moe.shared_ffn_hidden_size:
-            moe = dataclasses.replace(moe, shared_gate=False)
-        return small_config(family=name, moe=moe, **fields), layout
-    sizes = [draw(st.integers(1, 5)) for _ in range(4)]
-    mla = Mla(draw(st.one_of(st.none(), st.integers(1, 6))), sizes[0], sizes[1], 2 * sizes[2], sizes[3])
-    fields |= {"num_kv_heads": groups * per_group, "qkv_bias": False, "qk_norm": False}
-    mtp = draw(st.sampled_from(["drop", "load"]))
-    if mtp == "load" and draw(st.integers(0, 5)):
-        fields["hidden_size"] = layout.tp * draw(st.integers(1, 4))  # what the prediction layers' projection needs
-    return small_config(
-        family="deepseek_v3", mla=mla, moe=dataclasses.replace(moe, shared_gate=False), mtp=mtp, mtp_layers=1, **fields
-    ), layout
-
-
-@pytest.mark.parametrize("family", ["dense", "moe", "mla"])
-def test_shard_then_unshard_is_the_identity(family: str) -> None:
-    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(cases(family))
-    def check(case: tuple[HFConfig, ParallelLayout]) -> None:
-        hf, layout = case
-        if fits(hf, layout):
-            check_against_reference(hf, layout)
-            fitting.append(layout)
-        else:
-            with pytest.raises(UserErrors):
-                build_plan(Sharding(hf, layout), RankCoordinates())
-
-    fitting: list[ParallelLayout] = []
-    check()
-    assert len(fitting) >= 15, "too few of the drawn layouts fit the drawn models"
-
-
 def test_fewer_key_value_heads_than_ranks_cuts_a_group() -> None:
     # One group of (2 query + 2) heads * 6 rows over two ranks: the second holds key and value only.
     hf, layout = small_config(num_heads=2, num_kv_heads=1), LAYOUTS["tp2"]
@@ -308,13 +220,6 @@ def test_experts_that_cannot_be_cut_are_refused() -> None:
     assert "normed all together" in check_layout(joint, LAYOUTS["tp4"])[0]
 
 
-def test_ignored_names() -> None:
-    assert "lm_head.weight" in ignored_tensors(small_config(tied=True), head="lm")
-    assert "lm_head.weight" in ignored_tensors(small_config(), head="value")
-    assert "lm_head.weight" not in ignored_tensors(small_config(), head="lm")
-    assert "model.layers.3.self_attn.rotary_emb.inv_freq" in ignored_tensors(small_config(), head="lm")
-
-
 def test_multi_token_prediction_is_dropped_by_name_or_loaded() -> None:
     hf = parse_hf_config(TINY["deepseek_v3"])
     dropped = ignored_tensors(hf, head="lm")
@@ -332,70 +237,6 @@ def test_multi_token_prediction_is_dropped_by_name_or_loaded() -> None:
     assert set(mtp_tensors(hf)) == {n for n in hf_tensors(loaded, head="lm") if n.startswith(ahead)}
 
 
-def test_experts_of_both_spellings_make_the_same_shards() -> None:
-    """Fused tensors that hold the same experts give bit-equal shards (also at TP and ETP of 2)."""
-    single, layout = small_moe(), MORE_LAYOUTS["ep2-etp2"]
-    state = hf_state(single)
-    fused = {name: tensor for name, tensor in state.items() if ".experts." not in name}
-    for layer in (0, 2, 3):
-        at = f"model.layers.{layer}.mlp.experts."
-        up, gate, down = ([state[f"{at}{e}.{part}_proj.weight"] for e in range(6)] for part in ("up", "gate", "down"))
-        fused[at + "gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
-        fused[at + "down_proj"] = torch.stack(down)
-    together = as_on_disk(single, {name: tuple(tensor.shape) for name, tensor in fused.items()})
-    assert together.fused_experts
-    for rank in ranks(layout):
-        one, other = build_plan(Sharding(single, layout), rank), build_plan(Sharding(together, layout), rank)
-        assert [param.name for param in one] == [param.name for param in other]
-        for a, b in zip(one, other, strict=True):
-            assert torch.equal(shard_by_plan(a.copies, a.shape, state), shard_by_plan(b.copies, b.shape, fused))
-
-
-def test_both_specs_name_the_same_parameters() -> None:
-    """Under either spec the same plan, but for the names in the live model."""
-    for name in TINY:
-        hf = parse_hf_config(TINY[name])
-        local, te = (build_plan(Sharding(hf, spec=spec), RankCoordinates()) for spec in ("local", "te"))  # type: ignore[arg-type]
-        assert [dataclasses.replace(param, name="") for param in local] == [
-            dataclasses.replace(param, name="") for param in te
-        ]
-        assert len({param.name for param in te}) == len(te)
-        experts = [param.name for param in te if param.of_expert]
-        assert not any("local_experts" in param for param in experts)
-        assert bool(experts) == (hf.moe is not None)
-
-
-def test_the_norm_before_a_mixture_keeps_its_name() -> None:
-    """Dense and mixed layers on different pipeline stages; Transformer Engine fuses the norm into dense MLPs alone."""
-    hf, layout = parse_hf_config(TINY["deepseek_v3"]), LAYOUTS["pp2"]
-    actual = [
-        param.name
-        for at in ranks(layout)
-        for param in build_plan(Sharding(hf, layout, spec="te"), at)
-        if "pre_mlp_layernorm" in param.canonical
-    ]
-    assert actual == [
-        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
-        "decoder.layers.1.pre_mlp_layernorm.weight",
-        "decoder.layers.0.pre_mlp_layernorm.weight",
-        "decoder.layers.1.pre_mlp_layernorm.weight",
-    ]
-
-
-def test_float32_whatever_the_model_is() -> None:
-    hf = parse_hf_config(TINY["deepseek_v3"])
-    kept = {param.name for param in build_plan(Sharding(hf), RankCoordinates()) if param.float32}
-    assert kept == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 2, 3)}
-
-
-def test_a_tied_and_an_untied_model_in_one_process() -> None:
-    """Neither leaves anything behind in the tables."""
-    tied, untied = small_config(tied=True), small_config()
-    for hf in (tied, untied, tied):
-        assert ("lm_head.weight" in hf_tensors(hf, head="lm")) == (not hf.tied)
-        check_against_reference(hf, LAYOUTS["pp2"])
-
-
 def test_export_order_does_not_depend_on_the_layout() -> None:
     for hf in (small_config(), small_moe(), small_mla()):
         orders = [
@@ -409,8 +250,58 @@ def test_export_order_does_not_depend_on_the_layout() -> None:
 # The proof: a table with a fault is refused, and the fault is named.
 
 
-def rules_with(monkeypatch: pytest.MonkeyPatch, rules: Iterable[Rule]) -> None:
+def broken_rules(monkeypatch: pytest.MonkeyPatch, rules: Iterable[Rule]) -> None:
     monkeypatch.setitem(FAMILIES, "qwen3", dataclasses.replace(FAMILIES["qwen3"], rules=tuple(rules)))
+
+
+def broken_shards(monkeypatch: pytest.MonkeyPatch, ending: str, change: Callable[[tuple[Copy, ...], int], Any]) -> None:
+    """Change the copies of a rank's part of each parameter whose name ends so."""
+    whole = plan.shard
+
+    def shard(param: blocks.GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], tuple[Copy, ...]]:
+        shape, copies = whole(param, parts, index)
+        return shape, change(copies, index) if param.name.endswith(ending) else copies
+
+    monkeypatch.setattr(plan, "shard", shard)
+
+
+def lossy(copies: tuple[Copy, ...], index: int) -> tuple[Copy, ...]:
+    return copies[:-1]
+
+
+def shifted(copies: tuple[Copy, ...], index: int) -> tuple[Copy, ...]:
+    """Another row on each rank but the first."""
+    return tuple(copy._replace(src_row=copy.src_row + min(index, 1)) for copy in copies)
+
+
+UP = Source("model.layers.{layer}.mlp.up_proj.weight", ("ffn", "hidden"))
+TWICE = [dataclasses.replace(r, sources=(UP, UP)) if r.param.endswith("linear_fc1.weight") else r for r in DENSE]
+QKV, FINAL = "linear_qkv.weight", "decoder.final_layernorm.weight"
+# name -> what is wrong with the tables, the model and layout, and what the proof says
+WRONG_TABLES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], HFConfig, str, list[str]]] = {
+    "a tensor used twice": (
+        lambda patch: broken_rules(patch, TWICE), small_config(), "tp2",
+        ["model.layers.0.mlp.up_proj.weight rows 0..14 are taken twice"],
+    ),
+    "a parameter in two tables": (
+        lambda patch: broken_rules(patch, (*DENSE, MLP[0])), small_config(), "pp2",
+        ["decoder.layers.0.pre_mlp_layernorm.weight is planned 2 times",
+         "model.layers.2.post_attention_layernorm.weight rows 0..10 are taken twice"],
+    ),
+    "lost rows": (
+        lambda patch: broken_shards(patch, QKV, lossy), small_config(), "tp2",
+        [f"tp_rank=1 pp_rank=0 vp_stage=0: decoder.layers.0.self_attention.{QKV} rows 18..24 are missed",
+         "model.layers.3.self_attn.v_proj.weight rows 0..12 are missed"],
+    ),
+    "lost experts": (
+        lambda patch: broken_shards(patch, "local_experts.3.linear_fc1.weight", lossy), small_moe(), "ep2",
+        ["ep_rank=1 etp_rank=0 pp_rank=0 vp_stage=0: decoder.layers.0.mlp.experts.local_experts.1",
+         "model.layers.3.mlp.experts.4.up_proj.weight rows 0..12 are missed"],
+    ),
+    "replicas that differ": (
+        lambda patch: broken_shards(patch, FINAL, shifted), small_config(), "tp2", [f"{FINAL} is not that of rank 0"],
+    ),
+}  # fmt: skip
 
 
 def faults_of(hf: HFConfig, layout: ParallelLayout) -> str:
@@ -422,61 +313,13 @@ def faults_of(hf: HFConfig, layout: ParallelLayout) -> str:
     return str(caught.value)
 
 
-def test_proof_finds_a_tensor_used_twice_and_one_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    up = Source("model.layers.{layer}.mlp.up_proj.weight", ("ffn", "hidden"))
-    rules = [
-        dataclasses.replace(rule, sources=(up, up)) if rule.param.endswith("linear_fc1.weight") else rule
-        for rule in DENSE
-    ]
-    rules_with(monkeypatch, rules)
-    faults = faults_of(small_config(), LAYOUTS["tp2"])
-    assert "model.layers.0.mlp.up_proj.weight rows 0..14 are taken twice" in faults
-
-
-def test_proof_finds_a_parameter_in_two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules_with(monkeypatch, (*DENSE, MLP[0]))
-    faults = faults_of(small_config(), LAYOUTS["pp2"])
-    assert "decoder.layers.0.pre_mlp_layernorm.weight is planned 2 times" in faults
-    assert "model.layers.2.post_attention_layernorm.weight rows 0..10 are taken twice" in faults
-
-
-def lossy_shards(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    """Loses the last copy of parameters whose name ends so."""
-    whole = plan.shard
-
-    def lossy(param: blocks.GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], tuple[Copy, ...]]:
-        shape, copies = whole(param, parts, index)
-        return shape, copies[:-1] if param.name.endswith(ending) else copies
-
-    monkeypatch.setattr(plan, "shard", lossy)
-
-
-def test_proof_finds_lost_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    lossy_shards(monkeypatch, "linear_qkv.weight")
-    faults = faults_of(small_config(), LAYOUTS["tp2"])
-    where = "tp_rank=1 pp_rank=0 vp_stage=0: decoder.layers.0.self_attention.linear_qkv.weight"
-    assert f"{where} rows 18..24 are missed" in faults
-    assert "model.layers.3.self_attn.v_proj.weight rows 0..12 are missed" in faults
-
-
-def test_proof_finds_lost_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    lossy_shards(monkeypatch, "local_experts.3.linear_fc1.weight")
-    faults = faults_of(small_moe(), MORE_LAYOUTS["ep2"])
-    assert "ep_rank=1 etp_rank=0 pp_rank=0 vp_stage=0: decoder.layers.0.mlp.experts.local_experts.1" in faults
-    assert "model.layers.3.mlp.experts.4.up_proj.weight rows 0..12 are missed" in faults
-
-
-def test_proof_finds_replicas_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = plan.shard
-
-    def shifted(param: blocks.GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], tuple[Copy, ...]]:
-        shape, copies = whole(param, parts, index)
-        if param.name == "decoder.final_layernorm.weight" and index:
-            copies = tuple(c._replace(src_row=c.src_row + 1) for c in copies)
-        return shape, copies
-
-    monkeypatch.setattr(plan, "shard", shifted)
-    assert "decoder.final_layernorm.weight is not that of rank 0" in faults_of(small_config(), LAYOUTS["tp2"])
+@pytest.mark.parametrize("case", WRONG_TABLES)
+def test_proof_names_what_is_wrong(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, hf, layout, expected = WRONG_TABLES[case]
+    plant(monkeypatch)
+    faults = faults_of(hf, ALL_LAYOUTS[layout])
+    for fault in expected:
+        assert fault in faults
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.converters.hf.companions import changed_config, config_changes
+from mega_rl.converters.hf.companions import changed_config
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live import save as save_module
 from mega_rl.converters.live.export import ModelPlace
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.live.save import SaveOptions, save_hf
-from mega_rl.converters.plan.parameters import ignored_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import CheckpointWriter
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from tests.helpers.distributed import run_ranks
-from tests.unit_tests.converters.chunks import planned_chunks
+from tests.unit_tests.converters.fakes import planned_chunks
 from tests.unit_tests.converters.random_checkpoints import write_random
 
 FIRST = RankCoordinates()
@@ -51,10 +50,11 @@ def loaded(source: Path, sharding: Sharding, at: RankCoordinates) -> Any:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss", "mixtral"])
-@pytest.mark.parametrize("shard_bytes", [20_000, 1 << 30])
-def test_one_rank(tmp_path: Path, family: str, shard_bytes: int) -> None:
+@pytest.mark.parametrize(("shard_bytes", "mtp"), [(20_000, "load"), (1 << 30, "drop")])
+def test_one_rank(tmp_path: Path, family: str, shard_bytes: int, mtp: Any) -> None:
+    """Prediction layers that the model does not load are taken from the source."""
     source = write_random(tmp_path / "hf", family)
-    sharding = Sharding(read_hf_config(source))
+    sharding = Sharding(replace(read_hf_config(source), mtp=mtp))
     chunks = loaded(source, sharding, FIRST)
     out = tmp_path / "out"
     save_hf(chunks, out, source=source, place=ModelPlace(sharding), options=SaveOptions(shard_bytes=shard_bytes))
@@ -85,27 +85,6 @@ def test_parameters_are_written_from_where_they_lie(tmp_path: Path, monkeypatch:
     assert differences(source, tmp_path / "out") == []
 
 
-def test_prediction_layers_outside_the_model_are_kept(tmp_path: Path) -> None:
-    source = write_random(tmp_path / "hf", "deepseek_v3")
-    hf = read_hf_config(source)
-    with CheckpointReader(source) as reader:
-        layer = [name for name in reader.tensors if name.startswith(f"model.layers.{hf.num_layers}.")]
-    assert layer
-    assert set(layer) <= ignored_tensors(hf, head="lm")
-    sharding = Sharding(hf)
-    save_hf(loaded(source, sharding, FIRST), tmp_path / "out", source=source, place=ModelPlace(sharding))
-    assert differences(source, tmp_path / "out") == []
-    assert (tmp_path / "out" / "config.json").read_bytes() == (source / "config.json").read_bytes()
-
-
-def test_loaded_prediction_layers_come_back(tmp_path: Path) -> None:
-    source = write_random(tmp_path / "hf", "deepseek_v3")
-    sharding = Sharding(replace(read_hf_config(source), mtp="load"))
-    chunks = loaded(source, sharding, FIRST)
-    save_hf(chunks, tmp_path / "out", source=source, place=ModelPlace(sharding))
-    assert differences(source, tmp_path / "out") == []
-
-
 def test_another_dtype(tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", "deepseek_v3", torch_dtype="bfloat16")
     sharding = Sharding(read_hf_config(source))
@@ -125,13 +104,6 @@ def test_config_changes() -> None:
     assert changed_config(text, {}) == text
     assert json.loads(changed_config(text, {"quantization_config": None, "b": 2})) == {"b": 2, "name": "é"}
     assert "é".encode() in changed_config(text, {"b": 2})
-
-
-def test_8_bit_sources_are_saved_as_plain_weights() -> None:
-    from mega_rl.converters.hf.config import parse_hf_config
-    from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
-
-    assert config_changes(parse_hf_config(DEEPSEEK_V3)) == {"quantization_config": None}
 
 
 # Several ranks.

@@ -144,13 +144,6 @@ def test_counts_are_multiples(packing: bool, most: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_token_counts_are_multiples(packing: bool) -> None:
-    """Sequence parallelism divides the tokens of a micro-batch evenly over its ranks."""
-    micros = batching(packing=packing, pad_to_multiple=4).split(batch_of([7, 9, 6]), data_parallel=SingleRank())
-    assert all(micro.tokens.size(1) % 4 == 0 for micro in micros)
-
-
-@pytest.mark.parametrize("packing", [True, False])
 def test_context_parallel_ranks_share_every_micro_batch(packing: bool) -> None:
     """The same rows and boundaries on all, a quarter of the tokens on each; room for the padding of every sequence."""
     batch = batch_of([21, 21, 6])

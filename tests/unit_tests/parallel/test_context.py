@@ -61,15 +61,3 @@ def test_gradients_are_those_of_all_ranks_losses() -> None:
         assert errors["kept"] == 0.0
         assert errors["first"] <= 1e-7
         assert errors["second"] <= 1e-6
-
-
-def alone(rank: int) -> bool:
-    from mega_rl.parallel.context import sum_over_context
-
-    dist.init_process_group("gloo")
-    x = torch.ones(3)
-    return sum_over_context(x, group=dist.group.WORLD) is x
-
-
-def test_one_rank_has_nothing_to_add() -> None:
-    assert run_ranks(1, alone) == [True]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from mega_rl.parallel import gloo
 from tests.helpers.distributed import run_ranks
 
 
@@ -58,33 +55,3 @@ def test_one_thread_for_all_groups() -> None:
         assert {actual[name] for name in actual if name.startswith("after")} == {0}
         threads, groups = actual["another's"]
         assert threads == groups
-
-
-class Recorded:
-    """`ProcessGroupGloo.__init__` that keeps what it is called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, *positional: Any, **named: Any) -> None:
-        self.calls.append((positional, named))
-
-
-def test_later_releases_may_say_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.15 names `enable_reconfigure`; where it asks for that, the group is made as PyTorch makes it."""
-    recorded = Recorded()
-    monkeypatch.setattr(gloo, "_construct", recorded)
-    monkeypatch.setattr(gloo, "_options", lambda timeout: ("options", timeout))
-    second = timedelta(seconds=1)
-    construct: Any = gloo._construct_on_shared_devices
-    construct("group", "store", 0, 2, timeout=second)
-    construct("group", "store", 0, 2, timeout=second, enable_reconfigure=False)
-    construct("group", "store", 0, 2, timeout=second, enable_reconfigure=True)
-    construct("group", "store", 0, 2, "options of another")
-    shared = (("group", "store", 0, 2, ("options", second)), {})
-    assert recorded.calls == [
-        shared,
-        shared,
-        (("group", "store", 0, 2, second), {"enable_reconfigure": True}),
-        (("group", "store", 0, 2, "options of another"), {}),
-    ]

@@ -202,17 +202,6 @@ def test_overwritten_logits_are_not_used_twice() -> None:
         logprobs.sum().backward()
 
 
-def test_gradient_of_entropy_alone() -> None:
-    logits = torch.randn(4, 8, dtype=torch.float32, requires_grad=True)
-    _, entropy = vocab_parallel_logprobs_entropy(logits, torch.arange(4), group=None, inplace_backward=False)
-    assert entropy is not None
-    entropy.sum().backward()
-    weights = torch.stack([torch.zeros(4), torch.ones(4)])
-    expected = reference(logits.detach(), torch.arange(4), weights, vocab_size=8, temperature=1.0, with_entropy=True)[2]
-    assert logits.grad is not None
-    torch.testing.assert_close(logits.grad.double(), expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.gpu
 def test_peak_memory_on_a_gpu() -> None:
     tokens, vocab = 4096, 151_936

@@ -31,33 +31,9 @@ def everything(prompt, response, answer, row, messages, prompt_index, finish, nu
     return prompt, response, answer, row, messages, prompt_index, finish, num_tokens
 
 
-def length_penalty(response: str, *, num_tokens: int, finish: str, limit: int = 2) -> Any:
-    return num_tokens, finish, limit
-
-
-def positional_and_facts(a, b, c, finish):  # type: ignore[no-untyped-def]
-    return a, b, c, finish
-
-
-def swapped(answer: str, response: str) -> Any:
-    return answer, response
-
-
-def keywords(*, response: str, row: dict[str, Any]) -> Any:
-    return response, row
-
-
-def other_names(question, completion, reference, row=None):  # type: ignore[no-untyped-def]
-    return question, completion, reference, row
-
-
-def settings(prompt, response, answer, scale=2.0, **rest):  # type: ignore[no-untyped-def]
-    return prompt, response, answer, scale, rest
-
-
 class Scorer:
-    def __call__(self, prompt: str, response: str, answer: str) -> Any:
-        return prompt, response, answer
+    def __call__(self, prompt: str, response: str, answer: str, scale: float = 2.0, **rest: Any) -> Any:
+        return prompt, response, answer, scale, rest
 
 
 def returned(function: Callable[..., object], prompt: Prompt, response: str) -> object:
@@ -69,17 +45,16 @@ def returned(function: Callable[..., object], prompt: Prompt, response: str) -> 
     ("function", "value"),
     [
         (everything, (*TEXTS, ROW, [{"role": "user", "content": "3+4="}], 5, "length", 3)),
-        (length_penalty, (3, "length", 2)),
-        (positional_and_facts, (*TEXTS, "length")),
-        (swapped, ("7", "8")),
-        (keywords, ("8", ROW)),
+        (lambda response, *, num_tokens, finish, limit=2: (num_tokens, finish, limit), (3, "length", 2)),
+        (lambda a, b, c, finish: (a, b, c, finish), (*TEXTS, "length")),
+        (lambda answer, response: (answer, response), ("7", "8")),
+        (lambda *, response, row: (response, row), ("8", ROW)),
         (lambda response: response, "8"),
-        (other_names, (*TEXTS, ROW)),
+        (lambda question, completion, reference, row=None: (question, completion, reference, row), (*TEXTS, ROW)),
         (lambda a, b, c: (a, b, c), TEXTS),
         (lambda *texts: texts, TEXTS),
-        (settings, (*TEXTS, 2.0, {})),
-        (Scorer(), TEXTS),
-        (partial(settings, scale=3.0), (*TEXTS, 3.0, {})),
+        (Scorer(), (*TEXTS, 2.0, {})),
+        (partial(Scorer(), scale=3.0), (*TEXTS, 3.0, {})),
     ],
 )
 def test_arguments_go_by_the_signature(function: Callable[..., object], value: object) -> None:
@@ -98,9 +73,9 @@ def of_a_list(response: str, answer: list[str]) -> float:
     ("function", "columns"),
     [
         (everything, RewardColumns(answer=True, structured=True, every=True)),
-        (swapped, RewardColumns(answer=True, structured=False)),
+        (correct, RewardColumns(answer=True, structured=False)),
         (of_a_list, RewardColumns(answer=True, structured=True)),
-        (keywords, RewardColumns(answer=False, structured=True, every=True)),
+        (lambda *, response, row: 0.0, RewardColumns(answer=False, structured=True, every=True)),
         (lambda response, answer="": 0.0, RewardColumns(answer=False, structured=True)),
         (lambda a, b, c: 0.0, RewardColumns(answer=True, structured=True)),
         (lambda a, b, c=None: 0.0, RewardColumns(answer=False, structured=True)),

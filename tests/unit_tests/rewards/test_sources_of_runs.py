@@ -58,12 +58,8 @@ def answer(_: int, post: Post) -> Answer:
 
 def settings_of(root: Path, engine: str, source: str, url: str) -> list[str]:
     """Of one run."""
-    service = [
-        "reward.source=http",
-        f"reward.http.url={url}",
-        f"reward.http.key_file={root / 'key'}",
-        "reward.http.batch_size=3",
-    ]
+    service = ["reward.source=http", f"reward.http.url={url}", f"reward.http.key_file={root}/key"]
+    service += ["reward.http.batch_size=3"]
     model = ["reward.source=model", f"reward.model.path={root / source}", "reward.model.attn_implementation=eager"]
     return [
         *(f"engine.backend={engine}", ENGINES[engine], *(service if source == "service" else model)),
@@ -172,7 +168,7 @@ def test_the_service_sees_every_response_once(runs: dict[str, Any], posts: list[
     assert {post.headers["Authorization"] for post in posts} == {f"Bearer {KEY}"}
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["own tokens", "service"])
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_the_startup_table_is_printed_once(root: Path, runs: dict[str, Any], engine: str, source: str) -> None:
     """By rank 0, with the attention that each role's model was asked for."""

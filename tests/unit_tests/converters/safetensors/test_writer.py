@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import signal
@@ -22,7 +21,6 @@ from torch import Tensor
 from mega_rl.converters.safetensors import writer as safetensors_writer
 from mega_rl.converters.safetensors.header import INDEX_FILE
 from mega_rl.converters.safetensors.output_folder import output_folder
-from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import (
     CheckpointWriter,
     SafetensorsFile,
@@ -98,21 +96,6 @@ def test_written_tensors_must_match_their_specs(tmp_path: Path) -> None:
         file.write("a", torch.ones(2, 3))
     with pytest.raises(UserError, match="a is written twice"):
         SafetensorsFile(tmp_path / "y", [TensorSpec("a", torch.float32, (1,))] * 2)
-
-
-@pytest.mark.parametrize("shard_bytes", [1, 60, 1 << 20])
-def test_index(tmp_path: Path, shard_bytes: int) -> None:
-    tensors = some_tensors()
-    with CheckpointWriter(tmp_path, specs_of(tensors), shard_bytes=shard_bytes) as writer:
-        assert not (tmp_path / INDEX_FILE).exists()
-        for name in reversed(tensors):
-            writer.write(name, tensors[name])
-    with CheckpointReader(tmp_path) as reader:
-        assert reader.tensors.keys() == tensors.keys()
-        assert all(same(reader.read(name), tensors[name]) for name in tensors)
-    if len(writer.files) > 1:
-        index = json.loads((tmp_path / INDEX_FILE).read_text())
-        assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
 
 
 def test_an_incomplete_checkpoint_gets_no_index(tmp_path: Path) -> None:

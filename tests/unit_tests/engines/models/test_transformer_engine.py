@@ -1,8 +1,7 @@
 """Transformer Engine's own Python computes what the local layers do: names, marks, arguments, values and gradients.
 
-Its compiled half is that of `tests/fake_te`, plain torch on a CPU, which `tests/fake_te/test_kernels.py` compares with
-torch's operators. So this holds of what Transformer Engine, Megatron-Core and this package say to each other, and of no
-kernel. Local layers run in ranks that know nothing of it.
+Its compiled half is that of `tests/fake_te`, plain torch on a CPU. The tests cover what Transformer Engine,
+Megatron-Core and this package say to each other, and no kernel. Local layers run in ranks that know nothing of it.
 """
 
 from __future__ import annotations

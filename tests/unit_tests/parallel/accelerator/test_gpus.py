@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator import cuda, gpus
+from mega_rl.parallel.accelerator import gpus
 
 SECOND = timedelta(seconds=1)
 
@@ -51,17 +50,6 @@ def test_a_rank_takes_its_own_device(environment: dict[str, str], count: int, in
 def test_more_ranks_than_devices_are_an_error_with_its_fix(environment: dict[str, str], count: int) -> None:
     with pytest.raises(UserError, match=rf"at most {count} rank\(s\) per node, or set CUDA_VISIBLE_DEVICES= \(empty\)"):
         gpus.device_index(environment, count=count)
-
-
-def test_a_process_that_sees_only_its_own_gpu_is_bound_to_it(visible: pytest.MonkeyPatch) -> None:
-    bound: list[torch.device] = []
-    visible.setattr(torch.cuda, "set_device", bound.append)
-    facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=0, pci_device_id=0)
-    visible.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    visible.setenv("LOCAL_RANK", "3")
-    visible.setenv(gpus.VISIBLE, "3")
-    assert cuda.prepare.__wrapped__().device == torch.device("cuda", 0)
-    assert bound == [torch.device("cuda", 0)]
 
 
 def test_ranks_that_share_a_gpu_are_refused_and_others_are_not() -> None:
