@@ -24,7 +24,7 @@ class Sequences:
 
     rows: Tensor  # [1, T] or [b, S] int64, number of the sequence from 1 on response tokens, 0 elsewhere
     count: int  # n
-    # sum over the ranks that share these sequences, differentiable (`mega_rl.parallel.context`)
+    # sum over the ranks that share these sequences, differentiable (`mega_rl.parallel.comm`)
     sum_over_context: Callable[[Tensor], Tensor] = identity
 
     def sum(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from mega_rl.cli.text.tables import print_table
 from mega_rl.cli.verify import end, refuse_launcher
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
-from mega_rl.tracking.health.interruption import StoppedBySignal, stop_on_signals
+from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
 from mega_rl.verify.learn.results import (
     MOST_SEEDS,
     TaskResult,

@@ -6,13 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import (
     _ParamAndGradBucket,
     _ParamAndGradBucketGroup,
     shard_buffer,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -186,3 +189,14 @@ def scratches(chunks: Sequence[object]) -> list[Scratch]:
 def rounding_errors(chunks: Sequence[object]) -> list[RoundingError]:
     """Return the rounding errors of the chunks' reductions since the last `take`; empty where none are measured."""
     return [scratch.error for scratch in scratches(chunks) if scratch.error is not None]
+
+
+def finalize_sums(
+    model: list[torch.nn.Module],
+    num_tokens: torch.Tensor | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> None:
+    """Run Megatron-Core's `finalize_model_grads` without division by a token count: loss weights are global already."""
+    kwargs: dict[str, Any] = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+    finalize_model_grads(model, None, **kwargs)

@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from mega_rl.config.schema import DdpConfig
-from mega_rl.ddp.finalize import finalize_sums
+from mega_rl.ddp.bucket_groups import finalize_sums
 from mega_rl.parallel.accelerator.megatron_core import fsdp_gradient_dtypes, fsdp_instance_buffers
 
 Read = Callable[[], torch.Tensor]

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mega_rl.config.schema import DdpConfig
-from mega_rl.ddp.finalize import finalize_sums
+from mega_rl.ddp.bucket_groups import finalize_sums
 
 
 class TorchFsdp(_BaseDataParallel):

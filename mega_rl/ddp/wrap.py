@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -13,11 +13,9 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 
 from mega_rl.config.schema import DdpConfig
 from mega_rl.ddp import megatron_fsdp, torch_fsdp2
-from mega_rl.ddp.bucket_groups import gather_outdated, use_summing_groups
-from mega_rl.ddp.finalize import finalize_sums
-from mega_rl.ddp.fsdp_limits import check_fsdp
+from mega_rl.ddp.bucket_groups import finalize_sums, gather_outdated, use_summing_groups
 from mega_rl.ddp.reduce_scatter import RoundingError, Scratch
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, UserErrors
 
 
 def wrap_chunks(
@@ -131,3 +129,72 @@ def _hook_into_schedule(config: TransformerConfig, wrapped: Sequence[Distributed
         config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
     if ddp.overlap_param_gather:
         config.param_sync_func = [partial(gather_outdated, chunk) for chunk in wrapped]
+
+
+def check_fsdp(ddp: DdpConfig, *, chunks: Sequence[torch.nn.Module], collection: ProcessGroupCollection) -> None:
+    """Refuse layouts and settings under which sharded data parallelism of megatron-core 0.16.1 is wrong or undone.
+
+    Raises:
+        UserErrors: on all ranks alike.
+    """
+    problems = list(_both(ddp, chunks))
+    if ddp.implementation == "megatron_fsdp":
+        problems += _megatron(ddp, collection)
+        if any(not p.requires_grad for chunk in chunks for p in chunk.parameters()):
+            problems.append(
+                "model.frozen with engine.megatron.ddp.implementation=megatron_fsdp: Megatron-Core waits for a "
+                "gradient of every parameter; use engine.megatron.ddp.implementation=torch_fsdp2 or ddp"
+            )
+    elif ddp.optimizer_instances > 1:
+        problems.append(
+            "engine.megatron.ddp.implementation=torch_fsdp2 with "
+            f"engine.megatron.ddp.optimizer_instances={ddp.optimizer_instances}: copies of the shards are not "
+            "supported; set engine.megatron.ddp.optimizer_instances=1 or "
+            "engine.megatron.ddp.implementation=megatron_fsdp"
+        )
+    if problems:
+        raise UserErrors(problems)
+
+
+def _both(ddp: DdpConfig, chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+    if any(not getattr(p, "allreduce", True) for chunk in chunks for p in chunk.parameters()):
+        yield (
+            f"engine.megatron.ddp.implementation={ddp.implementation} with experts that are not on every rank "
+            "(engine.megatron.ep, etp): gradients would be summed over ranks with other experts; use "
+            "engine.megatron.ep=1 and etp=0, or engine.megatron.ddp.implementation=ddp"
+        )
+    if ddp.average_in_collective:
+        yield (
+            f"engine.megatron.ddp.implementation={ddp.implementation} with "
+            "engine.megatron.ddp.average_in_collective=true: gradients are sums there; set "
+            "engine.megatron.ddp.average_in_collective=false"
+        )
+
+
+def _megatron(ddp: DdpConfig, collection: ProcessGroupCollection) -> Iterator[str]:
+    plain = ddp.fsdp_sharding == "optim"
+    if collection.pp.size() > 1:
+        yield (
+            f"engine.megatron.ddp.implementation=megatron_fsdp with engine.megatron.pp={collection.pp.size()}: "
+            "Megatron-Core's sharding has no place for pipelines; use engine.megatron.pp=1, or "
+            "engine.megatron.ddp.implementation=torch_fsdp2 or ddp"
+        )
+    if collection.dp_cp.size() == 1:
+        yield (
+            "engine.megatron.ddp.implementation=megatron_fsdp with one data-parallel rank: there is nothing to shard, "
+            "and Megatron-Core adds gradients up wrongly; use more ranks or engine.megatron.ddp.implementation=ddp"
+        )
+    if plain and ddp.overlap_grad_reduce:
+        # Each reduced shard is added to the local gradient, which the unsharded buffer still holds.
+        yield (
+            "engine.megatron.ddp.fsdp_sharding=optim with engine.megatron.ddp.overlap_grad_reduce=true: Megatron-Core "
+            "counts a rank's own gradients twice; set engine.megatron.ddp.overlap_grad_reduce=false or "
+            "engine.megatron.ddp.fsdp_sharding=optim_grads"
+        )
+    if plain and ddp.optimizer_instances > 1:
+        yield (
+            "engine.megatron.ddp.fsdp_sharding=optim with "
+            f"engine.megatron.ddp.optimizer_instances={ddp.optimizer_instances}: Megatron-Core reduces gradients "
+            "within an instance only; set engine.megatron.ddp.optimizer_instances=1 or "
+            "engine.megatron.ddp.fsdp_sharding=optim_grads"
+        )

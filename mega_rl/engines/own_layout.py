@@ -14,17 +14,58 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mega_rl.data.minibatches import partition_balanced
 from mega_rl.data.packing import MicroBatch, token_places
 from mega_rl.engines.base import ModelEngine
 from mega_rl.parallel.accelerator.transfer import send
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.parallel.requests import RowRequests
 from mega_rl.protocols import ModelPasses
 from mega_rl.types import Experience, Lesson, Rollout, TokenOutputs
+
+
+@dataclass(frozen=True)
+class RowRequests:
+    """Rows of `width` elements that the ranks of a group hold between them.
+
+    Of a row travel its number, 8 bytes, and its elements, from one owner to each rank that asks.
+    """
+
+    group: ProcessGroup
+    width: int
+    dtype: torch.dtype
+
+    def fetch(self, numbers: Tensor, owners: Tensor, serve: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return row `numbers[i]` of rank `owners[i]`, [n, width], where the group's tensors travel; collective.
+
+        numbers and owners: [n] int64 on the host; n may differ between ranks and be 0. serve: gets the numbers that
+        others ask this rank for, [m] int64 on the host, m may be 0, and returns the rows, [m, width] on any device.
+        """
+        assert numbers.shape == owners.shape, f"{tuple(numbers.shape)} rows of {tuple(owners.shape)} owners"
+        on_gpu = dist.get_backend(self.group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        order = owners.argsort(stable=True)
+        sent = torch.bincount(owners, minlength=self.group.size())
+        received = torch.empty_like(sent).to(device)
+        dist.all_to_all_single(received, sent.to(device), group=self.group)
+        ours, theirs = sent.tolist(), received.tolist()
+        asked = torch.empty(sum(theirs), dtype=torch.int64, device=device)
+        dist.all_to_all_single(asked, numbers[order].to(device), theirs, ours, group=self.group)
+        rows = serve(asked.cpu())
+        expected = (len(asked), self.width)
+        assert (rows.shape, rows.dtype) == (expected, self.dtype), f"{tuple(rows.shape)} {rows.dtype} for {expected}"
+        # As bytes: not every backend carries every dtype.
+        answer = rows.to(device).contiguous().view(torch.uint8)
+        arrived = torch.empty(len(numbers), self.width * self.dtype.itemsize, dtype=torch.uint8, device=device)
+        dist.all_to_all_single(arrived, answer, ours, theirs, group=self.group)
+        result = torch.empty(len(numbers), self.width, dtype=self.dtype, device=device)
+        result[order.to(device)] = arrived.view(self.dtype)
+        return result
+
 
 PROJECTION_ROUND = 64 << 20  # bytes of the projection that a rank receives at once
 _SENT = ("tokens", "loss_mask", "prompt_lengths", "lengths")  # fields that a frozen model reads

@@ -14,7 +14,7 @@ from mega_rl.plan.setup import PlannedModel, RunSetup
 
 # A float32 temporary of the log-probs has this many elements at most, and three are alive at once.
 _CHUNK, _CHUNKS = 2**24, 3
-_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # limits of the kernel for variable lengths (`mega_rl.engines.models.varlen`)
+_LARGEST_HEAD, _HEAD_MULTIPLE = 256, 8  # limits of the kernel for variable lengths (`engines.models.attention_kernels`)
 # Slots per token where sequences are padded to powers of two: lengths spread evenly fill three quarters.
 CLASS_PADDING = 4 / 3
 

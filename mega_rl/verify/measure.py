@@ -36,8 +36,7 @@ from mega_rl.config.schema import (
 from mega_rl.ddp.frozen import named_parameters
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.build import build_engine, resolve_model
-from mega_rl.engines.fsdp.engine import FSDPEngine
-from mega_rl.engines.fsdp.optimizer import local
+from mega_rl.engines.fsdp.engine import FSDPEngine, local
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.accelerator import Accelerator

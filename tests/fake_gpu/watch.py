@@ -27,7 +27,7 @@ aten = torch.ops.aten
 LARGEST_KNOWN = 1 << 22  # elements of a tensor whose values are followed
 SNAPSHOT_STEP = 32 << 20  # bytes by which the peak must have grown for its largest tensors to be listed anew
 # These move tensors to the GPU where torch says that a group is NCCL's, which it says of no fake one.
-MOVING = ("mega_rl/parallel/comm.py", "mega_rl/parallel/requests.py")
+MOVING = ("mega_rl/parallel/comm.py", "mega_rl/engines/own_layout.py")
 HOST_GROUPS: set[str] = set()  # names of groups that stand for gloo's
 OWN = ("/mega_rl/", "/megatron/")
 # Operators whose result has as many rows as the data say: the host waits for their number.

@@ -23,8 +23,8 @@ import psutil
 import mega_rl
 from mega_rl.rewards.code import AssertCase, CallCase, Case, StdioCase, read_cases
 from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, Sandbox, SandboxError
+from mega_rl.rewards.sandbox.local import used_bytes
 from mega_rl.rewards.sandbox.suites import UnknownTestsError, unfit
-from mega_rl.rewards.sandbox.watch import used_bytes
 from tests.hostile_programs.forging import FORGING
 from tests.hostile_programs.judging import JUDGING
 from tests.hostile_programs.programs import ESCAPED, Hostile

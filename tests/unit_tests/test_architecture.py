@@ -66,7 +66,6 @@ READ_THE_ENVIRONMENT = [
     "operations/schedulers/ray/placement.py",
     "operations/schedulers/slurm/tasks.py",
     "parallel/accelerator/cuda.py",
-    "parallel/accelerator/threads.py",
     "parallel/groups.py",
     "plan/preflight/host.py",
     "rollout/sglang/server/addresses.py",

@@ -142,7 +142,7 @@ def recompute(config: Config) -> Iterator[str]:
 
 
 def fsdp(config: Config, world_size: int) -> Iterator[str]:
-    """List what fully sharded data parallelism is not combined with; `mega_rl.ddp.fsdp_limits` has the reasons."""
+    """List what fully sharded data parallelism is not combined with; `mega_rl.ddp.wrap` has the reasons."""
     par = config.engine.megatron
     ddp, optimizer = par.ddp, par.optimizer
     name = f"{_DDP}.implementation={ddp.implementation}"

@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelRequest
-from mega_rl.engines.fsdp.engine import FSDPEngine
+from mega_rl.engines.fsdp.engine import FSDPEngine, build_adam
 from mega_rl.engines.fsdp.model import freeze, shard, sharded_parameters, skeleton, use_fp32_logits
-from mega_rl.engines.fsdp.optimizer import build_adam
 from mega_rl.engines.fsdp.weights import load
 from mega_rl.engines.microbatches import Batching
 from mega_rl.engines.models.build import DTYPES

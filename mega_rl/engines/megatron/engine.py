@@ -46,8 +46,7 @@ from mega_rl.engines.outcome import (
     was_clipped,
 )
 from mega_rl.parallel.agreement import broadcast_json
-from mega_rl.parallel.comm import ranks_of
-from mega_rl.parallel.context import sum_over_context
+from mega_rl.parallel.comm import ranks_of, sum_over_context
 from mega_rl.protocols import Inspect, Ranks, TokenLoss
 from mega_rl.types import TRAINED_TOKENS, EngineState, Experience, Lesson, Metrics, Rollout, TokenOutputs
 

@@ -17,10 +17,16 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mega_rl.engines.models import varlen
-from mega_rl.engines.models.attention_kernels import KERNELS, Kernel, sdpa_attention
+from mega_rl.engines.models.attention_kernels import (
+    KERNELS,
+    Kernel,
+    LengthClasses,
+    attend_by_length,
+    attend_varlen,
+    fits_varlen,
+    sdpa_attention,
+)
 from mega_rl.engines.models.context_parallel import SharedSequences, attend_shared, shared_sequences
-from mega_rl.engines.models.length_classes import LengthClasses, attend_by_length
 from mega_rl.engines.models.rope import ONE_ROW, TokenPositions
 from mega_rl.parallel.accelerator.transfer import send
 
@@ -116,10 +122,10 @@ def attend_packed(
     """[T, heads, E]: context of packed query [T, heads, D] in keys [T, groups, D] and values [T, groups, E].
 
     Tokens attend within their own sequence: by torch's kernel for variable lengths where "sdpa" is asked for and that
-    kernel can run (`varlen.fits`), else by `kernel` in classes of similar length. Arguments as in `Kernel`.
+    kernel can run (`fits_varlen`), else by `kernel` in classes of similar length. Arguments as in `Kernel`.
     """
-    if kernel is sdpa_attention and varlen.fits(query, value, sinks):
-        return varlen.attend_varlen(
+    if kernel is sdpa_attention and fits_varlen(query, value, sinks):
+        return attend_varlen(
             query,
             key,
             value,

@@ -30,9 +30,9 @@ from mega_rl.converters.live.model_config import (
 from mega_rl.converters.plan.sharding import Head, Spec
 from mega_rl.engines.models.attention_choice import TE, Attention
 from mega_rl.engines.models.heads import ValueHead
+from mega_rl.engines.models.layer import LatentAttention
 from mega_rl.engines.models.moe import ExpertRowParallelLinear, use_own_dispatchers
 from mega_rl.engines.models.rope import PackedRotary, set_llama3_frequencies
-from mega_rl.engines.models.self_attention import LatentAttention
 from mega_rl.engines.models.specs import decoder_spec, mtp_spec
 from mega_rl.errors import UserError
 from mega_rl.parallel.groups import Groups

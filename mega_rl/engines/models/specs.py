@@ -31,10 +31,15 @@ from mega_rl.config.schema import ModelConfig, MoeConfig
 from mega_rl.converters.architecture import HFConfig, Mla
 from mega_rl.converters.plan.sharding import Spec
 from mega_rl.engines.models.attention import CoreAttention
-from mega_rl.engines.models.layer import DecoderLayer
+from mega_rl.engines.models.layer import (
+    DecoderLayer,
+    JointNormAttention,
+    JointRMSNorm,
+    LatentAttention,
+    LatentRMSNorm,
+    RMSNorm,
+)
 from mega_rl.engines.models.moe import ExpertRowParallelLinear, Router
-from mega_rl.engines.models.norm import JointRMSNorm, LatentRMSNorm, RMSNorm
-from mega_rl.engines.models.self_attention import JointNormAttention, LatentAttention
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.megatron_core import mtp_layer_field, submodules_of
 

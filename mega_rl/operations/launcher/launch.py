@@ -7,8 +7,10 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -16,17 +18,18 @@ from pathlib import Path
 
 from mega_rl import __version__
 from mega_rl.errors import RunError, UserError, limits_as_errors
-from mega_rl.operations.launcher.channel import SILENT_S, Door, Joining, join
-from mega_rl.operations.launcher.member import follow
-from mega_rl.operations.launcher.nodes import JOIN_S, Fleet, LocalNode
+from mega_rl.operations.launcher.channel import SILENT_S, Channel, ChannelLost, Door, Joining, join
+from mega_rl.operations.launcher.nodes import ENDED, FINISH, JOIN_S, POLL_S, START, STOPPED_BY, Fleet, LocalNode
 from mega_rl.operations.launcher.outcome import Conclusion, RestartPolicy
 from mega_rl.operations.launcher.ranks import KEY, NodeRanks, interface_of
+from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth, RunProgress
 from mega_rl.operations.launcher.signals import StopSignals
 from mega_rl.operations.launcher.store import LOOPBACK, listen
 from mega_rl.operations.launcher.supervisor import Supervisor
 from mega_rl.tracking.progress import printable
 from mega_rl.tracking.progress.terminal import ERASE_LINE
+from mega_rl.untrusted import read_record
 
 log = logging.getLogger(__name__)
 
@@ -162,3 +165,51 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
             local.close_store()
             fleet.finish(conclusion.code, conclusion.line)
         return conclusion
+
+
+log = logging.getLogger(__name__)
+
+
+def follow(channel: Channel, node: LocalNode, stop: StopSignals) -> Conclusion:
+    """Carry out orders until the run has ended or the launcher of node 0 is lost."""
+    try:
+        return _carry_out_orders(channel, node, stop)
+    except (ChannelLost, ValueError) as error:
+        return _without_node_0(node, stop, str(error))
+    finally:
+        node.ranks.close()
+        channel.close()
+
+
+def _carry_out_orders(channel: Channel, node: LocalNode, stop: StopSignals) -> Conclusion:
+    generation: object = -1
+    while True:
+        for number in stop.take():  # to the ranks of this node, which agree with all others
+            node.ranks.signal(number)
+            channel.send({"type": STOPPED_BY, "number": number})
+            if generation == -1:  # a spare only leaves
+                return Conclusion(128 + number)
+        if ends := node.ranks.poll():
+            channel.send({"type": ENDED, "generation": generation, "ends": [asdict(end) for end in ends]})
+        for message in channel.receive():
+            kind, values = str(message.get("type")), {name: one for name, one in message.items() if name != "type"}
+            if kind == FINISH:
+                return read_record(Conclusion, values)
+            node.order(kind, **values)
+            generation = values["generation"] if kind == START else generation
+        time.sleep(POLL_S)
+
+
+def _without_node_0(node: LocalNode, stop: StopSignals, reason: str) -> Conclusion:
+    """Let the ranks save and end, as those of node 0 do without their launcher, and kill the rest."""
+    line = f"the launcher of node 0 is lost: {reason}"
+    if node.ranks.processes:
+        log.warning("%s; the ranks of this node end their step and save", line)
+    node.ranks.signal(signal.SIGTERM)
+    deadline = time.monotonic() + SAVE_S
+    while node.ranks.processes and time.monotonic() < deadline:
+        for number in stop.take():  # a second Ctrl-C ends at once
+            node.ranks.signal(number)
+        node.ranks.poll()
+        time.sleep(POLL_S)
+    return Conclusion(128 + stop.first if stop.first else RunError.exit_code, line)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import torch
 
 from mega_rl import environment, versions
+from mega_rl.cores import own_cores
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.parallel.accelerator.base import Accelerator
-from mega_rl.parallel.accelerator.threads import use_threads
 
 __all__ = ["Accelerator", "prepare"]
 
@@ -26,7 +28,7 @@ def prepare(
 
     On a CPU this makes Megatron-Core's CUDA assumptions hold (see `accelerator.cpu`), so it must run before the
     first import of `megatron`. Calling it again gives the same accelerator. torch gets this rank's share of the host's
-    cores (see `accelerator.threads`).
+    cores (see `use_threads`).
 
     variables: environment of the run on a GPU (`mega_rl.environment`), which has to be there before CUDA starts.
     deepep: the run sends tokens to experts by DeepEP (`megatron_core.load`).
@@ -67,3 +69,33 @@ def prepare(
         accelerator = cpu.prepare()
     megatron_core.load(deepep=deepep)
     return accelerator
+
+
+VARIABLE = "OMP_NUM_THREADS"
+
+
+def use_threads() -> None:
+    """Give torch this rank's share of the host, unless OMP_NUM_THREADS says how many threads it shall use.
+
+    Without it, torch starts a thread for every processor of the host, also in a container that may use two of them.
+    """
+    if VARIABLE not in os.environ:
+        torch.set_num_threads(own_cores())
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Within it, with `on`, torch uses only algorithms that repeat their bits and raises where it has none.
+
+    The libraries read their variables when they first run, so this comes before the first collective.
+    """
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    environment.use(environment.DETERMINISTIC)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -7,7 +7,7 @@ Megatron-Core is written for CUDA. On a machine without it, three things make th
    torch gains a private attribute under which that code finds the stand-in; nothing of torch is replaced.
 2. The patches of the installed release (`accelerator.patches`), each run right after the upstream module that
    it changes was imported. Where there is no Triton, modules that import it without need get a stand-in
-   (`accelerator.no_triton`).
+   (`accelerator.rewrite`).
 3. Warning and log filters for what is always said on such a machine.
 
 With CUDA present nothing here installs.
@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.parallel.accelerator import megatron_core, no_triton, standin
+from mega_rl.parallel.accelerator import megatron_core, standin
 from mega_rl.parallel.accelerator.megatron_core import Release
 from mega_rl.parallel.accelerator.patches import changed_sources, patches
-from mega_rl.parallel.accelerator.rewrite import RewritingFinder
+from mega_rl.parallel.accelerator.rewrite import RewritingFinder, stand_in_for_triton
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def prepare() -> CpuAccelerator:
         )
     _show_standin()
     _quiet()
-    extra = {} if importlib.util.find_spec("triton") else no_triton.install()
+    extra = {} if importlib.util.find_spec("triton") else stand_in_for_triton()
     apply = partial(_apply_patches, megatron_core.installed_release())
     finder = RewritingFinder("megatron", names=NAMES, extra_names=extra, literals=LITERALS, after_exec=apply)
     sys.meta_path.insert(0, finder)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
+from typing import Any, NoReturn
 
 
 def rewrite_code(code: CodeType, names: Mapping[str, str], literals: Mapping[str, str]) -> CodeType:
@@ -100,3 +101,27 @@ class RewritingFinder:
             after_exec=self._after_exec,
         )
         return spec
+
+
+NEED_TRITON = ("megatron.core.transformer.moe.paged_stash", "megatron.core.transformer.moe.ops.paged_stash")
+STANDIN = "_triton_for_megatron_on_cpu"
+
+
+class AbsentKernel:
+    """A kernel that cannot be started."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = function.__qualname__
+
+    def __getitem__(self, grid: object) -> NoReturn:
+        raise RuntimeError(f"{self.name} is a Triton kernel, and Triton is not installed")
+
+
+def stand_in_for_triton() -> dict[str, dict[str, str]]:
+    """Make the stand-in importable; returns the names to replace in each of `NEED_TRITON`."""
+    triton, language = ModuleType(STANDIN), ModuleType(f"{STANDIN}.language")
+    vars(triton).update(jit=AbsentKernel, language=language)
+    vars(language).update(constexpr=int)  # an annotation of the kernels' parameters
+    sys.modules.update({STANDIN: triton, f"{STANDIN}.language": language})
+    names = {"triton": STANDIN, "triton.language": f"{STANDIN}.language"}
+    return dict.fromkeys(NEED_TRITON, names)

@@ -34,9 +34,8 @@ from mega_rl.rewards.build import build_rewards
 from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.flight_recorder import FlightRecorder
-from mega_rl.tracking.health.guard import Guard, Investigate
+from mega_rl.tracking.health.guard import Guard, Investigate, stop_on_signals
 from mega_rl.tracking.health.heartbeat import Heartbeat
-from mega_rl.tracking.health.interruption import stop_on_signals
 from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data, read_tokens
 from mega_rl.trainer.assemble.evaluation import build_evaluation
 from mega_rl.trainer.assemble.plan import plan_run

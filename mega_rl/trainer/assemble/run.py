@@ -12,10 +12,9 @@ from pathlib import Path
 from mega_rl.checkpoint.random_state import seed_python
 from mega_rl.config.schema import Config
 from mega_rl.parallel import groups as process_groups
-from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.parallel.accelerator.determinism import deterministic
+from mega_rl.parallel.accelerator import Accelerator, deterministic
+from mega_rl.parallel.agreement import check_commits
 from mega_rl.parallel.comm import ranks_of
-from mega_rl.parallel.commits import check_commits
 from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.rewards.builtin import RewardFunction

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from mega_rl.errors import UserError, no_such
 from mega_rl.untrusted import parse_object
-from mega_rl.verify.learn.task import Beats, LearningTask, Reaches
-from mega_rl.verify.learn.tasks import TASKS
+from mega_rl.verify.learn.tasks import TASKS, Beats, LearningTask, Reaches
 
 MOST_SEEDS = 10
 # Quantile 0.975 of Student's t by degrees of freedom, 1 to MOST_SEEDS - 1.

@@ -22,13 +22,13 @@ from mega_rl import api
 from mega_rl.errors import UserError
 from mega_rl.protocols import MetricsSink, RolloutSource, TokenModel
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
-from mega_rl.tracking.health.interruption import StoppedBySignal
+from mega_rl.tracking.health.guard import StoppedBySignal
 from mega_rl.tracking.progress.terminal import standard_error
 from mega_rl.trainer.collect import Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.types import Metrics, Rollout
 from mega_rl.verify.learn.results import Curve
-from mega_rl.verify.learn.task import ClosedFormDistance, LearningTask, StepMetric, Variant
+from mega_rl.verify.learn.tasks import ClosedFormDistance, LearningTask, StepMetric, Variant
 from mega_rl.workers.rollout import RolloutWorker
 
 log = logging.getLogger(__name__)

@@ -6,17 +6,165 @@ import os
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.parallel.accelerator import prepare
+from mega_rl.converters.live.load import load_hf
+from mega_rl.converters.plan.sharding import Sharding
+from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
+from mega_rl.parallel.accelerator import Accelerator, prepare
+from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.preflight.checkpoints import known_bug
-from mega_rl.verify.twin.reference import hf_logits, hf_weights
 from mega_rl.verify.twin.shrink import Twin, num_elements, write_twin
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import field
+from typing import TYPE_CHECKING, Any
+
+from mega_rl.converters.families import FAMILIES
+from mega_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Logits and hidden states of a model on a batch."""
+
+    logits: Tensor  # [B, S, vocab] float32, without padding of the vocabulary
+    hidden: tuple[Tensor, ...] = field(default=())  # each layer's output [B, S, H]; empty unless requested
+
+
+@torch.no_grad()
+def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False) -> Outputs:
+    """Return the logits of `tokens` [B, S] int64 by the checkpoint in directory `path` in transformers, on the CPU.
+
+    Attention is transformers' own plain one, and no code of the checkpoint is run. `dtype` is "fp32" or "bf16".
+    `layer_outputs` asks for the hidden states too.
+    """
+    model = _load(path, DTYPES[dtype])
+    states: list[Tensor] = []
+
+    def keep(output: Any) -> None:
+        states.append(output[0] if isinstance(output, tuple) else output)
+
+    with recorded(list(model.model.layers) if layer_outputs else [], keep):
+        logits = model(tokens, use_cache=False).logits
+    return Outputs(logits.float(), tuple(states))
+
+
+def hf_weights(path: str | Path) -> dict[str, Tensor]:
+    """Return every weight of the checkpoint in directory `path` by its name on disk, float32, as transformers loads it.
+
+    A reference that shares no code with the converters decides by itself which tensors of the files are the model.
+    Takes 4 bytes per element, twice that for experts. Raises UserError for a checkpoint that lacks weights.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _load(path, torch.float32)
+    weights: dict[str, Tensor] = revert_weight_conversion(model, model.state_dict())
+    return weights
+
+
+def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of a folder, on the CPU; no weight of it is random."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    raw = json.loads((Path(path) / "config.json").read_bytes())
+    model_type = raw.pop("model_type")
+    family = FAMILIES.get(model_type)
+    config = AutoConfig.for_model(family.transformers_type if family else model_type, **raw)
+    answer: Any = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation="eager",
+        trust_remote_code=False,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    model, report = answer
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(f"{path}: transformers does not find {len(missing)} weights of its model ({missing[0]}, ...)")
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+@contextmanager
+def recorded(layers: Sequence[torch.nn.Module], keep: Callable[[Any], None]) -> Iterator[None]:
+    """Hands every output of each of `layers` to `keep` as long as the context lasts."""
+    hooks = [layer.register_forward_hook(lambda module, inputs, output: keep(output)) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def load_model(
+    path: str | Path,
+    *,
+    groups: Groups,
+    accelerator: Accelerator,
+    dtype: str = "fp32",
+    mtp: Literal["drop", "load"] = "drop",
+) -> tuple[list[GPTModel], Sharding]:
+    """Load the checkpoint in directory `path` into this rank's part of a Megatron-Core model of `groups.layout`.
+
+    `dtype` is "fp32" or "bf16"; `mtp` says whether multi-token prediction layers are part of the model. Raises
+    UserError and UserErrors as `read_hf_config`, `transformer_config` and `load_hf` do.
+    """
+    hf = replace(read_hf_config(path), mtp=mtp)
+    config = transformer_config(
+        hf,
+        layout=groups.layout,
+        settings=ModelSettings(ModelConfig(dtype=dtype), MegatronConfig(), deterministic=False),
+        attention="sdpa",
+        device_overrides=accelerator.transformer_config_overrides(),
+    )
+    sharding = Sharding(hf, groups.layout, spec="local")
+    chunks = build_chunks(
+        hf,
+        config=config,
+        groups=groups,
+        head="lm",
+        impl="local",
+        padded_vocab=sharding.vocab,
+        device=accelerator.device,
+    )
+    load_hf(chunks, path, sharding=sharding, coordinates=groups.coordinates)
+    for chunk in chunks:
+        chunk.eval()
+    return chunks, sharding
+
+
+@torch.no_grad()
+def megatron_logits(path: str | Path, tokens: Tensor, *, groups: Groups, accelerator: Accelerator) -> Outputs:
+    """Return the logits of `tokens` [B, S] int64 and the layers' outputs by the checkpoint, on one process."""
+    (chunk,), sharding = load_model(path, groups=groups, accelerator=accelerator)
+    batch, length = tokens.shape
+    positions = torch.arange(length, device=accelerator.device).expand(batch, -1)
+    states: list[Tensor] = []
+    with recorded(list(chunk.decoder.layers), lambda output: states.append(output[0].transpose(0, 1).cpu())):
+        logits = chunk(tokens.to(accelerator.device), positions, attention_mask=None)
+    return Outputs(logits[..., : sharding.hf.vocab_size].float().cpu(), tuple(states))
+
 
 GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
 TIMEOUT_S = 600.0
@@ -49,7 +197,7 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
     from transformers.utils.logging import disable_progress_bar
 
     from mega_rl.parallel import groups as process_groups  # imports Megatron-Core
-    from mega_rl.verify.twin.logits import megatron_logits
+    from mega_rl.verify.twin.compare import megatron_logits
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="twin_") as folder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_rl.cli.launch_options import LaunchOptions
+from mega_rl.cli.train import LaunchOptions
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS

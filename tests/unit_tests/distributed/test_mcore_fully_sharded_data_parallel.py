@@ -175,7 +175,7 @@ def refusals(rank: int) -> dict[str, str]:
     from mega_rl.parallel.accelerator import prepare
 
     prepare("auto")
-    from mega_rl.ddp.fsdp_limits import check_fsdp
+    from mega_rl.ddp.wrap import check_fsdp
     from mega_rl.errors import UserError
 
     answers = {}

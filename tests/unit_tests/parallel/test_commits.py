@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mega_rl.errors import RunError
-from mega_rl.parallel.commits import check_commits
+from mega_rl.parallel.agreement import check_commits
 from tests.helpers.threads import OneRank, ThreadGroup
 
 

@@ -15,7 +15,7 @@ SIZE, COUNT, STEP = 2, 3, 1e-6
 
 def share(x: Tensor, rank: int) -> Tensor:
     """A rank's share of a loss: not linear in the sum, and of another form on each rank."""
-    from mega_rl.parallel.context import sum_over_context
+    from mega_rl.parallel.comm import sum_over_context
 
     total = sum_over_context(x, group=dist.group.WORLD)
     return ((rank + 1) * total.sin() * x).sum() + (total[rank] ** 3)
@@ -40,7 +40,7 @@ def differentiate(rank: int) -> dict[str, Any]:
         ends = [of_all_ranks(s, second=second) - of_all_ranks(-s, second=second) for s in steps]
         return torch.tensor(ends, dtype=torch.float64).view(SIZE, COUNT)[rank] / (2 * STEP)
 
-    from mega_rl.parallel.context import sum_over_context
+    from mega_rl.parallel.comm import sum_over_context
 
     own = whole[rank].clone().requires_grad_()
     first = gradient(own)

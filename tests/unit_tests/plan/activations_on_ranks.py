@@ -121,7 +121,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Te
 @contextmanager
 def _kernels_of_a_gpu() -> Iterator[None]:
     """Replace torch's RMSNorm, which a CPU computes in several operations, and keep compilers out."""
-    import mega_rl.engines.models.norm as norm
+    import mega_rl.engines.models.layer as norm
 
     forward, function = torch.nn.RMSNorm.forward, norm.rms_norm
     torch.nn.RMSNorm.forward = lambda self, x: _Norm.apply(x, self.weight)  # type: ignore[method-assign]

@@ -305,7 +305,7 @@ def test_stages_hold_activations_in_flight() -> None:
     ],
 )
 def test_attention_follows_the_kernel_of_a_gpu(settings: dict[str, Any], kernel: str) -> None:
-    """`engines.models.varlen.fits`; Transformer Engine's layers keep less; padding comes from length classes."""
+    """`attention_kernels.fits_varlen`; Transformer Engine's layers keep less; padding comes from length classes."""
     setup = changed(run("8b"), settings)
     te = replace(setup, machine=replace(setup.machine, has_te=True))
     assert training_pass(te, te.actor, 0).activations <= training_pass(setup, setup.actor, 0).activations

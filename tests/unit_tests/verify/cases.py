@@ -89,9 +89,8 @@ def engine_faults() -> dict[str, Any]:
     import torch
 
     from mega_rl.engines.fsdp import build
-    from mega_rl.engines.fsdp.engine import FSDPEngine
+    from mega_rl.engines.fsdp.engine import FSDPEngine, local
     from mega_rl.engines.fsdp.model import fsdp_modules, sharded_parameters
-    from mega_rl.engines.fsdp.optimizer import local
 
     load, skeleton, build_adam = build.load, build.skeleton, build.build_adam
     apply_gradients, token_outputs = FSDPEngine._apply_gradients, FSDPEngine._token_outputs

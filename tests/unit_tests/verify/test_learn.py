@@ -21,7 +21,6 @@ from mega_rl.verify.learn import run
 from mega_rl.verify.learn.neighbours_advantage import NeighboursAdvantage
 from mega_rl.verify.learn.results import ConfidenceBand, Curve, band, judge, summarize
 from mega_rl.verify.learn.run import closed_form_distance, enumerate_responses, expected_reward, mix_with_uniform
-from mega_rl.verify.learn.task import Beats, LearningTask, Reaches
 from mega_rl.verify.learn.tasks import (
     BANDIT,
     CREDIT_LENGTH,
@@ -32,6 +31,9 @@ from mega_rl.verify.learn.tasks import (
     SAFE_REWARD,
     SORTING,
     TASKS,
+    Beats,
+    LearningTask,
+    Reaches,
     best_arm,
 )
 from mega_rl.workers.rollout import RolloutWorker

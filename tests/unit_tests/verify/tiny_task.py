@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_rl.verify.learn.task import Beats, LearningTask, Reaches, StepMetric, Variant
+from mega_rl.verify.learn.tasks import Beats, LearningTask, Reaches, StepMetric, Variant
 
 TINY = LearningTask(
     name="tiny",

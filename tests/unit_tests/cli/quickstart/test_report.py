@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.cli.quickstart.report import summarize
+from mega_rl.cli.quickstart.run import summarize
 from mega_rl.tracking.metrics.sinks import JsonlSink
 
 STEPS = 12

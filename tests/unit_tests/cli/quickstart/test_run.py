@@ -32,7 +32,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(run, "start_ranks", start)
     for task in (sums, word_problems):
         monkeypatch.setattr(task, "write_model", lambda folder, seed: folder.mkdir())
-    monkeypatch.setattr("mega_rl.cli.quickstart.report.summarize", lambda run_dir, **_: None)
+    monkeypatch.setattr("mega_rl.cli.quickstart.run.summarize", lambda run_dir, **_: None)
     monkeypatch.setattr(run, "report", lambda runs: commands.append(["report", *map(str, runs)]))
     return commands
 

@@ -52,7 +52,7 @@ def norm_cases() -> dict[str, Any]:
     """Largest differences to fp64 and to transformers, forward and backward; the mark."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-    from mega_rl.engines.models.norm import RMSNorm
+    from mega_rl.engines.models.layer import RMSNorm
 
     generator = torch.Generator().manual_seed(0)
     result: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def family_norm_cases() -> dict[str, Any]:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 
-    from mega_rl.engines.models.norm import JointRMSNorm, LatentRMSNorm, RMSNorm
+    from mega_rl.engines.models.layer import JointRMSNorm, LatentRMSNorm, RMSNorm
 
     generator = torch.Generator().manual_seed(1)
     result: dict[str, Any] = {}

@@ -56,10 +56,10 @@ def documented(
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the kernel could run here."""
-    from mega_rl.engines.models import varlen
+    from mega_rl.engines.models import attention, attention_kernels
 
-    monkeypatch.setattr(varlen, "varlen_attn", documented)
-    monkeypatch.setattr(varlen, "fits", lambda query, value, sinks: sinks is None)
+    monkeypatch.setattr(attention_kernels, "varlen_attn", documented)
+    monkeypatch.setattr(attention, "fits_varlen", lambda query, value, sinks: sinks is None)
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -88,7 +88,7 @@ def test_the_kernel_is_given_the_right_arguments(variant: Variant) -> None:
 
 def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision on a GPU, heads of at most 256 in eights, values no wider than queries, no sinks."""
-    from mega_rl.engines.models import varlen
+    from mega_rl.engines.models import attention_kernels
 
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
@@ -96,7 +96,7 @@ def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         wide: int, value: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", sinks: Any = None
     ) -> bool:
         query, values = (Like(dtype, torch.device(device), (5, 4, size)) for size in (wide, value))
-        return varlen.fits(query, values, sinks)  # type: ignore[arg-type]
+        return attention_kernels.fits_varlen(query, values, sinks)  # type: ignore[arg-type]
 
     assert fits(128, 128)
     assert fits(192, 128)

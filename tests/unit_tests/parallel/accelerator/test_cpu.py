@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator import cpu, megatron_core, no_triton, patches, prepare, standin
+from mega_rl.parallel.accelerator import cpu, megatron_core, patches, prepare, rewrite, standin
 from mega_rl.parallel.accelerator.rewrite import rewrite_code
 from tests.helpers.distributed import run_ranks
 
@@ -97,11 +97,11 @@ def test_rewriting_reaches_nested_code_and_leaves_docstrings() -> None:
 
 def test_names_of_single_modules() -> None:
     """A module that imports Triton without need gets the stand-in, whose kernels say that they cannot run."""
-    names = no_triton.install()
-    assert set(names) == set(no_triton.NEED)
+    names = rewrite.stand_in_for_triton()
+    assert set(names) == set(rewrite.NEED_TRITON)
     source = "import triton\nimport triton.language as tl\n@triton.jit\ndef kernel(n: tl.constexpr): ...\n"
     namespace: dict[str, Any] = {}
-    exec(rewrite_code(compile(source, "<text>", "exec"), names[no_triton.NEED[0]], {}), namespace)
+    exec(rewrite_code(compile(source, "<text>", "exec"), names[rewrite.NEED_TRITON[0]], {}), namespace)
     with pytest.raises(RuntimeError, match="kernel is a Triton kernel, and Triton is not installed"):
         namespace["kernel"][(1,)](3)
 

@@ -24,7 +24,7 @@ MAKES_A_NORM |= {"get_total_norm"}
 def test_norm_of_a_tensor_of_real_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both engines' norms of one tensor of 0.6 GB are the float64 one to 1e-6; torch's own is off by percents."""
     prepare("auto")
-    from mega_rl.engines.fsdp import optimizer
+    from mega_rl.engines.fsdp import engine as optimizer
 
     monkeypatch.setattr(optimizer, "is_first_copy", lambda parameter: True)
     block = torch.randn(REAL_SIZE // 50, generator=torch.Generator().manual_seed(0))

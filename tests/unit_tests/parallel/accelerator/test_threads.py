@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mega_rl import cores
-from mega_rl.parallel.accelerator import cuda, threads
+from mega_rl.parallel.accelerator import cuda, use_threads
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def test_torch_gets_the_share_unless_the_user_says_otherwise(host: Path, monkeyp
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    threads.use_threads()
+    use_threads()
     assert given == []
     monkeypatch.delenv("OMP_NUM_THREADS")
-    threads.use_threads()
+    use_threads()
     assert given == [4]
 
 

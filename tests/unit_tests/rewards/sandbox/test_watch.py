@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mega_rl.rewards.sandbox import local, watch
+from mega_rl.rewards.sandbox import local
 from tests.helpers.sandboxes import local_sandbox
 
 HOG = "import time; x = bytearray(64 << 20); print(1, flush=True); time.sleep(60)"
@@ -30,23 +30,23 @@ def hog() -> Iterator[int]:
 
 def test_root_that_changes_during_a_look_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bubblewrap: at the first read the path is an empty file system of its own, at the next one the host's disk."""
-    before, stat = watch.used_bytes(os.getpid()), os.stat
+    before, stat = local.used_bytes(os.getpid()), os.stat
 
     def other_device(path: object, **rest: object) -> object:
         return stat("/proc" if str(path).endswith("root/tmp") else path, **rest)  # type: ignore[call-overload]
 
     monkeypatch.setattr(os, "stat", other_device)
-    assert abs(watch.used_bytes(os.getpid()) - before) < 64 << 20
+    assert abs(local.used_bytes(os.getpid()) - before) < 64 << 20
 
 
 def test_process_that_got_the_number_of_a_child_does_not_count(hog: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen([sys.executable, "-c", HOG], stdout=subprocess.PIPE) as init:
         assert init.stdout is not None
         init.stdout.read(1)
-        alone = watch.used_bytes(init.pid)
-        children = watch._children
-        monkeypatch.setattr(watch, "_children", lambda *which: [hog] if which[1] == init.pid else children(*which))
-        assert abs(watch.used_bytes(init.pid) - alone) < 1 << 20
+        alone = local.used_bytes(init.pid)
+        children = local._children
+        monkeypatch.setattr(local, "_children", lambda *which: [hog] if which[1] == init.pid else children(*which))
+        assert abs(local.used_bytes(init.pid) - alone) < 1 << 20
         init.kill()
 
 
