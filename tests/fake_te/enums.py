@@ -11,6 +11,16 @@ DType = IntEnum(
     "kByte kInt16 kInt32 kInt64 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat8E8M0 kFloat4E2M1",
     start=0,
 )
+FP8FwdTensors = IntEnum(
+    "FP8FwdTensors",
+    [f"GEMM{number}_{what}" for number in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")],
+    start=0,
+)
+FP8BwdTensors = IntEnum(
+    "FP8BwdTensors", [f"GRAD_{what}{number}" for number in (1, 2, 3) for what in ("OUTPUT", "INPUT")], start=0
+)
+Float8BlockScaleTensorFormat = IntEnum("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT", start=0)
+CommOverlapType = IntEnum("CommOverlapType", "RS AG", start=0)
 
 _FORMATS = "BSHD SBHD THD BSHD_2SBHD SBHD_2BSHD THD_2BSHD THD_2SBHD"
 _LAYOUTS = (

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantages.base import AdvantageInputs
+from mega_rl.algorithms.advantages.groups import grpo
 from mega_rl.algorithms.advantages.returns import (
     GAE,
     gae,
+    last_response_token,
     length_adaptive_lambda,
+    response_order,
     token_rewards,
 )
 from mega_rl.types import Experience
@@ -38,6 +41,30 @@ def gae_by_definition(rewards: Tensor, values: Tensor, mask: Tensor, gamma: floa
         for k, t in enumerate(run):
             out[b, t] = sum((gamma * lam) ** (j - k) * deltas[j] for j in range(k, len(run)))
     return out
+
+
+def test_gae_by_hand() -> None:
+    # One prompt token, three response tokens, one of padding; garbage off the mask must not matter.
+    mask = mask_of([".xxx."])
+    rewards = torch.tensor([[9.0, 0.0, 0.0, 1.0, 9.0]])
+    values = torch.tensor([[7.0, 0.5, 0.25, 0.75, 7.0]])
+    advantages, returns = gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    # delta_3 = 1 - 0.75 = 0.25;  delta_2 = 0.5 * 0.75 - 0.25 = 0.125;  delta_1 = 0.5 * 0.25 - 0.5 = -0.375
+    # A_3 = 0.25;  A_2 = 0.125 + 0.25 * 0.25 = 0.1875;  A_1 = -0.375 + 0.25 * 0.1875 = -0.328125
+    torch.testing.assert_close(advantages, torch.tensor([[0.0, -0.328125, 0.1875, 0.25, 0.0]]), rtol=0, atol=0)
+    torch.testing.assert_close(returns, torch.tensor([[0.0, 0.171875, 0.4375, 1.0, 0.0]]), rtol=0, atol=0)
+
+
+def test_gae_does_not_depend_on_padding() -> None:
+    g = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 3, 11, generator=g)
+    mask = mask_of(["..xxxxxx...", "xxxxxxxxxxx", "...........".replace(".", "x", 1)])
+    short = gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    wide = [torch.nn.functional.pad(x, (0, 30)) for x in (rewards, values, mask)]
+    long = gae(*wide, gamma=0.9, lam=0.8)
+    for a, b in zip(short, long, strict=True):
+        assert torch.equal(a, b[:, :11])
+        assert not b[:, 11:].any()
 
 
 def test_gae_of_two_turns_by_hand() -> None:
@@ -87,6 +114,19 @@ def test_length_adaptive_lambda_by_hand() -> None:
     assert float((lam ** torch.arange(100_000)).sum()) == pytest.approx(0.05 * 1000)
 
 
+def test_every_row_has_its_own_lambda() -> None:
+    g = torch.Generator().manual_seed(4)
+    mask = mask_of([".xx.x.xxxx", "xxxxxxxxxx", "....xx...."])
+    rewards, values = torch.randn(2, 3, 10, generator=g)
+    lam = length_adaptive_lambda(mask, alpha=0.3)
+    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=lam)
+    for row in range(3):
+        own = slice(row, row + 1)
+        alone = gae(rewards[own], values[own], mask[own], gamma=0.9, lam=float(lam[row]))
+        # Powers of a tensor's number and of a Python number may differ in their last bit.
+        torch.testing.assert_close((advantages[own], returns[own]), alone, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("chosen", "policy"), [({"policy_lambda": 0.5}, 0.5), ({"length_alpha": 0.5}, torch.tensor([[1 / 3], [0.0]]))]
 )
@@ -107,6 +147,12 @@ def test_the_policys_lambda_may_differ_from_that_of_the_critics_targets(
     assert not torch.equal(advantages, gae(scores, values, mask, gamma=0.9, lam=1.0)[0])
 
 
+def test_the_last_response_token_is_that_of_the_row() -> None:
+    mask = mask_of([".xx.x.", "x.....", ".....x", "......"])
+    assert torch.equal(last_response_token(mask), mask_of(["....x.", "x.....", ".....x", "......"]))
+    assert response_order(mask)[0].tolist() == [1, 2, 4, 0, 3, 5]
+
+
 def test_token_rewards_by_hand() -> None:
     mask = mask_of([".xx.", ".xxx", "....", "x.x."])
     kl = torch.tensor([[5.0, 0.5, 1.0, 5.0], [5.0, -1.0, 0.0, 2.0], [5.0, 5.0, 5.0, 5.0], [1.0, 5.0, 2.0, 5.0]])
@@ -116,6 +162,19 @@ def test_token_rewards_by_hand() -> None:
     penalised = token_rewards(rewards, mask, 0.1 * kl)
     expected = torch.tensor([[0, -0.05, 0.9, 0], [0, 0.1, 0, -2.2], [0, 0, 0, 0], [-0.1, 0, 3.8, 0]])
     torch.testing.assert_close(penalised, expected)
+
+
+def test_grpo_by_hand() -> None:
+    # Group 5: rewards 0, 1, 2: mean 1, unbiased variance 1. Group 2: rewards 3, 7: mean 5, unbiased variance 8.
+    rewards = torch.tensor([0.0, 3.0, 1.0, 7.0, 2.0])
+    groups = torch.tensor([5, 2, 5, 2, 5])
+    mask = mask_of([".x.", ".xx", ".x.", ".x.", ".xx"])
+    normalised = grpo(rewards, groups, mask, std="group", eps=0.0)[:, 1]
+    torch.testing.assert_close(normalised, torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0]))
+    centred = grpo(rewards, groups, mask, std="none")
+    torch.testing.assert_close(centred[:, 1], torch.tensor([-1.0, -2.0, 0.0, 2.0, 1.0]))
+    torch.testing.assert_close(centred[:, 2], torch.tensor([0.0, -2.0, 0.0, 0.0, 1.0]))
+    assert not centred[:, 0].any()
 
 
 def test_a_rank_without_rows() -> None:

@@ -20,6 +20,10 @@ def counts_of(mask: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
     return torch.tensor([mask[prompts == prompt].sum() for prompt in range(5)], dtype=torch.float64)
 
 
+def test_counts() -> None:
+    assert token_and_sequence_counts(MASK).tolist() == [4.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -82,6 +82,12 @@ def test_what_is_no_number_is_the_worst(bad: float) -> None:
     assert again.position == 4
 
 
+def test_prompt_tokens_that_are_no_number_do_not_count() -> None:
+    fields = batch()
+    fields["trainer_logprobs"][2, 0] = math.nan
+    assert summary(fields).max < 1.0
+
+
 @pytest.mark.parametrize("cuts", [(0, 6), (0, 3, 6), (0, 1, 1, 4, 6), (0, 2, 6)])
 def test_ranks_together_say_what_one_rank_says(cuts: tuple[int, ...]) -> None:
     """Rank i holds rows cuts[i] .. cuts[i+1]; one of the layouts has a rank without rows."""

@@ -16,6 +16,8 @@ from mega_rl.algorithms.losses.policy import KLTerm
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
 
+QUARTER = torch.full((4,), 0.25)
+
 
 def policy_loss(
     logprobs: Tensor,
@@ -86,6 +88,23 @@ def test_dual_clip_by_hand() -> None:
     assert list(PPO(dual_clip=0.5).problems()) == ["dual_clip=0.5: legal: 0 (off) or above 1"]
 
 
+def test_entropy_and_reference_terms_by_hand() -> None:
+    out = loss_of(
+        [1.0, 1.0],
+        [1.0, 3.0],
+        entropy=torch.tensor([0.5, 1.5]),
+        entropy_coef=0.1,
+        kl=KLTerm(torch.tensor([-1.0, -1.0 + math.log(2)]), 0.5, k3),
+    )
+    # policy -(1 + 3) / 2; entropy mean 1; k3 of q/p = 1 and 2: 0 and 2 - 1 - log 2 = 0.3068528, mean 0.1534264
+    assert out.sums["actor/policy_loss"].item() == pytest.approx(-2.0)
+    assert out.sums["actor/entropy"].item() == pytest.approx(1.0)
+    assert out.sums["actor/ref_kl"].item() == pytest.approx(0.1534264, rel=1e-5)
+    assert out.sums["actor/kl_loss"].item() == pytest.approx(0.0767132, rel=1e-5)
+    assert out.loss.item() == pytest.approx(-2.0 - 0.1 + 0.0767132, rel=1e-6)
+    assert out.sums["actor/loss"].item() == out.loss.item()
+
+
 def test_loss_weights_weigh_the_loss_and_token_weights_the_metrics() -> None:
     out = loss_of(
         [1.0, 1.0],
@@ -97,9 +116,6 @@ def test_loss_weights_weigh_the_loss_and_token_weights_the_metrics() -> None:
     )
     # policy -(1 + 2 * 3); entropy 0.5 + 2 * 1.5 = 3.5; kl 0 + 2 * 0.5 = 1
     assert out.loss.item() == pytest.approx(-7.0 - 0.35 + 0.2)
-    assert out.sums["actor/loss"].item() == out.loss.item()
-    assert out.sums["actor/policy_loss"].item() == pytest.approx(-7.0)
-    assert out.sums["actor/kl_loss"].item() == pytest.approx(0.2)
     assert out.sums["actor/entropy"].item() == pytest.approx(1.0)
     assert out.sums["actor/ref_kl"].item() == pytest.approx(0.25)
 
@@ -165,6 +181,17 @@ def test_gradients_at_any_ratio_are_bounded_by_default(nats: float, advantage: f
     assert abs(gradient.item()) <= 3.0 * abs(advantage)
     assert math.isfinite(out.loss.item())
     assert abs(out.loss.item()) <= 3.0 * abs(advantage)
+
+
+@pytest.mark.parametrize(("nats", "gradient"), [(5.0, math.exp(5.0)), (19.9, math.exp(19.9)), (20.1, 0.0)])
+def test_without_the_dual_clip_a_token_outweighs_the_batch(nats: float, gradient: float) -> None:
+    """A negative advantage: the gradient grows with the ratio up to e^20, and is lost beyond."""
+    logprobs, one = torch.tensor([nats], requires_grad=True), torch.ones(1)
+    out = policy_loss(
+        logprobs, None, old_logprobs=torch.zeros(1), advantages=-one, loss_weights=one, token_weights=one,
+        objective=PPO(dual_clip=0.0),
+    )  # fmt: skip
+    assert torch.autograd.grad(out.loss, logprobs)[0].item() == pytest.approx(gradient, rel=1e-5)
 
 
 def test_shares_add_up() -> None:

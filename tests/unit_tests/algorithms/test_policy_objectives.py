@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -174,6 +175,21 @@ def test_float32_is_as_near_as_float32_is(name: str) -> None:
     expected = defined(definition, tokens)[1]
     assert gradient.dtype == torch.float32
     assert float((gradient - expected).norm() / expected.norm()) < 2e-6
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_where_policies_agree_each_is_the_policy_gradient(name: str) -> None:
+    """At a ratio of 1 the gradient is -A * grad log p, but for tokens that clip_cov leaves out."""
+    objective, _, of_responses = CASES[name]
+    tokens, leaf = tokens_of(5, of_responses=of_responses)
+    tokens = replace(tokens, log_ratio=leaf - leaf.detach())
+    token_loss, means = objective(tokens)
+    (gradient,) = torch.autograd.grad((tokens.loss_weights * token_loss).sum(), leaf)
+    left_out = float(means["actor/covariance_fraction"]) if name == "clip_cov" else 0.0
+    expected = -tokens.loss_weights * tokens.advantages
+    different = (gradient - expected).abs() > 1e-12
+    assert float(different.sum()) == pytest.approx(left_out * sum(LENGTHS), abs=1e-9)
+    assert (name != "clip_cov") or (0 < left_out < 0.5)
 
 
 def test_gspo_keeps_the_advantage_of_each_token() -> None:

@@ -63,6 +63,16 @@ def test_every_token_gets_the_number_of_its_sequence(form: str) -> None:
     assert gradient.tolist() == by_row(torch.ones(BATCH.tokens.shape))
 
 
+def test_gradients_are_those_of_the_definition() -> None:
+    """Finite differences, in float64, of a function that is not linear in the sums."""
+    micro = micro_batch("packed")
+    sequences = Sequences(micro.fields["rows"], 8)
+    x = torch.randn(micro.tokens.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    assert torch.autograd.gradcheck(
+        lambda x: (sequences.spread(sequences.sum(x).exp()) * x).sum(), x.requires_grad_(), atol=1e-7
+    )
+
+
 def test_what_stands_elsewhere_touches_nothing() -> None:
     """A NaN on a prompt or in another sequence."""
     rows = torch.tensor([[0, 1, 1, 2, 0]])

@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from mega_rl.algorithms.statistics import global_moments, whiten
-from tests.helpers.simulated_ranks import on_simulated_ranks
+
+
+def on_shards(
+    function: Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor], shards: list[tuple[Tensor, Tensor]]
+) -> list[Tensor]:
+    """function(x, mask, sum_over_ranks) of every shard, at once; the sums meet at a barrier, as a collective does."""
+    inbox: list[Tensor] = [torch.zeros(0)] * len(shards)
+    outbox: list[Tensor] = [torch.zeros(0)] * len(shards)
+    barrier = threading.Barrier(len(shards), timeout=20)
+
+    def work(rank: int) -> None:
+        def sum_over_ranks(x: Tensor) -> Tensor:
+            inbox[rank] = x
+            barrier.wait()
+            total = torch.stack(inbox).sum(0)
+            barrier.wait()
+            return total
+
+        outbox[rank] = function(*shards[rank], sum_over_ranks)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(shards))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outbox
 
 
 def test_moments_by_hand() -> None:
@@ -43,12 +71,8 @@ def test_whitening_shards_equals_whitening_the_whole(cuts: list[int], shift_mean
     mask = torch.rand(8, 6, generator=g) < 0.6
     whole = whiten(x, mask, shift_mean=shift_mean)
     bounds = [0, *cuts, 8]
-    parts = on_simulated_ranks(
-        [
-            lambda s, a=a, b=b: whiten(x[a:b], mask[a:b], sum_over_ranks=s, shift_mean=shift_mean)
-            for a, b in itertools.pairwise(bounds)
-        ]
-    )
+    shards = [(x[a:b], mask[a:b]) for a, b in itertools.pairwise(bounds)]
+    parts = on_shards(lambda x, m, s: whiten(x, m, sum_over_ranks=s, shift_mean=shift_mean), shards)
     # Only the order of float64 sums differs: one float32 rounding at most.
     torch.testing.assert_close(torch.cat(parts), whole, rtol=2e-7, atol=0)
     if shift_mean:
