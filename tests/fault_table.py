@@ -65,7 +65,7 @@ ALGORITHMS = (
         "GRPO's deviation over the batch",
         'if std == "batch":',
         'if std != "none":',
-        "algorithms/test_advantages.py",
+        "algorithms/test_group_advantages.py",
     ),
     fault(
         "algorithms",
@@ -165,7 +165,7 @@ ADVANTAGES = (
         "RLOO's baseline holds the sample",
         "groups.centred(rewards) * n / (n - 1).clamp(min=1)",
         "groups.centred(rewards)",
-        "algorithms/test_unbiased_estimators.py",
+        "algorithms/test_group_advantages.py",
     ),
     fault(
         "advantages",
@@ -193,7 +193,7 @@ ADVANTAGES = (
         "a right sample gains what all gain",
         "advantages = torch.where(right, all_missed, all_missed - missed)",
         "advantages = torch.where(right, 1 - all_missed, all_missed - missed)",
-        "algorithms/test_unbiased_estimators.py",
+        "algorithms/test_group_advantages.py",
     ),
     fault(
         "advantages",

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from mega_rl.data import chat
 from mega_rl.data.chat import ChatTemplate, template_variables, writes_date
 from mega_rl.data.columns import RowColumns
-from mega_rl.data.prompts import load_prompts
+from mega_rl.data.prompts import fingerprint, load_prompts
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
 from tests.helpers.models import write_digit_tokenizer
@@ -82,6 +82,13 @@ def test_a_system_prompt_comes_first_unless_the_row_has_its_own(file: Path, toke
     assert one.text == "1+1="
     assert two == plain[1]
     assert two.messages[0] == ("system", "own")
+
+
+def test_what_a_template_is_given_belongs_to_the_identity_of_the_data(file: Path, tokenizer: Any) -> None:
+    variants: list[dict[str, Any]] = [
+        {}, {"system_prompt": "a"}, {"system_prompt": "b"}, {"kwargs": {"enable_thinking": False}},
+    ]  # fmt: skip
+    assert len({fingerprint(load(file, tokenizer, **settings)) for settings in variants}) == len(variants)
 
 
 @pytest.fixture(scope="module")

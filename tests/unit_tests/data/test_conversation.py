@@ -231,6 +231,11 @@ def test_doubled_keys_are_refused(tmp_path: Path, line: str) -> None:
         read(tmp_path / "a.jsonl")
 
 
+def test_an_empty_parquet_file_holds_no_rows(tmp_path: Path) -> None:
+    with pytest.raises(UserErrors, match=r"rows\.parquet: holds no rows"):
+        read(write(tmp_path, [], pa.schema({"prompt": pa.string(), "answer": pa.string()}))[1])
+
+
 def reverse(text: str) -> str:
     return text[::-1]
 

@@ -110,6 +110,12 @@ def test_without_shuffle_rows_come_in_their_order(files: list[Path]) -> None:
     order.close()
 
 
+def test_the_order_depends_on_the_seed(files: list[Path], order: StreamSampler) -> None:
+    other = order_of(reader_of(files, replace(PLAN, seed=1)))
+    assert texts(other.take(0, 50)) != texts(order.take(0, 50))
+    other.close()
+
+
 @pytest.mark.parametrize("drawn", [4, 8, 44, 48, 52, 96, 100])
 def test_a_run_goes_on_from_its_position(files: list[Path], order: StreamSampler, drawn: int) -> None:
     """As a run that never stopped, whatever the sizes of the draws, and reading no more than a block before."""
@@ -250,6 +256,12 @@ def test_a_mixture_of_streams_keeps_its_shares_and_positions(files: list[Path]) 
     assert "data/epochs" not in order.metrics(40)
     for each in (order, same, other):
         each.close()
+
+
+def test_a_position_is_where_a_block_begins(files: list[Path]) -> None:
+    blocks = reader_of(files).blocks(Position())
+    first, second = next(blocks), next(blocks)
+    assert next(reader_of(files).blocks(first.after)) == second
 
 
 def test_each_block_has_an_order_of_its_own(files: list[Path]) -> None:

@@ -30,6 +30,16 @@ def per_token(micro: MicroBatch) -> dict[str, torch.Tensor]:
     return {"tokens": micro.tokens, "position_ids": micro.position_ids, "targets": micro.targets, **micro.fields}
 
 
+@pytest.mark.parametrize(("rank", "expected"), [(0, [0, 1, 6, 7, 8, 11]), (1, [2, 3, 4, 5, 9, 10])])
+def test_two_ranks_by_hand(rank: int, expected: list[int]) -> None:
+    """Sequences of 8 and 4 tokens: chunks of 2 and of 1; the first rank has the first and the last."""
+    assert held_positions([8, 4], cp_rank=rank, cp_size=2).tolist() == expected
+
+
+def test_three_ranks_by_hand() -> None:
+    assert [held_positions([6], cp_rank=rank, cp_size=3).tolist() for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(chunks=st.lists(st.integers(0, 9), max_size=6), cp_size=SIZES)
 def test_chunks_in_the_order_of_the_definition(chunks: list[int], cp_size: int) -> None:
@@ -103,6 +113,11 @@ def test_an_empty_micro_batch_is_cut_too(make: Make) -> None:
     out = torch.full((2, 6), 5.0)
     scatter_back(torch.ones(1, 2), one, out)
     assert (out == 5.0).all()
+
+
+def test_one_rank_keeps_the_micro_batch() -> None:
+    whole = make_whole(pack, [3, 5], [0, 1], 1)
+    assert cut(whole, cp_rank=0, cp_size=1) is whole
 
 
 def test_what_cannot_be_cut_is_our_own_bug() -> None:

@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import constants, file_download
 
 from mega_rl.cli.app import main
+from mega_rl.config.loader import load
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.config.render import resolved_yaml
 from mega_rl.errors import UserError
@@ -183,6 +184,11 @@ def test_a_run_that_goes_on_keeps_the_commit_it_began_with(hub: Hub) -> None:
     assert preflight(None, NAMED) == began
     assert preflight(None, [*NAMED, "checkpoint.resume=never"]).model.path != began.model.path
     assert preflight(None, ["model.path=org/model@old", DATA]).model.path == began.model.path
+
+
+def test_no_setting_is_called_origins() -> None:
+    with pytest.raises(UserError, match=r"origins: unknown"):
+        load(None, ["origins=x"])
 
 
 def test_commands_take_names_too(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

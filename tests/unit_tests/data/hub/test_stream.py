@@ -60,6 +60,12 @@ def test_rows_are_those_of_the_files_from_any_row_on(sums: DatasetName, tmp_path
     assert not list((tmp_path / "home").rglob("*.parquet"))
 
 
+def test_sources_of_a_mixture_are_streamed_too(sums: DatasetName) -> None:
+    mixture = {"sums": {"files": ["org/sums"], "weight": 2.0}, "plain": {"files": ["d.jsonl"], "weight": 1.0}}
+    config = preflight(None, {"model.path": "org/model", "data.mixture.sources": mixture, "data.stream.rows": 8})
+    assert config.data.mixture.sources["sums"]["files"] == [str(sums)]
+
+
 def test_what_the_hub_refuses_is_said_by_name(hub: Hub, sums: DatasetName) -> None:
     with pytest.raises(
         UserError, match=r"data.train_files=org/sums::train\[:3\]: a part of a split cannot be streamed"
