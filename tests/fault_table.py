@@ -713,8 +713,8 @@ REWARDS = (
     fault(
         "rewards",
         "scores out of their rows",
-        "for row, (prompt, _), score in zip(rows, items, scores, strict=True):",
-        "for row, (prompt, _), score in zip(range(len(rows)), items, scores, strict=True):",
+        "columns[rows] = torch.tensor(found, dtype=torch.float32)",
+        "columns[: len(rows)] = torch.tensor(found, dtype=torch.float32)",
         REWARDS,
     ),
     fault(

@@ -47,8 +47,8 @@ PARTS = (
     fault(
         "parts",
         "parts of the row before",
-        "columns[row] = torch.tensor(self._components.columns(score, prompt))",
-        "columns[row - 1] = torch.tensor(self._components.columns(score, prompt))",
+        "columns[rows] = torch.tensor(found, dtype=torch.float32)",
+        "columns[[row - 1 for row in rows]] = torch.tensor(found, dtype=torch.float32)",
         WORKER,
     ),
     fault(

@@ -241,8 +241,8 @@ EXPERIENCE = (
     fault(
         "experience",
         "odd prompts are scored against the prompt before",
-        "[(prompts[indices[row]], self._read(",
-        "[(prompts[indices[row] - indices[row] % 2], self._read(",
+        "[(prompts[indices[row]], one) for row, one",
+        "[(prompts[indices[row] - indices[row] % 2], one) for row, one",
         LOCKSTEP,
     ),
     fault(

@@ -42,22 +42,30 @@ class ResponseReader:
     def texts(self, rollout: Rollout, rows: Sequence[int], prompts: Sequence[Prompt]) -> list[tuple[Prompt, Response]]:
         """Return (prompt, decoded response) of these rows."""
         indices = rollout.prompt_index.tolist()
-        return [(prompts[indices[row]], self._read(rollout, row)) for row in rows]
+        return [(prompts[indices[row]], one) for row, one in zip(rows, self._read(rollout, rows), strict=True)]
 
     def written(self, rollout: Rollout, row: int) -> tuple[str, str]:
         """Return a row's text as rewards read it, and the text with what others wrote."""
-        response = self._read(rollout, row)
+        (response,) = self._read(rollout, [row])
         return response.text, response.transcript or response.text
 
-    def _read(self, rollout: Rollout, row: int) -> Response:
-        first, end = int(rollout.prompt_lengths[row]), int(rollout.lengths[row])
-        ids, own = rollout.tokens[row, first:end].tolist(), rollout.loss_mask[row, first:end].tolist()
+    def _read(self, rollout: Rollout, rows: Sequence[int]) -> list[Response]:
+        # One copy from the device for each field: a read of one element waits for the device.
+        fields = (rollout.tokens, rollout.loss_mask, rollout.prompt_lengths, rollout.lengths, rollout.finished)
+        columns = (field[list(rows)].tolist() for field in fields)
+        return [
+            self._response(tokens[first:end], own[first:end], finished)
+            for tokens, own, first, end, finished in zip(*columns, strict=True)
+        ]
+
+    def _response(self, ids: list[int], own: list[bool], finished: bool) -> Response:
+        """Read a row's tokens after its prompt; own: those that the policy sampled."""
         ends = [sampled and token in self.stop_ids for token, sampled in zip(ids, own, strict=True)]
         kept = tuple(token for token, is_end in zip(ids, ends, strict=True) if not is_end)
         runs = groupby(range(len(ids)), key=lambda place: own[place] and not ends[place])
         turns = [tuple(ids[place] for place in run) for is_turn, run in runs if is_turn]
         text = self.decode(kept)
-        finish: Literal["stop", "length"] = "stop" if rollout.finished[row] else "length"
+        finish: Literal["stop", "length"] = "stop" if finished else "length"
         if turns == ([kept] if kept else []):
             return Response(text, sum(own), finish, token_ids=kept)
         texts = tuple(map(self.decode, turns))

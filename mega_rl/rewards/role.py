@@ -83,8 +83,9 @@ class TextScorer:
             self._metrics[name] = self._metrics.get(name, 0.0) + count
         self._measure_latency(len(rows), seconds)
         columns = torch.zeros(len(rollout.lengths), self._components.width, dtype=torch.float32)
-        for row, (prompt, _), score in zip(rows, items, scores, strict=True):
-            columns[row] = torch.tensor(self._components.columns(score, prompt))
+        if rows:
+            found = [self._components.columns(score, prompt) for (prompt, _), score in zip(items, scores, strict=True)]
+            columns[rows] = torch.tensor(found, dtype=torch.float32)
         return self._components.rewards(self._replica.sum(columns.to(rollout.tokens.device)))
 
     def metrics(self) -> Metrics:

@@ -24,7 +24,7 @@ from tests.release.sources import ROOT
 
 DOCKER = ROOT / "docker"
 TEXTS = {name: (DOCKER / name).read_text(encoding="utf-8") for name in ("Dockerfile", "Dockerfile.cpu")}
-LINTERS = os.pathsep.join([str(ROOT / ".venv" / "lint" / "bin"), os.environ["PATH"]])
+LINTERS = os.pathsep.join([str(ROOT / ".venv" / "linters" / "bin"), os.environ["PATH"]])
 
 images = pytest.mark.parametrize("image", TEXTS)
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import mega_rl
+from tests.helpers import makefile
 from tests.release.sources import ROOT
 
 GITHUB = ROOT / ".github"
@@ -40,13 +41,12 @@ def test_a_workflow_may_only_read_and_ends(workflow: Path) -> None:
 
 @workflows
 def test_a_workflow_calls_what_exists(workflow: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     steps = steps_of(workflow)
     assert steps
     assert all(step.keys() <= {"name", "uses", "with", "run", "env", "if"} for step in steps)
     assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]) for step in steps if "uses" in step)
     commands = "\n".join(step["run"] for step in steps if "run" in step)
-    assert set(re.findall(r"\bmake ([a-z-]+)", commands)) <= targets
+    assert set(re.findall(r"\bmake ([a-z-]+)", commands)) <= makefile.targets()
     named = re.findall(r"(?<![\w/.-])(?:tests|scripts|mega_rl|docs)/[\w./-]*\w", commands)
     assert [name for name in named if not (ROOT / name).exists()] == []
 
@@ -69,12 +69,11 @@ def test_pre_commit_calls_the_projects_own_tools() -> None:
     content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     (repository,) = content["repos"]
     assert repository["repo"] == "local", "nothing is downloaded"
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for hook in repository["hooks"]:
         assert hook["language"] == "system"
         tool = Path(hook["entry"].split()[0])
         assert tool.parent == Path(".venv/bin")
-        assert f"$(BIN)/{tool.name}" in makefile
+        assert f"$(BIN)/{tool.name}" in makefile.text()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
@@ -98,3 +97,10 @@ def test_files_named_by_makefile_targets_exist() -> None:
     shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert len(shown) > 15
     assert [name for name in shown if not (ROOT / name).exists()] == []
+
+
+def test_make_help_shows_eight_targets() -> None:
+    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^  make ([a-z-]+)  ", shown, flags=re.MULTILINE) == [
+        *("setup", "quickstart", "check", "fmt", "test-fast", "test", "bench", "docs")
+    ]

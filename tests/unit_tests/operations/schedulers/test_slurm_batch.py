@@ -21,7 +21,7 @@ from mega_rl.operations.schedulers.slurm import batch
 from mega_rl.operations.schedulers.slurm.batch import SlurmRun, seconds_of, submit
 
 ROOT = Path(__file__).parents[4]
-SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join((str(ROOT / ".venv/lint/bin"), os.environ["PATH"])))
+SHELLCHECK = shutil.which("shellcheck", path=os.pathsep.join((str(ROOT / ".venv/linters/bin"), os.environ["PATH"])))
 FACTS = RecipeFacts(
     recipe="quickstart", text="", overrides=["model.path=/models/$(id) it's"], run_dir="/runs/a", resume="auto",
     device="cuda", saves=True,

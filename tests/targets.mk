@@ -1,0 +1,134 @@
+# Campaigns, upstream releases, images and clusters; `make test` and `make test-fast` stand in the Makefile.
+.PHONY: test-full test-nccl test-ray test-slurm test-newest test-versions test-swanlab test-triton special-distributed \
+	campaign-checkpoint campaign-faults campaign-rl campaign-sandbox planted-faults parity compare-megatron two-hosts \
+	wheel-check real-models doc-commands image-cpu image-lint test-image report-pictures terminal-check
+
+# Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
+test-full: setup sglang te peers kubernetes linters
+	@MEGA_RL_TESTS=full $(PYTEST_WORKERS)
+
+# Tests of several ranks over the strict stand-in for NCCL (tests/helpers/strict_nccl.py), twelve minutes on two cores.
+test-nccl: setup
+	@MEGA_RL_TESTS_NCCL=strict $(PYTEST_WORKERS) $(addprefix tests/unit_tests/,distributed parallel engines ddp) \
+		tests/workers
+
+# Runs on a real Ray of this machine, three minutes.
+test-ray: setup ray
+	@PYTHONPATH=$(VENV)/ray:$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/ray
+
+# Runs on a real Slurm of this machine, ten minutes; docs/slurm.md says what to install.
+test-slurm: setup
+	@MEGA_RL_TESTS=slurm PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/slurm
+
+# Release of Megatron-Core for `make test-newest`: "newest" of those supported, or a version such as 0.18.2.
+MEGATRON ?= newest
+# What reaches Megatron-Core.
+MEGATRON_TESTS := $(addprefix tests/unit_tests/,ddp engines distributed parallel \
+	checkpoint/test_layouts.py checkpoint/test_store.py converters/test_load.py converters/test_torch_dist.py \
+	converters/test_model_config.py verify workers/test_models.py)
+
+# Into .megatron/, a folder that only these tests see.
+test-newest: setup
+	@folder=$$($(BIN)/python -m tests.upstream.fetch $(MEGATRON)) && \
+		PYTHONPATH="$$folder:$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEGATRON_TESTS)
+
+compare-megatron: setup
+	@$(BIN)/python -m tests.upstream.symbols $$($(BIN)/python -m tests.upstream.fetch all)
+
+# SwanLab wants an older protobuf than TensorBoard and W&B have here, so it gets a folder of its own.
+test-swanlab: setup
+	@$(BIN)/python -m pip install -q --upgrade --target $(VENV)/swanlab 'swanlab>=0.10'
+	@PYTHONPATH=$(VENV)/swanlab OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/tracking/metrics/test_trackers.py -k swanlab
+
+# Into .triton/, a folder that only this test sees: Triton's kernels in its interpreter, which needs no GPU.
+test-triton: setup
+	@$(BIN)/python -m pip install -q --upgrade --target .triton 'triton>=3.4'
+	@PYTHONPATH=.triton TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit_tests/parallel/test_vocab_kernels.py
+
+# What must hold on every release of a dependency, in an environment of its own, without constraints.txt:
+# make test-versions                                     the newest of everything that pyproject.toml allows
+# make test-versions WITH='transformers==5.17.0'         with some of them given
+# make test-versions WITH="$$(python tests/oldest.py)"     the oldest of everything
+# Deprecations that our calls meet are errors: each has a release at which it ends.
+WITH ?=
+VERSIONS_TESTS := tests/unit_tests/test_transformers_contract.py tests/unit_tests/test_versions.py tests/unit_tests/rollout \
+	tests/unit_tests/engines tests/unit_tests/converters tests/unit_tests/data \
+	tests/unit_tests/trainer/assemble tests/unit_tests/workers tests/unit_tests/cli/quickstart
+test-versions:
+	@$(PYTHON) -m venv --clear .versions
+	@.versions/bin/python -m pip install -qq -e '.[dev]' $(WITH)
+	@OMP_NUM_THREADS=1 .versions/bin/python -m pytest -W error::FutureWarning \
+		-o 'filterwarnings=error::DeprecationWarning:transformers' $(VERSIONS_TESTS)
+
+# Programs on four ranks by themselves; `make test` runs them, too.
+special-distributed: setup
+	@bash tests/special_distributed/run_all.sh
+
+campaign-checkpoint: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_campaign
+
+# A thousand faults in real runs, as root: control groups, mounts, network namespaces. CAMPAIGN has its options.
+CAMPAIGN ?= --faults 1000
+campaign-faults: setup sglang ray
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fault_campaign $(CAMPAIGN)
+
+# Hostile programs in the sandbox of this machine, as a table, and a run whose answers they are; ten minutes.
+# SANDBOX='--only memory' takes some.
+SANDBOX ?=
+campaign-sandbox: setup bubblewrap
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile_programs $(SANDBOX)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile_programs --train $(SANDBOX)
+
+# One fault after the other in a copy of the package: its tests must fail. PLANTED='--only TEXT' plants some of them.
+PLANTED ?=
+planted-faults: setup
+	@$(BIN)/python -m tests.planted_faults $(PLANTED)
+
+# Only the faults of reinforcement learning.
+campaign-rl: setup
+	@$(BIN)/python -m tests.planted_faults --areas algorithms advantages losses corrections experience data trainer steps reference parts
+
+parity: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_table
+
+# Weights to two SGLang servers on two hosts, network namespaces of this machine; as root.
+two-hosts: setup sglang
+	@$(BIN)/python -m tests.two_hosts
+
+# The wheel alone, in a clean environment; WHEEL_CHECK has options of tests/release/wheel_check.py.
+wheel-check: setup
+	@$(BIN)/python -m tests.release.wheel_check $(WHEEL_CHECK)
+
+# SmolLM2-135M-Instruct of the package index at its real size: converted, verified and trained for a step, in build/.
+# REAL_MODELS has options of tests/release/real_models.py.
+real-models: setup
+	@$(BIN)/python -m tests.release.real_models $(REAL_MODELS)
+
+# The commands of README, CONTRIBUTING and docs, in a fresh copy; ONLY='mega-rl convert' runs those that hold a text.
+ONLY ?=
+doc-commands: setup
+	@$(BIN)/python -m tests.release.doc_commands --only '$(ONLY)'
+
+# The image of docker/Dockerfile.cpu, on a base that debootstrap makes, into build/images; IMAGE has options of
+# tests/release/cpu_image.py. As root, with buildah and debootstrap: four minutes, 12 GB.
+IMAGE ?=
+image-cpu: setup
+	@$(BIN)/python -m tests.release.cpu_image build $(IMAGE)
+
+# The image in use: doctor, the check at the start, the quickstart.
+test-image: setup
+	@$(BIN)/python -m tests.release.cpu_image use $(IMAGE)
+
+# What hadolint and shellcheck say of docker/, and the rest of its tests; part of `make test`.
+image-lint: setup linters
+	@$(BIN)/python -m pytest tests/unit_tests/test_images.py
+
+# Pictures of docs/report.md; RUNS names the folders of runs.
+RUNS ?=
+report-pictures: setup
+	@$(BIN)/python -m tests.report_pictures $(RUNS)
+
+# How long the quickstart leaves a terminal silent; COMMAND measures another.
+COMMAND ?= $(BIN)/mega-rl quickstart --run-dir runs/terminal-check
+terminal-check: setup
+	@$(BIN)/python -m tests.terminal_check --columns 80 --show $(COMMAND)
