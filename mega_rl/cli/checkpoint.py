@@ -9,11 +9,11 @@ import typer
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
-from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
+from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite, show_report
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import checkpoint as hub_checkpoint
 from mega_rl.cli.options import choose
-from mega_rl.cli.text.convert import print_report, showing
+from mega_rl.cli.output import showing
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
 
@@ -106,8 +106,7 @@ def export(
     trained = {"bf16": "bfloat16", "fp32": "float32"}.get(str(model.get("dtype")))
     with showing():
         from mega_rl.checkpoint.weights import open_weights
-        from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
-        from mega_rl.converters.offline.writing import WriteOptions
+        from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
 
         report = export_checkpoint(
             folder,
@@ -117,7 +116,7 @@ def export(
             writing=WriteOptions(overwrite, jobs),
             opened=lambda: open_weights(folder, role=role, reference=source),
         )
-    print_report(target, report, as_json)
+    show_report(target, report, as_json=as_json)
 
 
 def _origin(model: dict[str, Any], folder: Path, role: str) -> Path:

@@ -53,7 +53,7 @@ READ_THE_ENVIRONMENT = [
     "checkpoint/saving/writer.py",
     "cli/app.py",
     "cli/launcher.py",
-    "cli/text/convert.py",
+    "cli/output.py",
     "cli/train.py",
     "cli/verify.py",
     "converters/live/copying.py",

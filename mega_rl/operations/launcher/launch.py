@@ -167,9 +167,6 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
         return conclusion
 
 
-log = logging.getLogger(__name__)
-
-
 def follow(channel: Channel, node: LocalNode, stop: StopSignals) -> Conclusion:
     """Carry out orders until the run has ended or the launcher of node 0 is lost."""
     try:

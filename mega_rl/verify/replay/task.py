@@ -35,7 +35,8 @@ from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.trainer.rows import Samples, check_rows
 from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
-from mega_rl.verify.replay.plan import ReplayPlan, recorded_config, replay_config
+from mega_rl.verify.plan import ReplayPlan
+from mega_rl.verify.replay.inputs import recorded_config, replay_config
 
 NO_LIMIT = 1 << 62
 
@@ -92,7 +93,7 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
 
 
 def _recorded(model: TokenModel | None, rows: _OwnRows, name: str, computed: dict[str, Tensor]) -> _Computed | None:
-    """Return a role that computes and returns what was recorded; None if the record has none of its outputs."""
+    """Return a role that computes but returns the record's outputs; None without such outputs."""
     return None if model is None or name not in rows.record.tensors else _Computed(model, rows, name, computed)
 
 
@@ -102,8 +103,8 @@ class _Computed:
 
     model: TokenModel
     rows: _OwnRows
-    name: str  # of the recorded tensor
-    computed: dict[str, Tensor]  # by that name
+    name: str  # the recorded tensor
+    computed: dict[str, Tensor]  # outputs by tensor name
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         outputs = self.model.evaluate(batch)
@@ -120,7 +121,7 @@ class _Computed:
 
 @dataclass(frozen=True)
 class _ComputedPolicy:
-    """Policy whose log-probs and entropies are computed on the recorded rows and kept; it returns the recorded ones."""
+    """Policy that computes and keeps log-probs and entropies, and returns the recorded ones."""
 
     model: ModelPasses
     rows: _OwnRows

@@ -1,4 +1,4 @@
-"""A shrunk twin: a few layers, experts and vocabulary rows of a checkpoint, with its own weights, as a checkpoint.
+"""Write a shrunk twin of a checkpoint: a few layers, experts and rows of the vocabulary.
 
 The twin has every kind of layer that the model has, the first and the last among them, and every setting of its
 config, so what is wrong with the conversion of a large model shows on a laptop. A twin with random weights needs a
@@ -86,7 +86,7 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
 
 
 def write_twin(source: Path, target: Path, *, multiple: int = 1, weights: Mapping[str, Tensor] | None = None) -> Twin:
-    """Write the twin of a checkpoint's model to `target`, with its own weights or the given ones."""
+    """Write a checkpoint's twin to `target`, with its own weights or the given ones."""
     with CheckpointReader(source) as reader:
         original = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
         if faults := repeat_faults(reader, original, "lm"):
@@ -148,7 +148,7 @@ def _tensors(
 
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
-    """Return the first layer, the last, the first of each kind, and more until `multiple` divides their number."""
+    """Return the first, the last and each kind's first layer, and more up to a `multiple`."""
     kinds: dict[tuple[bool, bool], int] = {}
     for layer in range(hf.num_layers):
         windowed = hf.window is not None and hf.window.layers[layer]
@@ -205,7 +205,7 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
 
 
 def _same_kinds(hf: HFConfig, twin: Twin) -> bool:
-    """Return whether the twin's config gives each chosen layer the kind that it has in the model."""
+    """Return whether each chosen layer has the same kind in the twin and the model."""
     small = twin.hf
     same_mlp = all(small.is_moe(i) == hf.is_moe(layer) for i, layer in enumerate(twin.layers))
     of_twin = [small.window is not None and small.window.layers[i] for i in range(small.num_layers)]
