@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.options import LayoutOptions, checkpoint, choose, description, with_options
+from mega_rl.cli.options import Json, LayoutOptions, checkpoint, choose, description, with_options
 from mega_rl.cli.output import SHOWN, is_main, names_line, show, showing
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -48,7 +48,6 @@ HfDir = Annotated[
     typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint: folder, or name on the Hub.", callback=checkpoint),
 ]
 Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Threads; default: one per core, at most 8.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 @app.command()

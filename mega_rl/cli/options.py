@@ -21,6 +21,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as optim.lr=2e-6."),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.options import choose, made, with_options
+from mega_rl.cli.options import Json, choose, made, with_options
 from mega_rl.cli.output import print_json, print_table
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -64,7 +64,7 @@ class VerifyOptions:
     ] = ""
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the batch and of random weights.")] = 0
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one launch may take.")] = 1800.0
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False
+    as_json: Json = False
 
 
 @app.command()
@@ -135,7 +135,7 @@ def rl(
         str, typer.Option("--tolerance", metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")
     ] = "",
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one run may take.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Follow a real run of a small model in lockstep with an independent trainer, and compare every update.
 
@@ -205,7 +205,7 @@ def replay(
     with_rewards: Annotated[
         bool, typer.Option("--rewards", help="Also call the run's reward functions again, on the rows of its data.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compute a recorded step again, on any layout or engine, and name the first tensor and token that differ."""
     begin("replay")

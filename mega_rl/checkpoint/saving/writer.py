@@ -37,7 +37,7 @@ MESSAGE_BYTES = 4000  # last output of a process that died
 
 
 class WriterProcess:
-    """Handle of the writer process, which runs one job at a time; it dies with the thread that starts it."""
+    """Handle of the writer process: one job at a time; it dies with its starter's thread."""
 
     command: ClassVar[Sequence[str]] = COMMAND
 

@@ -1,4 +1,4 @@
-"""The nodes of a run as the launcher of node 0 sees them, and who takes part: who joins, who is replaced."""
+"""Nodes of a run as node 0 sees them: who takes part, who joins, who is replaced."""
 
 from __future__ import annotations
 
@@ -232,14 +232,14 @@ class Fleet:
         return True
 
     def blame(self, number: int) -> bool:
-        """Count a failure of a node's ranks; return whether a spare has taken the node's place because of it."""
+        """Count a failure of a node's ranks; return whether a spare has taken its place."""
         self._faults[number] += 1
         node = next(node for node in self._members if node.number == number)
         why = f"the ranks of node {number} ({node.host}) have failed {self._faults[number]} times"
         return self._faults[number] >= FAULTS and self.replace(number, why)
 
     def finish(self, code: int, reason: str) -> None:
-        """Let all launchers end, also those that have just joined, and wait at most FINISH_S for that."""
+        """Let all launchers end, also new ones; wait at most FINISH_S."""
         arrivals = [] if self._door is None else self._door.arrivals()
         if self._door is not None:
             self._door.close()

@@ -6,8 +6,6 @@ tensor is compared for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +19,8 @@ from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of, share
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Inspect, ModelPasses, Ranks, TokenModel
+from mega_rl.tracking.metrics.sinks import NullSink
+from mega_rl.tracking.metrics.steps import PhaseTimer
 from mega_rl.tracking.records.format import MODEL_OUTPUTS
 from mega_rl.tracking.records.reader import Record, read_record
 from mega_rl.trainer.assemble.algorithms import build_estimator, build_reward_kl
@@ -63,8 +63,8 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
     has_policy = {"policy_logprobs", "entropy"} & record.tensors.keys()
     policy = _ComputedPolicy(roles.actor_engine, rows, computed) if has_policy else None
     columns = replace(columns, policy=policy)
-    idle = _Idle()
-    stage = Stages(idle)
+    timer = PhaseTimer()
+    stage = Stages(timer)
     algorithm = PolicyGradient(
         actor=_Computed(roles.actor, rows, "old_logprobs", computed),
         critic=_recorded(roles.critic, rows, "values", computed),
@@ -77,7 +77,7 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
         update_reference=lambda done: {},
         rules=replace(policy_gradient_rules(config), recompute_old_logprobs=not columns.from_sampler),
         stage=stage,
-        log=StepLog(idle, idle),
+        log=StepLog(NullSink(), timer),
     )
     samples = rows.samples()
     check_rows(samples.rollout, samples.prompts, ranks)
@@ -182,26 +182,3 @@ class _OwnRows:
         index = torch.from_numpy(self.record.tensors["prompt_index"].copy())
         table[index] = torch.from_numpy(self.record.tensors["greedy_rewards"].copy())
         return table
-
-
-class _Idle:
-    """Timer and sink that a replay does without."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        yield
-
-    def reset(self) -> None:
-        return
-
-    def metrics(self) -> Metrics:
-        return {}
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        return
-
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, object]], *, validation: bool = False) -> None:
-        return
-
-    def close(self, *, failed: bool = False) -> None:
-        return

@@ -8,7 +8,7 @@ config.json only, and may be narrowed besides: its widths are halved until the m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -93,21 +93,22 @@ def write_twin(source: Path, target: Path, *, multiple: int = 1, weights: Mappin
             raise UserErrors([f"{source}: {fault}" for fault in faults])
         twin = shrink(original, where=str(source / "config.json"), multiple=multiple)
         spelled = as_on_disk(twin.hf, {name: (0,) for name in reader.tensors})
-        config = target.with_name(f"{target.name}.config.json")
-        config.write_text(json.dumps(twin.raw, indent=2))
-        write_checkpoint(target, _tensors(reader, twin, spelled, weights), files={"config.json": config})
-        config.unlink()
+        _write(twin, target, _tensors(reader, twin, spelled, weights))
     return twin
 
 
 def write_random_twin(source: Path, target: Path, *, multiple: int = 1, narrow: bool = False, seed: int = 0) -> Twin:
     """Write a twin with random weights of the model that `source`/config.json describes to `target`."""
     twin = shrink(read_hf_config(source), where=str(source / "config.json"), multiple=multiple, narrow=narrow)
+    _write(twin, target, random_tensors(twin.hf, seed=seed))
+    return twin
+
+
+def _write(twin: Twin, target: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     config = target.with_name(f"{target.name}.config.json")
     config.write_text(json.dumps(twin.raw, indent=2))
-    write_checkpoint(target, random_tensors(twin.hf, seed=seed), files={"config.json": config})
+    write_checkpoint(target, tensors, files={"config.json": config})
     config.unlink()
-    return twin
 
 
 def random_tensors(hf: HFConfig, *, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
