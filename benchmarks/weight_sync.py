@@ -41,7 +41,7 @@ def contenders(engine: Any, receiver: Any, bucket_mib: int) -> dict[str, Callabl
 
     rank = dist.get_rank()
     weights = TrainerWeights(engine, torch.bfloat16)
-    servers = [Server(0, 1, "here", receiver if rank == 0 else None)]
+    servers = [Server(0, 1, ("here",), receiver if rank == 0 else None)]
     settings: dict[str, Any] = {"bucket_bytes": bucket_mib << 20, "timeout_s": 120.0}
     shared = SharedMemoryTransport(weights, servers, hosts=["here", "here"], **settings)
     group = DistributedTransport(weights, servers, **settings)

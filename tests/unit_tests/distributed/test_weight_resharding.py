@@ -65,7 +65,7 @@ def servers_for(rank: int, hosts: tuple[str, ...], leaders: dict[int, int], **kw
 
     sizes = [min(1 + index, hosts.count(hosts[leader])) for index, leader in leaders.items()]
     return [
-        Server(index, tp, hosts[leader], FakeReceiver(index, tp=tp, **kwargs) if rank == leader else None)
+        Server(index, tp, (hosts[leader],), FakeReceiver(index, tp=tp, **kwargs) if rank == leader else None)
         for tp, (index, leader) in zip(sizes, leaders.items(), strict=True)
     ]
 
@@ -104,7 +104,7 @@ def send_to_spanning(rank: int, weights: Any) -> dict[str, Any]:
     from tests.helpers.weight_receiver import SpanningReceiver
 
     receivers = [SpanningReceiver(index, tp=2) for index in range(2)]
-    servers = [Server(index, 2, "a", receivers[index] if rank == 0 else None, ("b",)) for index in range(2)]
+    servers = [Server(index, 2, ("a", "b"), receivers[index] if rank == 0 else None) for index in range(2)]
     device = HostDevice()
     transport = CudaIpcTransport(
         weights, servers, hosts=("a", "a", "b", "b"), bucket_bytes=BUCKETS[1], timeout_s=TIMEOUT_S, device=device
@@ -153,7 +153,7 @@ def hosts_for(name: str, weights: Any) -> tuple[str, ...]:
     from mega_rl.rollout.sglang.weights.reshard import covers
 
     world, layout = int(os.environ["WORLD_SIZE"]), weights.engine.sharding.layout
-    split = world == 4 and covers(layout, [0, 1], experts=weights.experts)
+    split = world == 4 and covers(layout, [0, 1], experts=weights.engine.sharding.hf.moe is not None)
     apart = name in ("gathered", "cuda_ipc") or split
     return ("a",) * (world // 2) + ("b" if apart else "a",) * (world // 2)
 
@@ -176,9 +176,9 @@ def send_twice(
                 server.receiver.weights = {}
         calls = [len(server.receiver.calls) for server in servers if server.receiver is not None]
         answer["sends"].append((failed, sum(calls)))
-        if not weights.sharded:
+        if not weights.engine.is_sharded:
             with torch.no_grad():
-                for chunk in weights.chunks():
+                for chunk in weights.engine.whole_chunks():
                     for parameter in chunk.parameters():
                         parameter.mul_(-1.5)
     answer["memory"] = transport._memory.numel() if transport.name == "shared_memory" else 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from mega_rl.converters.live.export import export_hf
 from mega_rl.converters.live.load import weights_of
@@ -39,37 +39,23 @@ class TrainerWeights:
     dtype: torch.dtype  # the servers'; tensors that are float32 in every model stay so
 
     @property
-    def sharded(self) -> bool:
-        """Return whether data parallelism has cut the parameters, so that reading one is collective over them."""
-        return self.engine.is_sharded
-
-    @property
     def device(self) -> torch.device:
         """Device of the parameters."""
         return self.engine.device
-
-    @property
-    def experts(self) -> bool:
-        """Return whether the model has experts."""
-        return self.engine.sharding.hf.moe is not None
 
     def buckets(self, bucket_bytes: int, *, by_stage: bool = False) -> tuple[Bucket, ...]:
         """Return the plan: see `reshard.plan_buckets`."""
         sharding, itemsize = self.engine.sharding, self.dtype.itemsize
         return plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize, by_stage=by_stage)
 
-    def chunks(self) -> list[nn.Module]:
-        """Return the model's chunks with whole parameters, up to date; collective."""
-        return self.engine.whole_chunks()
-
     def live(self) -> list[Mapping[str, Tensor]]:
         """Return this rank's weights by name for each chunk; collective, as is reading one where they are sharded."""
-        return [weights_of(chunk) for chunk in self.chunks()]
+        return [weights_of(chunk) for chunk in self.engine.whole_chunks()]
 
     def export(self, *, bucket_bytes: int, own_stage: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on all ranks of a replica, which gather together; see `export_hf`."""
         place = replace(self.engine.place, bucket_bytes=bucket_bytes)
-        return export_hf(self.chunks(), place, dtype=self.dtype, own_stage=own_stage)
+        return export_hf(self.engine.whole_chunks(), place, dtype=self.dtype, own_stage=own_stage)
 
 
 @dataclass(frozen=True)
@@ -78,14 +64,8 @@ class Server:
 
     index: int  # number of the server in the run
     tp: int  # its tensor-parallel ranks, equally many on each of its hosts
-    host: str | None  # `choose.host_identity` of the host with its URL; None: not known
-    receiver: Control | None = None  # needed on the rank that leads it: the first of its host, or rank 0
-    further_hosts: tuple[str, ...] = ()  # hosts of its other nodes, in their order
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Return the hosts of its nodes, in the order of their ranks; none where they are not known."""
-        return () if self.host is None else (self.host, *self.further_hosts)
+    hosts: tuple[str, ...]  # `choose.host_identity` of its nodes' hosts, in their order; empty: not known
+    receiver: Control | None = None  # needed on the rank that leads it
 
 
 class Transport(ABC):
@@ -117,13 +97,13 @@ class Transport(ABC):
         self._weights, self._servers = weights, list(servers)
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self.buckets = weights.buckets(bucket_bytes, by_stage=self._by_stage)  # in the order in which they are sent
-        site = {host: server.host for server in servers for host in server.hosts if server.host is not None}
+        site = {host: server.hosts[0] for server in servers for host in server.hosts}
         self._sites = [site.get(host, host) for host in hosts]
         self._is_open = False
 
     def leader_of(self, server: Server) -> int:
         """Return the rank that talks to a server."""
-        return self._sites.index(server.host or "") if self._sites else 0
+        return self._sites.index(server.hosts[0]) if self._sites else 0
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> dict[int, str]:
         """Send every weight to these servers (None: all); return by server why it failed. All others have all weights.

@@ -171,7 +171,7 @@ def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
     with closing(control), running_engine(make_config(checkpoint), trainable=False) as engine:
         control.call("POST", "/pause_generation", {"mode": "abort"})
         control.flush()
-        servers = [Server(0, 2, "a", control, ("b",))]
+        servers = [Server(0, 2, ("a", "b"), control)]
         weights = TrainerWeights(engine, next(engine.models[0].parameters()).dtype)
         transport = DistributedTransport(weights, servers, bucket_bytes=20_000, timeout_s=60.0)
         failed = transport.send(version=5)

@@ -104,7 +104,7 @@ def send_all_cases(rank: int) -> dict[str, Any]:
         receivers = [FakeReceiver(index) for index in range(3)]
         for index, fault in faults.items():
             receivers[index]._fail = lambda number, own=receivers[index], fault=fault: fault(own, number)
-        servers = [Server(index, 1, "elsewhere", receiver) for index, receiver in enumerate(receivers)]
+        servers = [Server(index, 1, ("elsewhere",), receiver) for index, receiver in enumerate(receivers)]
         transport = DistributedTransport(weights, servers, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
         start = time.monotonic()
         failed = transport.send(version=7)

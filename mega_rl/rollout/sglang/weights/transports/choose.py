@@ -63,8 +63,8 @@ def servers_of(pool: ServerPool, controls: Sequence[Control], placement: Placeme
     servers = []
     for index, control in enumerate(controls):
         nodes = pool.nodes(index) or ((0,) if is_loopback(urlsplit(control.endpoint.url).hostname or "") else ())
-        hosts = [placement.hosts[rank] for rank in nodes]
-        servers.append(Server(index, pool.tp[index], hosts[0] if hosts else None, control, tuple(hosts[1:])))
+        hosts = tuple(placement.hosts[rank] for rank in nodes)
+        servers.append(Server(index, pool.tp[index], hosts, control))
     return servers
 
 
@@ -128,7 +128,7 @@ def _why_not_cuda_ipc(servers: Sequence[Server], placement: Placement, *, on_gpu
 def _why_not_shared_memory(servers: Sequence[Server], placement: Placement) -> str | None:
     if not hasattr(os, "memfd_create"):
         return "memory without a file is shared on Linux only"
-    spanning = [server.index for server in servers if server.further_hosts]
+    spanning = [server.index for server in servers if len(server.hosts) > 1]
     if spanning:
         return f"server {spanning[0]} has ranks on several hosts, which share no memory with one sender"
     return _why_not_together(servers, placement)
@@ -137,7 +137,7 @@ def _why_not_shared_memory(servers: Sequence[Server], placement: Placement) -> s
 def _why_not_together(servers: Sequence[Server], placement: Placement) -> str | None:
     """Return why some server shares no host with a rank of the trainer, or None."""
     for server in servers:
-        if server.host is None:
+        if not server.hosts:
             return f"whether server {server.index} runs on the trainer's host is not known"
         if not set(server.hosts) <= set(placement.hosts):
             return f"server {server.index} runs on a host without ranks of the trainer"

@@ -35,12 +35,12 @@ class SharedMemoryTransport(Transport):
 
     def _open(self) -> None:
         super()._open()
-        layout, hosts = self._weights.engine.sharding.layout, self._ranks_of_sites()
+        sharding, hosts = self._weights.engine.sharding, self._ranks_of_sites()
         # The same on all hosts: gathering takes the ranks of all.
-        whole = all(covers(layout, ranks, experts=self._weights.experts) for ranks in hosts)
+        whole = all(covers(sharding.layout, ranks, experts=sharding.hf.moe is not None) for ranks in hosts)
         rank = self._world.rank
         (together,) = (ranks for ranks in hosts if rank in ranks)
-        self._writes = writes(self.buckets, layout, rank=rank, ranks=together) if whole else None
+        self._writes = writes(self.buckets, sharding.layout, rank=rank, ranks=together) if whole else None
         self._offsets, size = _places(self.buckets)
         self._descriptor = _anonymous_file(size) if self._part.rank == 0 else -1
         self._path: str = broadcast_json(f"/proc/{os.getpid()}/fd/{self._descriptor}", self._part)
@@ -75,7 +75,7 @@ class SharedMemoryTransport(Transport):
         if self._writes is not None:
             live = weights.live()
             for number, part in enumerate(self._writes):
-                if to_host or weights.sharded:
+                if to_host or weights.engine.is_sharded:
                     write_parts(part, live, self._view(number), weights.dtype)
                 yield number
             return
