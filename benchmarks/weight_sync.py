@@ -31,7 +31,7 @@ OURS = "shared memory"
 
 
 def contenders(engine: Any, receiver: Any, bucket_mib: int) -> dict[str, Callable[[int], Any]]:
-    """name -> sends all weights, as the version it is given; collective, returns a report or None."""
+    """name -> sends all weights, as the version it is given; collective, returns failures or None."""
     import torch
     import torch.distributed as dist
 
@@ -41,7 +41,7 @@ def contenders(engine: Any, receiver: Any, bucket_mib: int) -> dict[str, Callabl
 
     rank = dist.get_rank()
     weights = TrainerWeights(engine, torch.bfloat16)
-    servers = [Server(0, 1, "here", receiver if rank == 0 else None)]
+    servers = [Server(0, 1, ("here",), receiver if rank == 0 else None)]
     settings: dict[str, Any] = {"bucket_bytes": bucket_mib << 20, "timeout_s": 120.0}
     shared = SharedMemoryTransport(weights, servers, hosts=["here", "here"], **settings)
     group = DistributedTransport(weights, servers, **settings)
@@ -103,6 +103,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     from mega_rl.config.schema import Config, EngineConfig, MegatronConfig, ModelConfig
     from mega_rl.rollout.sglang.http.control import Control
     from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+    from mega_rl.rollout.sglang.weights.transport import TrainerWeights
     from mega_rl.trainer.assemble import build_actor, session
 
     address = json.loads((folder / "endpoint.json").read_text())
@@ -117,7 +118,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
         wanted = expected_digest(engine) if not arguments.real else ""
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         requests: dict[str, list[int]] = {name: [] for name in runs}
-        buckets = 0
+        buckets = len(TrainerWeights(engine, torch.bfloat16).buckets(arguments.bucket_mib << 20))
         for number in range(arguments.warmup + arguments.rounds):
             for name in list(runs) if number % 2 else list(reversed(runs)):
                 if rank == 0 and not arguments.real:
@@ -125,15 +126,13 @@ def rank_main(arguments: argparse.Namespace) -> None:
                 before = control.requests
                 dist.barrier()
                 start = time.perf_counter()
-                report = runs[name](number + 1)
+                failed = runs[name](number + 1)
                 spent = torch.tensor(time.perf_counter() - start)
                 dist.all_reduce(spent, op=dist.ReduceOp.MAX)
                 sent = control.requests - before
                 if rank == 0 and not name.endswith(("copy", "copies")):
                     check(control, name, wanted, version=number + 1, real=arguments.real)
-                if report is not None:
-                    assert not report.failed, report.failed
-                    buckets = report.buckets if name == OURS else buckets
+                assert not failed, failed
                 if number >= arguments.warmup:
                     seconds[name].append(float(spent))
                     requests[name].append(sent)

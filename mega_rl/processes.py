@@ -37,7 +37,7 @@ class ChildStartError(RunError):
 
 
 class ChildDeadlineError(RunError):
-    """A child process did not do something in time; the message names the child and what it did not do."""
+    """A child process did not do something in time; the message names both."""
 
 
 class Child:
@@ -100,7 +100,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code, below 0 the signal that ended it; None while it runs. Frees no process id."""
+        """Return the exit code, below 0 a signal, None while it runs. Frees no process id."""
         if self._process.returncode is not None:
             return self._process.returncode
         try:
@@ -146,19 +146,19 @@ class Child:
             raise self._late(awaiting, within_s) from None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, not to what it has started; one that has ended gets none."""
+        """Send a signal to the process, not to its children; an ended process gets none."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and its group; returns at once. Has no effect once it was waited for."""
+        """Kill the process and its group; returns at once. No effect once waited for."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, grace_s: float = 0.0, *, kill_s: float = KILL_S) -> int | None:
-        """End the process and its group, close its pipes and return the exit code; may be called again.
+        """End the process and its group, close its pipes, return the exit code; repeatable.
 
         SIGTERM comes first if there is a grace. None: not even SIGKILL has ended it within `kill_s` seconds.
         """
@@ -193,7 +193,7 @@ class Child:
 
 @contextmanager
 def blocked(numbers: Collection[int]) -> Iterator[None]:
-    """Block signals inside: this thread gets them afterwards; programs started inside do not get them at all."""
+    """Block signals inside: this thread gets them afterwards, programs started inside never do."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -202,7 +202,7 @@ def blocked(numbers: Collection[int]) -> Iterator[None]:
 
 
 def die_with_parent(parent: int, number: int) -> None:
-    """Let the kernel send a signal to this process when its parent's thread that started it ends.
+    """Let the kernel send this process a signal when the thread that started it ends.
 
     Call it first thing in a child, with the parent's process id: if the parent has already ended, it exits.
     """
@@ -212,7 +212,7 @@ def die_with_parent(parent: int, number: int) -> None:
 
 
 def dying_with_parent(command: Sequence[str], number: int) -> list[str]:
-    """Return the command that runs a program, named by its path, which gets a signal when this process ends."""
+    """Return a command whose program, named by its path, gets a signal when this process ends."""
     return python_module("mega_rl.processes", str(os.getpid()), str(number), *command)
 
 

@@ -108,7 +108,7 @@ def rank_main(folder: Path) -> None:
                 max_total_tokens=2000,
                 start_timeout_s=START_S,
             )
-            servers = StartedServers(world, [settings], ranks_per_host=1, folder=folder / f"host{rank}")
+            servers = StartedServers(world, settings, count=1, ranks_per_host=1, folder=folder / f"host{rank}")
             stack.callback(servers.close)
             servers.wait_ready()
             plan = plan_run(config, prepare("auto"))

@@ -47,7 +47,7 @@ _COMMANDS = (
     Later("Check", "plan", "recipes:plan",
           "Say whether a run fits its GPUs, from config.json and its recipe: memory by phase, and what to change."),
     Later("Check", "verify", "verify:app", "Check that parallel layouts and engines compute what one rank computes."),
-    Later("Check", "replay", "replay:replay",
+    Later("Check", "replay", "verify:replay",
           "Compute a recorded step again, on any layout or engine, and name the first tensor and token that differ."),
     Later("Check", "bench", "bench:app", "Tasks that show whether the trainer learns."),
     Later("Convert", "convert", "convert:app",
@@ -113,7 +113,7 @@ def run_app(command: typer.Typer, arguments: Sequence[str], *, prog_name: str) -
 
 
 def _end_of_run(error: Exception) -> int | None:
-    """Report what ended a run and return the exit code; None for an error that needs its traceback."""
+    """Report the error and return the exit code; None for an error that needs its traceback."""
     from mega_rl.tracking.health.failure_kinds import BY_OTHERS, has_launcher, innocent_code
 
     is_known = isinstance(error, RunError)

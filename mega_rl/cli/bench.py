@@ -1,4 +1,4 @@
-"""`mega-rl bench`: exit code 0 when every statement holds, 1 when one does not, 2 for mistakes.
+"""`mega-rl bench`: exit code 0 if every statement holds, 1 if not, 2 for mistakes.
 
 128 + signal, 130 for Ctrl-C, when a signal stopped it.
 """
@@ -15,8 +15,8 @@ import typer
 
 from mega_rl.cli.help import Commands
 from mega_rl.cli.look import check_picture
-from mega_rl.cli.text.tables import print_table
-from mega_rl.cli.verify import end, refuse_launcher
+from mega_rl.cli.output import print_table
+from mega_rl.cli.verify import begin, end
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
@@ -65,8 +65,7 @@ def learn(
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"{unknown[0]}: is no task; legal: {' '.join(TASKS)}")
     check_picture("--plot", picture, PICTURES)
-    progress.show_progress()
-    refuse_launcher()
+    begin("bench")
     results = []
     try:
         with stop_on_signals():

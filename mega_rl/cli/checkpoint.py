@@ -9,18 +9,17 @@ import typer
 
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
-from mega_rl.cli.convert import Dtype, Jobs, Json, Overwrite
+from mega_rl.cli.convert import Dtype, Jobs, Overwrite, show_report
 from mega_rl.cli.help import Commands
+from mega_rl.cli.options import Json, choose
 from mega_rl.cli.options import checkpoint as hub_checkpoint
-from mega_rl.cli.options import choose
-from mega_rl.cli.text.convert import print_report, showing
+from mega_rl.cli.output import showing
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
 
 app = Commands(name="checkpoint", help="List, verify, export and remove the checkpoints of a run.")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder (trainer.run_dir), or its checkpoints folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
@@ -29,7 +28,7 @@ def list_(
     metric: Annotated[
         str, typer.Option("--metric", help="Show this metric; default: that of checkpoint.keep_best.")
     ] = "",
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Step, time, size, layout and state of every checkpoint. Exit code 1 if files of one are missing or short."""
     raise typer.Exit(verbs.list_checkpoints(run, metric=metric, as_json=as_json))
@@ -38,7 +37,7 @@ def list_(
 @app.command()
 def verify(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Run folder, or one checkpoint.")],
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Read every byte and compare all checksums. Exit code 1 if any differs."""
     raise typer.Exit(verbs.verify_checkpoints(path, as_json=as_json))
@@ -55,7 +54,7 @@ def prune(
         str, typer.Option("--keep-best", help="Also keep the one with the largest value of this metric.")
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Remove old checkpoints, and what torn saves have left; never the newest whole one, which is read to be sure."""
     raise typer.Exit(
@@ -67,7 +66,7 @@ def prune(
 def memory(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run folder; default: all of this user.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Remove them, but for those of runs that go on.")] = False,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Checkpoints that runs which did not end cleanly have left in the memory of this host (/dev/shm)."""
     raise typer.Exit(verbs.list_memory(run, remove=remove, as_json=as_json))
@@ -106,8 +105,7 @@ def export(
     trained = {"bf16": "bfloat16", "fp32": "float32"}.get(str(model.get("dtype")))
     with showing():
         from mega_rl.checkpoint.weights import open_weights
-        from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
-        from mega_rl.converters.offline.writing import WriteOptions
+        from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
 
         report = export_checkpoint(
             folder,
@@ -117,7 +115,7 @@ def export(
             writing=WriteOptions(overwrite, jobs),
             opened=lambda: open_weights(folder, role=role, reference=source),
         )
-    print_report(target, report, as_json)
+    show_report(target, report, as_json=as_json)
 
 
 def _origin(model: dict[str, Any], folder: Path, role: str) -> Path:

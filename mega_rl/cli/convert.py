@@ -1,4 +1,4 @@
-"""`mega-rl convert`: Hugging Face checkpoints in and out of Megatron-Core layouts, and what there is to know of them.
+"""`mega-rl convert`: move checkpoints between Hugging Face and Megatron-Core, inspect and compare them.
 
 Every verb runs in one process on a CPU; under torchrun the ranks share the work. Exit codes: 0, 1 when checkpoints
 differ, 2 for a mistake of the user. Answers that need no tensor data import no torch.
@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.options import LayoutOptions, checkpoint, choose, description, with_options
-from mega_rl.cli.text.convert import (
-    copies_in_words,
-    elements,
-    is_main,
-    print_comparison,
-    print_description,
-    print_facts,
-    print_report,
-    print_verification,
-    showing,
-)
+from mega_rl.cli.options import Json, LayoutOptions, checkpoint, choose, description, with_options
+from mega_rl.cli.output import SHOWN, is_main, names_line, show, showing
+from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.sharding import Sharding, check_layout
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserError, UserErrors, in_units
 from mega_rl.parallel.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from mega_rl.converters.offline.compare import Comparison, Verification
+    from mega_rl.verify.twin.compare import Parity
 
 EXIT_DIFFERS = 1
 
@@ -52,7 +48,6 @@ HfDir = Annotated[
     typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint: folder, or name on the Hub.", callback=checkpoint),
 ]
 Jobs = Annotated[int | None, typer.Option("--jobs", min=1, help="Threads; default: one per core, at most 8.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 @app.command()
@@ -79,7 +74,9 @@ def inspect(
                 "parameters": len(opened.tensors),
                 "elements": sum(math.prod(t.shape) for t in opened.tensors.values()),
             }
-        print_facts(facts, as_json)
+        width = max(map(len, facts))
+        lines = (f"{k:<{width}}  {v:,}" if isinstance(v, int) else f"{k:<{width}}  {v}" for k, v in facts.items())
+        show(facts, lines, as_json=as_json)
         return
     sharding = _sharding(path, layout, head=head, mtp=mtp)
     from mega_rl.converters.offline.describe import describe, describe_config
@@ -94,10 +91,7 @@ def inspect(
             sharding, description = describe(reader, sharding)
     facts = {"kind": kind, "family": sharding.hf.family, "layout": str(layout), **dataclasses.asdict(description)}
     facts["architecture"] = {k: v for k, v in dataclasses.asdict(sharding.hf).items() if k != "raw"}
-    if as_json:
-        print_facts(facts, True)
-    else:
-        print_description(facts)
+    show(facts, _description_lines(facts), as_json=as_json)
     if description.problems:
         raise typer.Exit(UserError.exit_code)
 
@@ -121,7 +115,7 @@ def import_(
 
         options = ImportOptions(head, mtp, dtype, allow_missing or ())  # type: ignore[arg-type]
         report = import_hf(source, target, options=options, writing=WriteOptions(overwrite, jobs))
-    print_report(target, report, as_json)
+    show_report(target, report, as_json=as_json)
 
 
 @app.command()
@@ -159,7 +153,7 @@ def export(
             options=ExportOptions(shard_bytes, experts, dtype, mtp),  # type: ignore[arg-type]
             writing=WriteOptions(overwrite, jobs),
         )
-    print_report(target, report, as_json)
+    show_report(target, report, as_json=as_json)
 
 
 @app.command()
@@ -193,15 +187,16 @@ def plan(
         for param in build_plan(sharding, layout.coordinates(rank), vp_stage=vp_stage)
         if fnmatchcase(param.name, pattern)
     ]
-    if as_json:
-        copies = {name: {"shape": param.shape, "copies": [c._asdict() for c in param.copies]} for name, param in params}
-        print_facts({"layout": str(layout), "rank": rank, "elements": elements(params), "parameters": copies}, True)
-        return
-    for name, param in params:
-        typer.echo(f"{name} {list(param.shape)}")
-        for c in copies_in_words(list(param.copies)):
-            typer.echo(f"    {c}")
-    typer.echo(f"rank {rank} of {layout}: {len(params)} parameters, {elements(params):,} elements; proof: complete")
+    copies = {name: {"shape": param.shape, "copies": [c._asdict() for c in param.copies]} for name, param in params}
+    elements = sum(math.prod(param.shape) for _, param in params)
+    facts = {"layout": str(layout), "rank": rank, "elements": elements, "parameters": copies}
+    lines = [
+        line
+        for name, param in params
+        for line in (f"{name} {list(param.shape)}", *(f"    {c}" for c in _copies_in_words(list(param.copies))))
+    ]
+    lines.append(f"rank {rank} of {layout}: {len(params)} parameters, {elements:,} elements; proof: complete")
+    show(facts, lines, as_json=as_json)
 
 
 @app.command()
@@ -237,8 +232,12 @@ def verify(
             from mega_rl.verify.twin.compare import compare_twin
 
             parity = compare_twin(first, second if second is not None and _is_hf(second) else first, num_tokens=logits)
-    print_verification(report, parity, as_json)
-    if not (report.equal and (parity is None or parity.good)):
+    good = report.equal and (parity is None or parity.good)
+    comparison = None if report.comparison is None else _comparison_facts(report.comparison)
+    logits_facts = None if parity is None else dataclasses.asdict(parity)
+    facts = {"equal": good, **dataclasses.asdict(report), "comparison": comparison, "logits": logits_facts}
+    show(facts, _verification_lines(report, parity, good=good), as_json=as_json)
+    if not good:
         raise typer.Exit(EXIT_DIFFERS)
 
 
@@ -254,13 +253,13 @@ def diff(
         from mega_rl.converters.offline.compare import compare_checkpoints
 
         comparison = compare_checkpoints(first, second, allow_missing=allow_missing or ())
-    print_comparison(comparison, as_json)
+    show(_comparison_facts(comparison), _comparison_lines(comparison), as_json=as_json)
     if not comparison.equal:
         raise typer.Exit(EXIT_DIFFERS)
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "5GB", "500MB" or a plain number; units are powers of 1000, as for file sizes of the Hub."""
+    """Return the bytes of "5GB", "500MB" or a number; units are powers of 1000."""
     number, factor = text.strip().upper(), 1
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1)):
         if number.endswith(unit):
@@ -289,5 +288,96 @@ def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: 
 
 
 def _is_hf(path: Path) -> bool:
-    """Return whether a folder is meant as a Hugging Face checkpoint, not as one of mega_rl's or Megatron-Core's."""
+    """Return whether a folder is a Hugging Face checkpoint, not mega_rl's or Megatron-Core's."""
     return not any((path / name).is_file() for name in ("mega_rl.json", ".metadata", "COMMIT"))
+
+
+def show_report(target: Path, report: Any, *, as_json: bool) -> None:
+    """Print what a conversion wrote to `target`."""
+    facts = {"target": str(target), **dataclasses.asdict(report)}
+    rate = report.num_bytes / max(report.seconds, 1e-9) / 1e9
+    lines = [
+        f"{target}: {report.num_tensors:,} tensors in {report.num_files} file(s), {in_units(report.num_bytes)}, "
+        f"{report.seconds:.1f} s ({rate:.2f} GB/s)"
+    ]
+    for label in ("ignored", "absent", "kept"):
+        lines += names_line(label, facts[label])
+    show(facts, lines, as_json=as_json)
+
+
+def _description_lines(facts: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{facts['family']}: {facts['num_params']:,} elements in {facts['num_tensors']:,} tensors, "
+        f"{in_units(facts['nbytes'])}" + (" (by config.json; no weights are here)" if facts["kind"] == "config" else "")
+    )
+    yield "dtypes: " + ", ".join(f"{name} ({count})" for name, count in facts["dtypes"].items())
+    usual = {field.name: field.default for field in dataclasses.fields(HFConfig)}
+    shown = {k: v for k, v in facts["architecture"].items() if k != "family" and v != usual.get(k)}
+    yield "architecture:"
+    width = max(map(len, shown))
+    yield from (f"  {name:<{width}}  {_brief(value)}" for name, value in shown.items())
+    yield f"layout {facts['layout']}, weights of each rank in the checkpoint's type:"
+    for stage in facts["stages"]:
+        weights = f"{stage['params']:,} elements, {in_units(stage['nbytes'])}"
+        yield f"  pp_rank {stage['pp_rank']}: layers {', '.join(stage['layers'])}: {weights}"
+    for label in ("missing", "unexpected", "mis_shaped", "contradicting", "ignored"):
+        yield from names_line(label, facts[label])
+
+
+def _brief(value: Any) -> str:
+    """Return a value on one line; flags per layer as their count."""
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_brief(v)}" for k, v in value.items() if v is not None)
+    if isinstance(value, (tuple, list)) and value and all(isinstance(v, bool) for v in value):
+        return f"{sum(value)} of {len(value)}"
+    return str(value)
+
+
+def _verification_lines(verification: Verification, parity: Parity | None, *, good: bool) -> Iterator[str]:
+    yield f"proof: every element of {verification.layout} is planned exactly once"
+    if verification.comparison is not None:
+        yield from _comparison_lines(verification.comparison)
+    if verification.returned is not None:
+        yield f"import and export in memory: {verification.returned:,} tensors come back bit for bit"
+        yield from names_line("do not come back", verification.lost)
+    if parity is not None:
+        yield f"logits: {parity.summary}"
+        yield from (f"  {line}" for line in parity.details)
+    yield "equal" if good else "differs"
+
+
+def _comparison_facts(comparison: Comparison) -> dict[str, Any]:
+    return {"equal": comparison.equal, "digest": comparison.digest, **dataclasses.asdict(comparison)}
+
+
+def _comparison_lines(comparison: Comparison) -> Iterator[str]:
+    yield f"{comparison.num_equal:,} tensors are equal bit for bit (digest of the first: {comparison.digest})"
+    yield from names_line("only in the first", comparison.only_first)
+    yield from names_line("only in the second", comparison.only_second)
+    yield from names_line("other type or shape", comparison.mismatched)
+    yield from names_line("config.json", comparison.config)
+    yield from names_line("in one only, as allowed", comparison.allowed)
+    ranked = sorted(comparison.different, key=lambda d: -d.max_abs)
+    for d in ranked[:SHOWN]:
+        yield (
+            f"  {d.name}: {d.elements:,} of {d.numel:,} elements differ, "
+            f"max {d.max_abs:.3g}, mean {d.mean_abs:.3g} (largest value {d.max_of_first:.3g})"
+        )
+    if len(ranked) > SHOWN:
+        yield f"  and {len(ranked) - SHOWN:,} more tensors"
+
+
+def _copies_in_words(copies: list[Any]) -> Iterator[str]:
+    """Yield copies in words, without the middle of a long list."""
+    shown = copies if len(copies) <= 8 else [*copies[:4], None, *copies[-3:]]
+    for c in shown:
+        if c is None:
+            yield f"... {len(copies) - 7} more"
+            continue
+        there = f"[{c.dst_row}:{c.dst_row + c.rows}, {c.dst_col}:{c.dst_col + c.cols}]"
+        height, width = c.src_shape
+        step = f":{c.step}" if c.step > 1 else ""
+        here = f"[{c.src_row}:{c.src_row + height}, {c.src_col}:{c.src_col + width}{step}]"
+        yield f"{there} <- " + (
+            "0" if c.hf_name is None else f"{c.hf_name}{here}" + (" transposed" if c.transposed else "")
+        )

@@ -20,7 +20,7 @@ from mega_rl.tracking.progress.terminal import show_progress
 
 
 def become(settings: Launch) -> NoReturn:
-    """Replace this process by a launcher, which then gets the signals and gives the exit code itself."""
+    """Replace this process by a launcher, which gets the signals and gives the exit code."""
     progress.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -34,7 +34,7 @@ def command(settings: Launch) -> list[str]:
 
 
 def newest_checkpoints(run_dir: Path, *, shm: Path = place.SHM) -> tuple[str, str]:
-    """Return names and times of a run's newest complete checkpoints: (on disk, in this host's memory); "" for none."""
+    """Return a run's newest complete checkpoints, NAME@TIME: (on disk, in memory); "" for none."""
     root = run_dir / CHECKPOINTS
     history = place.read_history(root)
     if not history:

@@ -21,6 +21,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, as optim.lr=2e-6."),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def choose(option: str, value: str, allowed: Sequence[str]) -> None:
 def _hub_folder(
     context: typer.Context, parameter: typer.CallbackParam, value: Path | None, *, weights: bool
 ) -> Path | None:
-    """Return the folder of a checkpoint argument, downloaded if it is a name on the Hub. Raises UserError."""
+    """Return a checkpoint argument's folder; download a name on the Hub. Raises UserError."""
     if value is None or context.resilient_parsing:  # shell completion runs nothing
         return value
     option = next((name for name in parameter.opts if name.startswith("-")), None)
@@ -81,7 +82,7 @@ def description(context: typer.Context, parameter: typer.CallbackParam, value: P
 
 
 def made(make: Callable[..., Made], options: object, /, **own: object) -> Made:
-    """Call `make` with `own` and with the options that it has parameters of the same names for."""
+    """Call `make` with `own` and with the options that it has parameters for."""
     shared = vars(options).keys() & inspect.signature(make).parameters.keys()
     return make(**{name: vars(options)[name] for name in shared} | own)
 

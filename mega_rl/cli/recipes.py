@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.options import Overrides, Recipe
+from mega_rl.cli.options import Json, Overrides, Recipe
 from mega_rl.config import packaged
 from mega_rl.config.values import shown
 from mega_rl.errors import UserError
@@ -92,7 +92,7 @@ def plan(
         typer.Option("--rate", metavar="NAME=VALUE", help="Coefficient of the cost model, as network=25e9."),
     ] = None,
     server_gpus: Annotated[int, typer.Option("--server-gpus", min=0, help="GPUs of each server that is joined.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, in bytes.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say whether a run fits its GPUs, from config.json and its recipe: memory by phase, and what to change.
 

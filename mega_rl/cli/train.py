@@ -8,21 +8,24 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mega_rl.cli.launcher import become
-from mega_rl.cli.options import Overrides, with_options
+from mega_rl.cli.options import Overrides, made, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis.cause import investigate
+from mega_rl.operations.launcher.launch import Launch, key_of
+from mega_rl.operations.launcher.store import LOOPBACK
+from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.operations.schedulers.slurm.tasks import become_rank
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal
@@ -32,13 +35,76 @@ if TYPE_CHECKING:
     from mega_rl.types import JsonObject
 
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Ranks to start; every field is an option."""
 
-from mega_rl.cli.options import made
-from mega_rl.operations.launcher.launch import Launch, key_of
-from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
-from mega_rl.operations.launcher.store import LOOPBACK
+    nproc_per_node: Annotated[
+        int | None, typer.Option("--nproc-per-node", min=1, help="Start this many ranks on this machine.")
+    ] = None
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            "--max-restarts",
+            min=0,
+            help=f"Restarts from the newest checkpoint when a rank dies or is stuck; default: {DEFAULT_RESTARTS}.",
+        ),
+    ] = None
+    nnodes: Annotated[int, typer.Option("--nnodes", min=1, help="Nodes; start this command on each of them.")] = 1
+    node_rank: Annotated[
+        int, typer.Option("--node-rank", min=0, help="Number of this node, from 0; spares are numbered on.")
+    ] = 0
+    master_addr: Annotated[
+        str, typer.Option("--master-addr", help="Name or address of node 0, by which the other nodes reach it.")
+    ] = ""
+    master_port: Annotated[
+        int, typer.Option("--master-port", min=1, max=65535, help="Port at which the launcher of node 0 listens.")
+    ] = 29500
+    spares: Annotated[
+        int, typer.Option("--spares", min=0, help="Further nodes that wait to take the place of a lost or failing one.")
+    ] = 0
+
+    @property
+    def world_size(self) -> int | None:
+        """Return the number of ranks; None if another launcher has started them."""
+        return None if self.nproc_per_node is None else self.nnodes * self.nproc_per_node
+
+    @property
+    def needs_launcher(self) -> bool:
+        """Return whether ranks need a launcher: several ranks, or one that may be started again."""
+        return self.world_size is not None and (self.world_size > 1 or self.spares > 0 or bool(self.max_restarts))
+
+    def check(self, environment: Mapping[str, str]) -> None:
+        """Raise UserError for options that have no effect, are missing or contradict one another."""
+        if self.nproc_per_node is None:
+            for field in fields(self):
+                if getattr(self, field.name) != field.default:
+                    option = f"--{field.name.replace('_', '-')}"
+                    raise UserError(f"{option}: is for ranks that this command starts; add --nproc-per-node")
+            return
+        if "RANK" in environment:
+            raise UserError(
+                f"--nproc-per-node={self.nproc_per_node} under a launcher that already started ranks; leave it out"
+            )
+        if self.node_rank >= (launchers := self.nnodes + self.spares):
+            raise UserError(
+                f"--node-rank={self.node_rank}: must be below --nnodes={self.nnodes} plus --spares={self.spares}"
+            )
+        if launchers > 1:
+            if not self.master_addr:
+                raise UserError("--master-addr: is missing; give the name or address of node 0, the same on every node")
+            key_of(environment)
+
+    def launch(self, program: Sequence[str], *, run_dir: str, resume: str) -> Launch:
+        """Return the launch of a program, a module and its arguments, on this node.
+
+        resume: its checkpoint.resume.
+        """
+        assert self.nproc_per_node is not None
+        restarts = DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
+        launch = made(Launch, self, program=tuple(program), max_restarts=restarts, run_dir=run_dir, resume=resume)
+        one_node = self.nnodes + self.spares == 1
+        return replace(launch, master_addr=LOOPBACK, master_port=0) if one_node else launch
 
 
 @with_options
@@ -195,75 +261,3 @@ def _print_evaluation(results: JsonObject) -> None:
             typer.echo(f"  {metric:<24} {of['mean']:.4f}  {interval}  over {of['prompts']} prompts")
     if results["right_when"]:
         typer.echo(f"right: {results['right_when']}")
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """Ranks to start; every field is an option."""
-
-    nproc_per_node: Annotated[
-        int | None, typer.Option("--nproc-per-node", min=1, help="Start this many ranks on this machine.")
-    ] = None
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            "--max-restarts",
-            min=0,
-            help=f"Restarts from the newest checkpoint when a rank dies or is stuck; default: {DEFAULT_RESTARTS}.",
-        ),
-    ] = None
-    nnodes: Annotated[int, typer.Option("--nnodes", min=1, help="Nodes; start this command on each of them.")] = 1
-    node_rank: Annotated[
-        int, typer.Option("--node-rank", min=0, help="Number of this node, from 0; spares are numbered on.")
-    ] = 0
-    master_addr: Annotated[
-        str, typer.Option("--master-addr", help="Name or address of node 0, by which the other nodes reach it.")
-    ] = ""
-    master_port: Annotated[
-        int, typer.Option("--master-port", min=1, max=65535, help="Port at which the launcher of node 0 listens.")
-    ] = 29500
-    spares: Annotated[
-        int, typer.Option("--spares", min=0, help="Further nodes that wait to take the place of a lost or failing one.")
-    ] = 0
-
-    @property
-    def world_size(self) -> int | None:
-        """Return the number of ranks; None if another launcher has started them."""
-        return None if self.nproc_per_node is None else self.nnodes * self.nproc_per_node
-
-    @property
-    def needs_launcher(self) -> bool:
-        """Return whether ranks need a launcher: several ranks, or one that may be started again."""
-        return self.world_size is not None and (self.world_size > 1 or self.spares > 0 or bool(self.max_restarts))
-
-    def check(self, environment: Mapping[str, str]) -> None:
-        """Raise UserError for options that have no effect, are missing or contradict one another."""
-        if self.nproc_per_node is None:
-            for field in fields(self):
-                if getattr(self, field.name) != field.default:
-                    option = f"--{field.name.replace('_', '-')}"
-                    raise UserError(f"{option}: is for ranks that this command starts; add --nproc-per-node")
-            return
-        if "RANK" in environment:
-            raise UserError(
-                f"--nproc-per-node={self.nproc_per_node} under a launcher that already started ranks; leave it out"
-            )
-        if self.node_rank >= (launchers := self.nnodes + self.spares):
-            raise UserError(
-                f"--node-rank={self.node_rank}: must be below --nnodes={self.nnodes} plus --spares={self.spares}"
-            )
-        if launchers > 1:
-            if not self.master_addr:
-                raise UserError("--master-addr: is missing; give the name or address of node 0, the same on every node")
-            key_of(environment)
-
-    def launch(self, program: Sequence[str], *, run_dir: str, resume: str) -> Launch:
-        """Return the launch of a program, a module and its arguments, on this node.
-
-        resume: its checkpoint.resume.
-        """
-        assert self.nproc_per_node is not None
-        restarts = DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
-        launch = made(Launch, self, program=tuple(program), max_restarts=restarts, run_dir=run_dir, resume=resume)
-        one_node = self.nnodes + self.spares == 1
-        return replace(launch, master_addr=LOOPBACK, master_port=0) if one_node else launch

@@ -1,9 +1,10 @@
-"""`mega-rl verify`: exit code 0 if all agree with one rank of Megatron-Core, 1 if not, 2 for mistakes."""
+"""`mega-rl verify` and `mega-rl replay`: exit code 0 if all agree, 1 if not, 2 for mistakes."""
 
 from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,19 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.options import choose, made, with_options
-from mega_rl.cli.text.tables import print_json, print_table
+from mega_rl.cli.options import Json, choose, made, with_options
+from mega_rl.cli.output import print_json, print_table
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.hub.resolve import checkpoint_folder
-from mega_rl.errors import UserError
+from mega_rl.errors import UserError, UserErrors
 from mega_rl.tracking import progress
 from mega_rl.verify.layouts import Layout, fsdp, resolve_all, stages, usual
-from mega_rl.verify.plan import Plan, TensorError
+from mega_rl.verify.plan import LayoutErrors, Plan
 from mega_rl.verify.rl.inputs import STEPS, read_run
-from mega_rl.verify.tolerances import UPDATES, Tolerances, read_tolerances, tolerances
+from mega_rl.verify.tolerances import TOLERANCES, UPDATES, read_changes, tolerances
 
 if TYPE_CHECKING:
+    from mega_rl.tracking.records.reader import Record
+    from mega_rl.verify.replay.run import Difference, Replay, TokenPlace
     from mega_rl.verify.rl.run import Lockstep, PlantedFault
     from mega_rl.verify.run import Verdict
 
@@ -61,7 +64,7 @@ class VerifyOptions:
     ] = ""
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the batch and of random weights.")] = 0
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one launch may take.")] = 1800.0
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False
+    as_json: Json = False
 
 
 @app.command()
@@ -84,7 +87,6 @@ def layouts(
 ) -> None:
     """Compare log-probs, loss, every gradient and a step of each layout with one rank, with the engine that trains."""
     model, asked = _check(model, options)
-    allowed = tolerances(options.dtype, options.tolerance, experts=asked.moe is not None)
     names = usual(asked) if names is None else names
     layers, checked = 1, asked
     if options.twin:
@@ -95,7 +97,7 @@ def layouts(
         checked = shrink(asked, where=str(model / "config.json"), multiple=layers).hf
         # A layout that fits the twin only would prove nothing about the model. The twin's layers may be cut unevenly.
         resolve_all(names, replace(asked, num_layers=checked.num_layers), nproc=nproc)
-    _verify(model, resolve_all(names, checked, nproc=nproc), options, allowed=allowed, layers=layers)
+    _verify(model, asked, resolve_all(names, checked, nproc=nproc), options, layers=layers)
 
 
 @app.command()
@@ -110,8 +112,7 @@ def engines(
 ) -> None:
     """Compare log-probs, loss, every gradient and the weights after some steps of both engines, on one batch."""
     model, asked = _check(model, options)
-    allowed = tolerances(options.dtype, options.tolerance, experts=asked.moe is not None)
-    _verify(model, [fsdp(ranks) for ranks in sorted({1, nproc})], options, allowed=allowed, steps=steps)
+    _verify(model, asked, [fsdp(ranks) for ranks in sorted({1, nproc})], options, steps=steps)
 
 
 @app.command()
@@ -134,16 +135,15 @@ def rl(
         str, typer.Option("--tolerance", metavar="PHASE=NUMBER,...", help="As gradient=1e-4,log-probs=1e-3.")
     ] = "",
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one run may take.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Follow a real run of a small model in lockstep with an independent trainer, and compare every update.
 
     The independent trainer, transformers' model under plain torch, gets the sampled tokens and the weights at the
     start, and computes the rest, the rewards too. The recipe's algorithm and optimizer count; its model is shrunk.
     """
-    progress.show_progress()
-    refuse_launcher()
-    allowed = read_tolerances(tolerance)
+    begin("verify")
+    allowed = read_changes(tolerance, TOLERANCES)
     settings = settings or []
     recipes = [text for text in settings if "=" not in text and not text.startswith("~")]
     if len(recipes) > 1:
@@ -154,7 +154,7 @@ def rl(
     run = read_run(recipe, [text for text in settings if text not in recipes], steps=steps)
     with progress.importing("PyTorch"):
         from mega_rl.verify.rl import run as lockstep
-    with lockstep.working_folder() as folder:
+    with working_folder() as folder:
         if self_check:
             faults = list(lockstep.self_check(Path(folder), timeout_s=timeout_s))
             _print_faults(faults, as_json=as_json)
@@ -162,36 +162,98 @@ def rl(
             return
         log.info("verifying %s", recipe or "the default algorithm")
         config, layouts = lockstep.prepare_run(run, names, Path(folder))
-        header = {"recipe": recipe or "none", "model": run.description, "steps": steps}
-        if not as_json:
-            _print_header(header)
+        header: dict[str, object] = {"recipe": recipe or "none", "model": run.description, "steps": steps}
+        _print_header(header, as_json=as_json)
         results = []
         for result in lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed):
             results.append(result)
             if not as_json:
                 _print_lockstep(result, tolerances=allowed)
     if as_json:
-        facts = [_lockstep_facts(result) for result in results]
-        good = all(result.good for result in results)
-        print_json({"good": good, **header, "tolerances": dict(allowed), "layouts": facts})
+        layouts_facts = [
+            {**_summary(result), "problem": result.problem, "updates": [asdict(update) for update in result.updates]}
+            for result in results
+        ]
+        print_json({"good": _all_good(results), **header, "tolerances": allowed, "layouts": layouts_facts})
     end(result.good for result in results)
+
+
+def replay(
+    record: Annotated[Path, typer.Argument(metavar="RECORD", help="Folder of a record, as RUN/records/step_000001.")],
+    names: Annotated[
+        str,
+        typer.Option(
+            "--layout", metavar="NAMES", help="Layouts, as tp2pp2,cp2; 1 is one rank, fsdp2 the FSDP engine on two."
+        ),
+    ] = "1",
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            "--weights",
+            metavar="DIR",
+            help="Weights that the step began with: a checkpoint of the run, or a Hugging Face folder (a folder with "
+            "actor/ and critic/). Default: those of the record, or of the run's checkpoint of the step before.",
+        ),
+    ] = None,
+    atol: Annotated[
+        float | None,
+        typer.Option(
+            "--atol", min=0, help="Largest difference; of values above 1 relative. Default: 1e-5, models in bf16 0.15."
+        ),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds that one layout may take.")] = 1800.0,
+    with_rewards: Annotated[
+        bool, typer.Option("--rewards", help="Also call the run's reward functions again, on the rows of its data.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compute a recorded step again, on any layout or engine, and name the first tensor and token that differ."""
+    begin("replay")
+    with progress.importing("PyTorch"):
+        from mega_rl.verify.replay import rewards, run
+    with working_folder() as work:
+        try:
+            prepared = run.prepare(record, names, Path(work), weights=weights)
+        except UserError as error:  # the option has another name here
+            problems = error.problems if isinstance(error, UserErrors) else [str(error)]
+            raise UserErrors([problem.replace("--layouts", "--layout", 1) for problem in problems]) from error
+        step = prepared.record
+        scored = rewards.compare_rewards(step, atol=atol) if with_rewards else []
+        if scored and not as_json:
+            _print_differences(f"step {step.description.step}, its {len(step.rows)} responses scored again", scored)
+        log.info("replaying %s", record)
+        results = []
+        for result in run.replay_layouts(prepared, Path(work), timeout_s=timeout_s, atol=atol):
+            results.append(result)
+            if not as_json:
+                origin = f"recorded on {step.description.world_size} rank(s) of {step.description.layout}"
+                title = f"step {step.description.step}, {origin}; replayed: {result.layout.title}"
+                _print_differences(title, result.differences, label=f"{result.layout.title}: ")
+    if as_json:
+        print_json(_replay_facts(results, step, scored))
+    end([*(result.first is None for result in results), *(one.good for one in scored)])
 
 
 def _check(model: Path, options: VerifyOptions) -> tuple[Path, HFConfig]:
     """Return the model's folder, downloaded for a name on the Hub, and its architecture. Raises UserError."""
-    progress.show_progress()
+    begin("verify")
     log.info("verifying %s", model)
     choose("--dtype", options.dtype, ("fp32", "bf16"))
     choose("--transformer-impl", options.transformer_impl, ("auto", "local", "transformer_engine"))
-    refuse_launcher()
     folder = checkpoint_folder(model, label="--model", weights=not options.twin)
     return folder, read_hf_config(folder)
 
 
-def refuse_launcher(command: str = "verify") -> None:
-    """Raise UserError under torchrun, which has started ranks already."""
+def begin(command: str) -> None:
+    """Show progress; raise UserError under torchrun, which has started ranks already."""
+    progress.show_progress()
     if "RANK" in os.environ:
         raise UserError(f"{command} starts its ranks itself; call it without torchrun")
+
+
+def working_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder for tasks, models and answers."""
+    return tempfile.TemporaryDirectory(prefix="verify_")
 
 
 def end(good: Iterable[bool]) -> None:
@@ -200,32 +262,39 @@ def end(good: Iterable[bool]) -> None:
         raise typer.Exit(1)
 
 
+def _summary(result: Lockstep | Replay) -> dict[str, Any]:
+    """Return the layout of a result and whether it agrees, for JSON."""
+    return {"layout": result.layout.name, "ranks": result.layout.ranks, "good": result.good}
+
+
+def _all_good(results: Iterable[Verdict | Lockstep]) -> bool:
+    return all(result.good for result in results)
+
+
 def _verify(
     model: Path,
+    hf: HFConfig,
     wanted: Sequence[Layout],
     options: VerifyOptions,
     *,
-    allowed: Tolerances,
     layers: int = 1,
     steps: int | None = None,
 ) -> None:
-    """Measure the layouts, print the results and end with the exit code; steps: None takes the plan's."""
+    """Measure the layouts, print the results and end with the exit code. steps: default: the plan's."""
+    allowed = tolerances(options.dtype, options.tolerance, experts=hf.moe is not None)
     with progress.importing("PyTorch"):
-        from mega_rl.verify.run import prepare_model, use_gpus, verify, working_folder
+        from mega_rl.verify.run import prepare_model, use_gpus, verify
 
         on_gpus = use_gpus(wanted)
     counted = {} if steps is None else {"steps": steps}
     with working_folder() as folder:
         with progress.phase("making the twin" if options.twin else "reading the model"):
-            made_model = prepare_model(model, Path(folder), twin=options.twin, multiple=layers, seed=options.seed)
-        verdicts = verify(
-            made(Plan, options, model=str(made_model.path), folder=folder, layouts=(), **counted),
-            wanted,
-            tolerances=allowed,
-            timeout_s=options.timeout_s,
-            on_gpus=on_gpus,
-        )
-    header: dict[str, object] = {"model": made_model.description, "device": "cuda" if on_gpus else "cpu"}
+            prepared, described = prepare_model(
+                model, Path(folder), twin=options.twin, multiple=layers, seed=options.seed
+            )
+        plan = made(Plan, options, model=str(prepared), folder=folder, layouts=(), **counted)
+        verdicts = verify(plan, wanted, tolerances=allowed, timeout_s=options.timeout_s, on_gpus=on_gpus)
+    header: dict[str, object] = {"model": described, "device": "cuda" if on_gpus else "cpu"}
     header |= {"dtype": options.dtype, "packing": options.packing, **counted}
     if options.as_json:
         facts = [
@@ -234,25 +303,34 @@ def _verify(
                 "ranks": verdict.layout.ranks,
                 "good": verdict.good,
                 "problems": verdict.problems,
-                "found": None if verdict.errors is None else asdict(verdict.errors),
+                "found": None if verdict.errors is None else _found(verdict.errors),
             }
             for verdict in verdicts
         ]
-        good = all(verdict.good for verdict in verdicts)
-        print_json({"good": good, **header, "tolerances": asdict(allowed), "layouts": facts})
+        print_json({"good": _all_good(verdicts), **header, "tolerances": allowed, "layouts": facts})
     else:
         _print_header(header)
         print_verdicts(verdicts, allowed)
     end(verdict.good for verdict in verdicts)
 
 
-def _print_header(header: Mapping[str, object]) -> None:
-    for name, value in header.items():
+def _found(errors: LayoutErrors) -> dict[str, Any]:
+    """Return a layout's errors for JSON; those of tensors are lists, the worst first."""
+    return {
+        name: [{"name": tensor, "error": error} for tensor, error in value.items()]
+        if isinstance(value, dict)
+        else value
+        for name, value in vars(errors).items()
+    }
+
+
+def _print_header(header: Mapping[str, object], *, as_json: bool = False) -> None:
+    for name, value in {} if as_json else header.items():
         typer.echo(f"{name}: {value}")
 
 
-def print_verdicts(verdicts: Sequence[Verdict], allowed: Tolerances) -> None:
-    """Print a row for each layout; below the table its worst tensors, the tolerances, and the problems."""
+def print_verdicts(verdicts: Sequence[Verdict], allowed: Mapping[str, float]) -> None:
+    """Print a row for each layout, then its worst tensors, the tolerances and the problems."""
     rows, worst = [], []
     for verdict in verdicts:
         title, errors = verdict.layout.title, verdict.errors
@@ -264,13 +342,14 @@ def print_verdicts(verdicts: Sequence[Verdict], allowed: Tolerances) -> None:
             worst.append(f"{title}: worst weight after a step: {_worst(errors.weights)}")
         rows.append((title, str(verdict.layout.ranks), *numbers, word))
     print_table(("layout", "ranks", "log-prob error", "loss", "grad-norm error", "verdict"), rows)
-    lines = [*worst, "tolerances: " + ", ".join(f"{name} {value:g}" for name, value in asdict(allowed).items())]
+    lines = [*worst, "tolerances: " + ", ".join(f"{name} {value:g}" for name, value in allowed.items())]
     lines += [f"{verdict.layout.title}: {problem}" for verdict in verdicts for problem in verdict.problems]
     typer.echo("\n".join(lines))
 
 
-def _worst(errors: Sequence[TensorError]) -> str:
-    return f"{errors[0].error:.1e} {errors[0].name.removeprefix('model.')}" if errors[0].error else "0"
+def _worst(errors: Mapping[str, float]) -> str:
+    name, error = next(iter(errors.items()))
+    return f"{error:.1e} {name.removeprefix('model.')}" if error else "0"
 
 
 def _print_lockstep(lockstep: Lockstep, *, tolerances: Mapping[str, float]) -> None:
@@ -291,17 +370,6 @@ def _print_lockstep(lockstep: Lockstep, *, tolerances: Mapping[str, float]) -> N
     typer.echo(f"{layout.name}: {verdict}")
     if not lockstep.updates:
         typer.echo(f"{layout.name}: {lockstep.problem}")
-
-
-def _lockstep_facts(lockstep: Lockstep) -> dict[str, Any]:
-    """Return all errors on one layout for JSON."""
-    return {
-        "layout": lockstep.layout.name,
-        "ranks": lockstep.layout.ranks,
-        "good": lockstep.good,
-        "problem": lockstep.problem,
-        "updates": [{**asdict(update), "errors": dict(update.errors)} for update in lockstep.updates],
-    }
 
 
 def _print_faults(results: Sequence[PlantedFault], *, as_json: bool) -> None:
@@ -325,3 +393,53 @@ def _print_faults(results: Sequence[PlantedFault], *, as_json: bool) -> None:
         rows.append((result.fault.name, result.fault.algorithm, *place, error, verdict))
     print_table(("planted fault", "run", "first off", "at", "error", "verdict"), rows)
     typer.echo(f"{sum(named)} of {len(results)} planted faults are named by their phase")
+
+
+def _print_differences(title: str, differences: Sequence[Difference], *, label: str = "") -> None:
+    """Print every tensor's largest difference, and the first tensor and place beyond its tolerance."""
+    typer.echo(title)
+    rows = []
+    for difference in differences:
+        at = "" if difference.worst is None else where(difference.worst)
+        word = "equal" if difference.good else f"DIFFERS at {difference.num_beyond:,}"
+        largest = f"{difference.largest:.1e}" if difference.largest else "0"
+        rows.append((difference.tensor, largest, at, f"{difference.allowed:g}", word))
+    print_table(("tensor", "largest difference", "at", "allowed", "verdict"), rows)
+    first = next((difference for difference in differences if not difference.good), None)
+    if first is not None:
+        typer.echo(label + in_words(first))
+
+
+def in_words(difference: Difference) -> str:
+    """Describe the first element of a tensor that is beyond its tolerance."""
+    place = difference.first
+    assert place is not None
+    numbers = f"recorded {place.recorded:.9g}, replayed {place.replayed:.9g}"
+    return f"{difference.tensor} differs first at {where(place)}: {numbers}"
+
+
+def where(place: TokenPlace) -> str:
+    """Return "prompt 3, sample 1 (row 13), token 17 ' the'"."""
+    row = f"prompt {place.prompt}, sample {place.sample} (row {place.row})"
+    if place.token is None:
+        return row
+    return f"{row}, token {place.token}" + (f" {place.text!r}" if place.text else "")
+
+
+def _replay_facts(results: Sequence[Replay], record: Record, rewards: Sequence[Difference]) -> dict[str, object]:
+    """Return all results for JSON. rewards: of responses that were scored again."""
+    layouts = [
+        {
+            **_summary(result),
+            "first": None if result.first is None else result.first.tensor,
+            "tensors": [asdict(difference) for difference in result.differences],
+        }
+        for result in results
+    ]
+    return {
+        "record": str(record.folder),
+        "step": record.description.step,
+        "good": all(result.first is None for result in results) and all(one.good for one in rewards),
+        "layouts": layouts,
+        "rewards": [asdict(difference) for difference in rewards],
+    }

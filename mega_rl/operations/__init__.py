@@ -1,4 +1,4 @@
-"""Operate runs: start and supervise their ranks, diagnose failures, submit them to the scheduler of a cluster.
+"""Operate runs: supervise their ranks, diagnose failures, submit them to a cluster's scheduler.
 
 The core package never imports it; commands do. Ranks keep their records with `mega_rl.tracking.health`.
 """

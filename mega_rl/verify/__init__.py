@@ -1,1 +1,1 @@
-"""`mega-rl verify`: whether every parallel layout computes what one rank computes, on a model of the user's."""
+"""`mega-rl verify`: does every parallel layout of a model compute what one rank computes?"""

@@ -1,7 +1,13 @@
-"""Start a verification's ranks on this machine, with output in files and a deadline, and end them in every case."""
+"""Run a task of a verification on ranks of this machine, with a deadline.
+
+The forms of `mega-rl verify` and `mega-rl replay` all work like this: the command writes a task, the ranks measure and
+write their answers to a folder, and the command compares and prints.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import signal
@@ -13,22 +19,54 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 
 from mega_rl.environment import python_module
-from mega_rl.errors import RunError, name_of_signal
+from mega_rl.errors import RunError, UserError, name_of_signal
 from mega_rl.operations.launcher.ranks import Assignment, environment
 from mega_rl.operations.launcher.store import LOOPBACK, listen
 from mega_rl.parallel.accelerator.gpus import HIDDEN
 from mega_rl.processes import DEVNULL, STDOUT, Child
+from mega_rl.tracking import progress
+from mega_rl.verify.plan import PHASE
 
+log = logging.getLogger(__name__)
+
+RANK = "mega_rl.verify.rank"
 GRACE_S = 2.0  # after a first failure, time for the others to report theirs
 POLL_S = 0.05
 
 
 class RanksFailed(RunError):
-    """A rank failed, died or did not end in time; `blamed` is the exit code of the first, None at a deadline."""
+    """A rank failed, died or did not end in time."""
 
-    def __init__(self, message: str, *, blamed: int | None) -> None:
-        super().__init__(message)
-        self.blamed = blamed
+
+def run_task(
+    name: str,
+    arguments: object,
+    folder: Path,
+    *,
+    label: str,
+    ranks: int,
+    timeout_s: float,
+    use_gpus: bool = False,
+    watch: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a task of `mega_rl.verify.tasks`; its files and the ranks' output go to `folder`.
+
+    arguments: of the task, as JSON holds them. label: the work in words. watch: see `run_ranks`.
+
+    Raises UserError and RanksFailed as `run_ranks` does.
+    """
+    task, phase_file = folder / "task.json", folder / PHASE
+    task.write_text(json.dumps({name: arguments}), encoding="utf-8")
+    phase_file.unlink(missing_ok=True)
+    log.info("%d rank%s: %s", ranks, "s" * (ranks > 1), label)
+    with progress.phase(f"starting {ranks} rank{'s' * (ranks > 1)}") as phase:
+
+        def look() -> None:
+            if phase_file.exists():
+                phase.name = phase_file.read_text(encoding="utf-8") or phase.name
+            watch()
+
+        run_ranks(RANK, [str(task)], ranks=ranks, logs=folder, timeout_s=timeout_s, use_gpus=use_gpus, watch=look)
 
 
 def run_ranks(
@@ -41,11 +79,12 @@ def run_ranks(
     use_gpus: bool,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `python -m module arguments` on that many ranks; their output goes to files of the folder `logs`.
+    """Run `python -m module arguments` on that many ranks; each writes to a file of `logs`.
 
     watch: called every POLL_S seconds while they run.
 
-    Raises RanksFailed as soon as a rank fails, or at the deadline. No rank is alive afterwards.
+    Raises UserError if the first rank that fails reports a user's mistake, RanksFailed for any other failure and at the
+    deadline. No rank is alive afterwards.
     """
     with _store() as port:
         children: list[Child] = []
@@ -60,9 +99,9 @@ def run_ranks(
                 child.end()
     if first is not None:
         code = children[first].wait()
-        raise RanksFailed(_last_words(first, code, logs), blamed=code)
+        raise (UserError if code == UserError.exit_code else RanksFailed)(_last_words(first, code, logs))
     if waiting:
-        raise RanksFailed(f"rank(s) {waiting} did not end within {timeout_s:g} s", blamed=None)
+        raise RanksFailed(f"rank(s) {waiting} did not end within {timeout_s:g} s")
 
 
 def _start(rank: int, command: Sequence[str], variables: Mapping[str, str], *, log: Path) -> Child:
@@ -82,13 +121,13 @@ def _store() -> Iterator[int]:
 
 
 def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping[str, str]:
-    """Return the environment of a rank on one node, with one thread unless the user says otherwise."""
+    """Return a rank's environment: one node, one thread unless the user says otherwise."""
     base = {"OMP_NUM_THREADS": "1", **os.environ, **({} if use_gpus else HIDDEN)}
     return environment(Assignment(0, 0, 1, ranks, LOOPBACK, port), rank, base)
 
 
-def _wait(children: list[Child], *, timeout_s: float, watch: Callable[[], None] = lambda: None) -> int | None:
-    """Wait for all ranks, at most `GRACE_S` after a failure or to the deadline; return the first that failed."""
+def _wait(children: list[Child], *, timeout_s: float, watch: Callable[[], None]) -> int | None:
+    """Wait for all ranks, at most `GRACE_S` after a failure; return the first that failed."""
     deadline = time.monotonic() + timeout_s
     first = None
     while time.monotonic() < deadline:
@@ -105,7 +144,7 @@ def _wait(children: list[Child], *, timeout_s: float, watch: Callable[[], None] 
 
 
 def _last_words(rank: int, code: int, logs: Path) -> str:
-    """Return why a rank failed: its last line of output, and for an exception the place in this package."""
+    """Return why a rank failed: its last line, and an exception's place in this package."""
     if code < 0:
         return f"rank {rank} died of {name_of_signal(-code)}"
     said = (logs / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")

@@ -100,7 +100,7 @@ def parse(name: str) -> Layout:
 
 
 def resolve(name: str, hf: HFConfig, *, nproc: int | None = None) -> Layout:
-    """Return the layout of a name for one model; `nproc`: fill that many ranks by data parallelism.
+    """Return a name's layout for a model; data parallelism fills `nproc` ranks.
 
     Raises UserErrors with every reason why the model cannot be cut this way.
     """
@@ -132,7 +132,7 @@ def resolve_all(names: str, hf: HFConfig, *, nproc: int | None = None) -> list[L
 
 
 def resolve_runs(names: str, hf: HFConfig) -> list[Layout]:
-    """Return the layouts of a list "1,tp2,fsdp2": also one rank, and ranks of the FSDP engine. Raises UserErrors."""
+    """Return the layouts of a list "1,tp2,fsdp2", with one rank and the FSDP engine. Raises UserErrors."""
 
     def make(name: str) -> Layout:
         if name == "1":
@@ -144,7 +144,7 @@ def resolve_runs(names: str, hf: HFConfig) -> list[Layout]:
 
 
 def usual(hf: HFConfig) -> str:
-    """Return the list that is compared unless another is given: `ALL`, for a dense model without those of experts."""
+    """Return the default list: `ALL`, without layouts of experts for a dense model."""
     return ",".join(name for name in ALL.split(",") if hf.moe is not None or "ep" not in name)
 
 
@@ -159,7 +159,7 @@ def stages_of(layouts: Sequence[Layout]) -> int:
 
 
 def _each(names: str, make: Callable[[str], Layout]) -> list[Layout]:
-    """Apply `make` to every name of a list. Raises UserErrors with the mistakes in all of them."""
+    """Apply `make` to every name of a list. Raises UserErrors with all mistakes."""
     unique = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not unique:
         raise UserError(f"--layouts is empty: name at least one, as {ALL}")

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ from mega_rl.parallel.comm import GroupRanks
 from mega_rl.tracking import progress
 from mega_rl.types import Experience, response_mask
 from mega_rl.verify.layouts import Layout
-from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan, TensorError
+from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
 from mega_rl.workers.models import PolicyLoss
 
 GRADIENT, MOVED, START = "gradient/", "moved/", "start/"
@@ -53,9 +53,9 @@ GRADIENT, MOVED, START = "gradient/", "moved/", "start/"
 # average gradient, so that the step follows the gradient. With a usual eps Adam's first step is the gradient's sign,
 # and of an element that is nearly zero rounding decides the sign.
 STEP = 64.0
-# Of several steps, which must not lead the model away: gradients would be those of another one.
+# Learning rate of several steps: they must not lead the model away, or gradients would be those of another model.
 SHORT_STEP = 1e-2
-# Of a weight's size, what rounding it on both sides may make of one step.
+# Share of a weight's size by which rounding it on both sides may change one step.
 ROUNDING = {"bf16": 2.0**-8, "fp32": 2.0**-24}
 # A tensor whose gradient is this much smaller than that of the average element is compared with that size instead of
 # its own: what is left of sums that cancel is rounding.
@@ -68,7 +68,7 @@ INSIDE, BEYOND = 0.05, 0.6
 
 
 def measure(plan: Plan, accelerator: Accelerator) -> None:
-    """Measure every layout of the plan; rank 0 writes the answers to its folder; collective over the world."""
+    """Measure every layout of the plan; rank 0 writes the answers. Collective over the world."""
     for layout in plan.layouts:
         if layout == REFERENCE:
             with progress.phase("reference"):
@@ -83,7 +83,7 @@ def measure(plan: Plan, accelerator: Accelerator) -> None:
 
 
 def write_reference(plan: Plan, accelerator: Accelerator) -> None:
-    """Compute the reference on one rank, with the plain optimizer; write tensors and facts to the plan's folder."""
+    """Compute the reference on one rank, with the plain optimizer; write its tensors and facts."""
     tensors: dict[str, Tensor] = {}
     with engine_of(plan, REFERENCE, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine:
         batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
@@ -124,18 +124,17 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> LayoutError
             with progress.phase("gradients"):
                 metrics = engine.train_minibatch(rows, policy_loss(), lr=0.0)
             copies = disagreements(engine, facts["typical"])
-            gradients = [
-                TensorError(name, distance(kept(gradient), reference.get_tensor(GRADIENT + name), facts["typical"]))
+            gradients = {
+                name: distance(kept(gradient), reference.get_tensor(GRADIENT + name), facts["typical"])
                 for name, gradient in exported_gradients(engine)
-            ]
+            }
         with engine_of(plan, layout, accelerator, step_settings(facts)) as engine:
             step_norms = train(engine, rows, plan)
             rounding, length = plan.steps * ROUNDING[plan.dtype], plan.steps * step_length(plan)
-            weights = [
-                TensorError(name, step_error(kept(weight), start, moved, length=length, rounding=rounding))
-                for name, weight in engine.export_weights()
-                for start, moved in [(reference.get_tensor(START + name), reference.get_tensor(MOVED + name))]
-            ]
+            weights = {}
+            for name, weight in engine.export_weights():
+                start, moved = reference.get_tensor(START + name), reference.get_tensor(MOVED + name)
+                weights[name] = step_error(kept(weight), start, moved, length=length, rounding=rounding)
         logprob_error = finite(float((logprobs - reference.get_tensor("logprobs")).abs().max()))
     expected = [facts["grad_norm"], *facts["step_norms"]]
     norms = [relative(*pair) for pair in zip([metrics["grad_norm"], *step_norms], expected, strict=True)]
@@ -208,7 +207,7 @@ def step_length(plan: Plan) -> float:
 
 
 def step_settings(facts: dict[str, Any]) -> OptimConfig:
-    """Return the settings of Adam that clips to half of the reference's norm, with the eps of `STEP`."""
+    """Return Adam's settings: it clips to half of the reference's norm, with the eps of `STEP`."""
     return OptimConfig(clip_grad=facts["grad_norm"] / 2, eps=facts["typical"] / 2)
 
 
@@ -219,10 +218,10 @@ def policy_loss() -> PolicyLoss:
 
 
 def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full main gradient, float32) of every weight, on all ranks of a replica; collective.
+    """Yield (Hugging Face name, full main gradient) of every weight, float32; collective.
 
-    Of Megatron-Core needs gradients that are whole on every rank: `engine.megatron.optimizer.distributed=False`. What
-    a model holds besides parameters is left out.
+    Megatron-Core's gradients must be whole on every rank: `engine.megatron.optimizer.distributed=False`. Buffers of a
+    model are left out.
     """
     exported = _fsdp_gradients(engine) if isinstance(engine, FSDPEngine) else _megatron_gradients(engine)
     yield from ((name, tensor) for name, tensor in exported if not name.endswith(CORRECTION))
@@ -258,16 +257,16 @@ def _megatron_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
 CORRECTION = "e_score_correction_bias"  # a router's, which is set and not learnt
 
 
-def disagreements(engine: ModelEngine, typical: float) -> tuple[TensorError, ...]:
+def disagreements(engine: ModelEngine, typical: float) -> dict[str, float]:
     """Return gradients that differ between ranks with the same weight, under Megatron-Core's names, worst first.
 
-    The exporter takes one rank's; what the others would step by is seen here. Under FSDP nobody holds the same.
-    Collective; the same on every rank.
+    The exporter takes one rank's gradient; this shows what the others would step by. Under FSDP no two ranks hold the
+    same. Collective; the same on every rank.
     """
     if not isinstance(engine, MegatronEngine):
-        return ()
+        return {}
     layout = engine.groups.layout
-    entries = []
+    own: dict[str, float] = {}
     for name, parameter in named_parameters(engine.models):
         gradient = vars(parameter)["main_grad"].detach().float()
         is_expert = ".mlp.experts." in name
@@ -275,22 +274,14 @@ def disagreements(engine: ModelEngine, typical: float) -> tuple[TensorError, ...
         groups = [engine.groups.collection.expt_dp if is_expert else engine.groups.dp_cp]
         if layout.tp > 1 and not is_expert and not is_cut:
             groups.append(engine.groups.tp)
-        error = 0.0
         for group in groups:
-            first = GroupRanks(group).broadcast(gradient)
-            error = max(error, distance(gradient, first, typical))
-        entries.append(TensorError(name, error))
-    return gathered(entries, engine)
-
-
-def gathered(own: list[TensorError], engine: ModelEngine) -> tuple[TensorError, ...]:
-    """Return the largest error of all ranks by name, those above 0, worst first."""
-    world = GroupRanks(engine.groups.world)
+            if error := distance(gradient, GroupRanks(group).broadcast(gradient), typical):
+                own[name] = max(own.get(name, 0.0), error)
     worst: dict[str, float] = {}
-    for entries in world.gather_json([[entry.name, entry.error] for entry in own if entry.error]):
-        for name, error in entries:
+    for of_rank in GroupRanks(engine.groups.world).gather_json(own):
+        for name, error in of_rank.items():
             worst[name] = max(worst.get(name, 0.0), error)
-    return ranked([TensorError(name, error) for name, error in worst.items()])
+    return ranked(worst)
 
 
 def reference_batch(plan: Plan, engine: ModelEngine, reference: Any) -> Experience:
@@ -302,7 +293,7 @@ def reference_batch(plan: Plan, engine: ModelEngine, reference: Any) -> Experien
 
 
 def random_batch(vocab_size: int, *, seed: int) -> Experience:
-    """`ROWS` rows of random tokens and advantages on the host, with old and reference log-probs still 0."""
+    """Return `ROWS` rows of random tokens and advantages; old and reference log-probs are 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -317,7 +308,7 @@ def random_batch(vocab_size: int, *, seed: int) -> Experience:
         integers(0, vocab_size, ROWS, LONGEST) * (torch.arange(LONGEST) < lengths[:, None]),
         prompt_lengths=prompt_lengths,
         lengths=lengths,
-        # Of mean 1: a loss whose terms cancel would be known to fewer digits than its gradient.
+        # Their mean is 1: a loss whose terms cancel would be known to fewer digits than its gradient.
         advantages=(1 + torch.randn(ROWS, LONGEST, generator=generator)) * mask,
         loss_weights=weights,
         token_weights=weights,
@@ -325,7 +316,7 @@ def random_batch(vocab_size: int, *, seed: int) -> Experience:
 
 
 def with_old_logprobs(batch: Experience, logprobs: Tensor, *, seed: int) -> Experience:
-    """The batch with old and reference log-probs around `logprobs` [B, S], those of one rank."""
+    """Return the batch with old and reference log-probs around `logprobs` [B, S] of one rank."""
     generator = torch.Generator().manual_seed(seed + 1)
 
     def distances() -> Tensor:
@@ -362,16 +353,17 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 def distance(actual: Tensor, expected: Tensor, typical: float) -> float:
-    """Return |actual - expected| / |expected| in the Frobenius norm, with `FLOOR` for values far below `typical`."""
+    """Return |actual - expected| / |expected| in the Frobenius norm; `FLOOR` bounds the denominator."""
     floor = FLOOR * typical * expected.numel() ** 0.5
     gap = norm(actual.double() - expected.double())
     return finite(gap / max(norm(expected.double()), floor)) if gap else 0.0
 
 
 def step_error(weight: Tensor, start: Tensor, moved: Tensor, *, length: float, rounding: float) -> float:
-    """Return the distance of a weight from `start + moved`, relative to `moved`, or to `length` for large gradients.
+    """Return the distance of a weight from `start + moved`, relative to `moved`.
 
-    Less what `rounding` the weight, a part of its size, may hide: a step may be shorter than that.
+    Rounding the weight, by `rounding` of its size, may hide a part of the step; the distance leaves this part out. A
+    small `moved` is bounded by `FLOOR` of `length`, the learning rate times the steps.
     """
     hidden = rounding * norm((start + moved).double())
     gap = norm(weight.double() - start.double() - moved.double())
@@ -389,6 +381,6 @@ def finite(error: float) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def ranked(errors: list[TensorError]) -> tuple[TensorError, ...]:
+def ranked(errors: Mapping[str, float]) -> dict[str, float]:
     """Return the errors, the largest first."""
-    return tuple(sorted(errors, key=lambda entry: -entry.error))
+    return dict(sorted(errors.items(), key=lambda entry: -entry[1]))

@@ -1,18 +1,16 @@
-"""Plan of a verification for its ranks, and their answers, as JSON files of a folder."""
+"""Tasks for the ranks of a verification, and their answers, as JSON files of a folder."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mega_rl.verify.layouts import Layout
 
 REFERENCE = Layout("1")
-PHASE = "phase"  # file next to a plan
-RUNS = "runs"  # key of a plan of another kind: runs to record
-REPLAY = "replay"  # key of a third kind: a recorded step to compute again
+PHASE = "phase"  # file next to a task: rank 0's present phase, in words
 
 
 @dataclass(frozen=True)
@@ -29,17 +27,6 @@ class Plan:
     seed: int = 0
     timeout_s: float = 600.0  # deadline of each collective
 
-    def write(self, path: Path) -> None:
-        """Write the plan for the ranks."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @staticmethod
-    def read(path: Path) -> Plan:
-        """Read a plan."""
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        layouts = tuple(Layout(**{**entry, "implied": tuple(entry["implied"])}) for entry in raw.pop("layouts"))
-        return Plan(**raw, layouts=layouts)
-
     @property
     def reference_tensors(self) -> Path:
         """Return the file of the reference's tensors and log-probs."""
@@ -50,36 +37,23 @@ class Plan:
         """Return the file of the reference's loss and norms."""
         return Path(self.folder) / "reference.json"
 
-    @property
-    def phase(self) -> Path:
-        """Return the file with rank 0's present phase, in words."""
-        return Path(self.folder) / PHASE
-
     def answer(self, layout: Layout) -> Path:
         """Return the file of a layout's result."""
         return Path(self.folder) / f"{layout.name}.json"
 
 
 @dataclass(frozen=True)
-class TensorError:
-    """Relative distance of one tensor from that of one rank."""
-
-    name: str  # Hugging Face's
-    error: float
-
-
-@dataclass(frozen=True)
 class LayoutErrors:
-    """Measurements of one layout, and their distance from one rank."""
+    """Measurements of one layout, and their distance from one rank; tensors by name, the worst first."""
 
     logprob_error: float  # nats, the largest of any token
     loss: float
     loss_error: float  # relative
     grad_norm: float
     grad_norm_error: float  # relative, the largest of all steps of the two optimizers
-    gradients: tuple[TensorError, ...]  # worst first
-    weights: tuple[TensorError, ...]  # worst first
-    copies: tuple[TensorError, ...]  # gradients on which ranks that hold the same weight disagree, worst first
+    gradients: Mapping[str, float]  # relative, by Hugging Face name
+    weights: Mapping[str, float]  # relative, by Hugging Face name
+    copies: Mapping[str, float]  # gradients that differ between ranks with the same weight, by Megatron-Core's name
     num_tensors: int
     num_microbatches: int
     seconds: float
@@ -87,8 +61,15 @@ class LayoutErrors:
     @staticmethod
     def read(path: Path) -> LayoutErrors:
         """Read a result from its file."""
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for field in fields(LayoutErrors):
-            if field.name in ("gradients", "weights", "copies"):
-                raw[field.name] = tuple(TensorError(**entry) for entry in raw[field.name])
-        return LayoutErrors(**raw)
+        return LayoutErrors(**json.loads(path.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """A record, the weights of its step, and the layout to compute it under."""
+
+    record: str  # folder
+    target: str  # folder that gets the step as the replay computes it
+    models: Mapping[str, str]  # Hugging Face folder of each role: "actor", "critic", "reference"
+    layout: Layout
+    timeout_s: float

@@ -1,4 +1,4 @@
-"""One rank of a verification: `python -m mega_rl.verify.rank PLAN`, started by `mega_rl.verify.launcher`."""
+"""One rank of a verification: `python -m mega_rl.verify.rank TASK`, started by `mega_rl.verify.launcher`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mega_rl.verify.plan import PHASE
 
 
 class _PhaseFile:
-    """Writer of the phases in progress to a file that the command reads: its terminal is not this process's."""
+    """Writes the phases in progress to a file, which the command shows on its terminal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -32,7 +32,7 @@ class _PhaseFile:
 
 
 def main(path: str) -> int:
-    """Run the task of the plan at `path`; returns the exit code, 2 where a model cannot be cut so."""
+    """Run the task at `path`; returns the exit code, 2 for a user's mistake."""
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore")
     if os.environ.get("RANK", "0") == "0":

@@ -1,29 +1,21 @@
-"""Verification of layouts on a checkpoint: the reference first, then one launch per world size."""
+"""Verify layouts on a checkpoint: the reference first, then one launch per world size."""
 
 from __future__ import annotations
 
-import logging
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 
-from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator.gpus import gpu_for_each
 from mega_rl.tracking import progress
-from mega_rl.verify.launcher import RanksFailed, run_ranks
+from mega_rl.verify.launcher import RanksFailed, run_task
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
-from mega_rl.verify.tolerances import Tolerances
 from mega_rl.verify.twin.shrink import num_elements, shrink, write_random_twin, write_twin
 
-log = logging.getLogger(__name__)
-
-RANK = "mega_rl.verify.rank"
 # A twin with the checkpoint's own weights has its widths; above this number of elements it gets random
 # weights and few widths.
 MOST_ELEMENTS = 64_000_000
@@ -43,23 +35,14 @@ class Verdict:
         return not self.problems
 
 
-@dataclass(frozen=True)
-class Model:
-    """The checkpoint that is verified and its description."""
-
-    path: Path
-    hf: HFConfig
-    description: str
-
-
-def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed: int) -> Model:
-    """Return the checkpoint itself, or its shrunk twin in `folder`. Raises UserError without weights to verify."""
+def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed: int) -> tuple[Path, str]:
+    """Return the checkpoint or its shrunk twin in `folder`, described. Raises UserError without weights to verify."""
     hf = read_hf_config(source)
     has_weights = any((source / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
     if not twin:
         if not has_weights:
             raise UserError(f"{source}: holds no safetensors; add --twin to verify a small model of its config.json")
-        return Model(source, hf, f"{hf.family}, {hf.num_layers} layers")
+        return source, f"{hf.family}, {hf.num_layers} layers"
     target = folder / "twin"
     own = has_weights and hf.quantization is None
     if own and num_elements(shrink(hf, multiple=multiple).hf) <= MOST_ELEMENTS:
@@ -70,113 +53,79 @@ def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed
         weights = "random weights" + (f", narrowed to hidden size {made.hf.hidden_size}" if narrow else "")
     kept = ", ".join(map(str, made.layers))
     what = f"twin of {hf.family} with layers {kept} of {hf.num_layers}, {num_elements(made.hf):,} elements"
-    return Model(target, made.hf, f"{what}, {weights}")
+    return target, f"{what}, {weights}"
 
 
 def use_gpus(layouts: Sequence[Layout]) -> bool:
-    """Return whether every layout can have a GPU for each rank; all layouts must run on the same device."""
+    """Return whether the largest layout has a GPU for each rank; all layouts use one device."""
     return gpu_for_each(max(layout.ranks for layout in layouts))
 
 
 def verify(
-    plan: Plan,
-    layouts: Sequence[Layout],
-    *,
-    tolerances: Tolerances,
-    timeout_s: float,
-    on_gpus: bool,
+    plan: Plan, layouts: Sequence[Layout], *, tolerances: Mapping[str, float], timeout_s: float, on_gpus: bool
 ) -> list[Verdict]:
-    """Return a verdict on each layout, in their order.
+    """Measure the reference, then the layouts of each world size in one launch; return verdicts.
 
     Raises RunError when a single rank cannot compute the model, UserError when it refuses to.
     """
-    with progress.rounds("case", len(layouts) + 1) as cases:  # the reference is one
-        launch = partial(_launch, plan, timeout_s=timeout_s, on_gpus=on_gpus, cases=cases)
-        log.info("1 rank: reference")
-        failure = launch((REFERENCE,))
-        if failure is not None:
-            kind = UserError if failure.blamed == UserError.exit_code else RunError
-            raise kind(f"one rank cannot compute {plan.model}: {failure}")
-        return _verdicts(plan, layouts, launch, tolerances)
-
-
-def _verdicts(
-    plan: Plan,
-    layouts: Sequence[Layout],
-    launch: Callable[[tuple[Layout, ...]], RanksFailed | None],
-    tolerances: Tolerances,
-) -> list[Verdict]:
-    """Measure the layouts, those of one world size in one launch."""
     verdicts: dict[str, Verdict] = {}
-    for ranks, group in groupby(sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks):
-        pending = list(group)
+    with progress.rounds("case", len(layouts) + 1) as cases:  # the reference is one
+
+        def launch(measured: Sequence[Layout], label: str) -> None:
+            before = cases.done
+
+            def count() -> None:
+                cases.report(before + sum(plan.answer(layout).exists() for layout in measured))
+
+            task, folder, ranks = asdict(replace(plan, layouts=tuple(measured))), Path(plan.folder), measured[0].ranks
+            try:
+                run_task(
+                    "measure",
+                    task,
+                    folder,
+                    label=label,
+                    ranks=ranks,
+                    timeout_s=timeout_s,
+                    use_gpus=on_gpus,
+                    watch=count,
+                )
+            finally:
+                count()
+
+        try:
+            launch([REFERENCE], "reference")
+        except (UserError, RanksFailed) as failure:
+            raise type(failure)(f"one rank cannot compute {plan.model}: {failure}") from failure
+        cases.advance()
+        pending = sorted(layouts, key=lambda layout: layout.ranks)
         while pending:
-            log.info("%d rank%s: %s", ranks, "s" * (ranks > 1), ", ".join(layout.name for layout in pending))
-            failure = launch(tuple(pending))
-            for layout in (layout for layout in pending if plan.answer(layout).exists()):
+            measured, failure = [layout for layout in pending if layout.ranks == pending[0].ranks], ""
+            try:
+                launch(measured, ", ".join(layout.name for layout in measured))
+            except (UserError, RanksFailed) as error:
+                failure = str(error)
+            answered = [layout for layout in measured if plan.answer(layout).exists()]
+            for layout in answered:
                 errors = LayoutErrors.read(plan.answer(layout))
                 verdicts[layout.name] = Verdict(layout, errors, tuple(problems(errors, tolerances)))
-            pending = [layout for layout in pending if layout.name not in verdicts]
-            if failure is not None and pending:  # the ranks measure in order, so the first one failed
-                verdicts[pending[0].name] = Verdict(pending[0], None, (str(failure),))
-                del pending[0]
+            pending = [layout for layout in pending if layout not in answered]
+            if failure and len(answered) < len(measured):  # the ranks measure in order, so the first one failed
+                failed = pending.pop(0)
+                verdicts[failed.name] = Verdict(failed, None, (failure,))
     return [verdicts[layout.name] for layout in layouts]
 
 
-def _launch(
-    plan: Plan, layouts: tuple[Layout, ...], *, timeout_s: float, on_gpus: bool, cases: progress.Phase
-) -> RanksFailed | None:
-    """Measure layouts of one world size in one launch; return its failure, or None."""
-    folder = Path(plan.folder)
-    path = folder / "plan.json"
-    replace(plan, layouts=layouts).write(path)
-    plan.phase.unlink(missing_ok=True)
-    before = cases.done
-    with progress.phase(f"starting {layouts[0].ranks} ranks") as phase:
-
-        def watch() -> None:
-            if plan.phase.exists():
-                phase.name = plan.phase.read_text(encoding="utf-8") or phase.name
-            cases.report(before + sum(plan.answer(layout).exists() for layout in layouts))
-
-        try:
-            run_ranks(
-                RANK,
-                [str(path)],
-                ranks=layouts[0].ranks,
-                logs=folder,
-                timeout_s=timeout_s,
-                use_gpus=on_gpus,
-                watch=watch,
-            )
-        except RanksFailed as failure:
-            return failure
-        finally:
-            measured = sum(layout == REFERENCE or plan.answer(layout).exists() for layout in layouts)
-            cases.report(before + measured)
-    return None
-
-
-def problems(errors: LayoutErrors, allowed: Tolerances) -> list[str]:
-    """Return the errors out of tolerance, in words; an infinite error stands for one that is not a number."""
-    lines = []
-
-    def check(what: str, error: float, limit: float) -> None:
-        if not error <= limit:
-            lines.append(f"{what} {error:.2g} > {limit:g}")
-
-    check("log-probs", errors.logprob_error, allowed.logprob)
-    check("loss", errors.loss_error, allowed.loss)
-    check("gradient norm", errors.grad_norm_error, allowed.grad_norm)
-    for entry in errors.gradients[:1]:
-        check(f"gradient of {entry.name}", entry.error, allowed.gradient)
-    for entry in errors.weights[:1]:
-        check(f"step of {entry.name}", entry.error, allowed.weight)
-    for entry in errors.copies[:1]:
-        check(f"ranks disagree on the gradient of {entry.name}", entry.error, allowed.gradient)
-    return lines
-
-
-def working_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder for the twin, the reference and the answers."""
-    return tempfile.TemporaryDirectory(prefix="verify_")
+def problems(errors: LayoutErrors, allowed: Mapping[str, float]) -> list[str]:
+    """Return the errors out of tolerance, in words; an infinite error was not a number."""
+    measured = [
+        ("log-probs", errors.logprob_error, "logprob"),
+        ("loss", errors.loss_error, "loss"),
+        ("gradient norm", errors.grad_norm_error, "grad_norm"),
+        *((f"gradient of {name}", error, "gradient") for name, error in islice(errors.gradients.items(), 1)),
+        *((f"step of {name}", error, "weight") for name, error in islice(errors.weights.items(), 1)),
+        *(
+            (f"ranks disagree on the gradient of {name}", error, "gradient")
+            for name, error in islice(errors.copies.items(), 1)
+        ),
+    ]
+    return [f"{what} {error:.2g} > {allowed[name]:g}" for what, error, name in measured if not error <= allowed[name]]

@@ -53,7 +53,7 @@ READ_THE_ENVIRONMENT = [
     "checkpoint/saving/writer.py",
     "cli/app.py",
     "cli/launcher.py",
-    "cli/text/convert.py",
+    "cli/output.py",
     "cli/train.py",
     "cli/verify.py",
     "converters/live/copying.py",
@@ -107,7 +107,6 @@ MANY_IMPORTS: dict[str, int] = {
     "trainer/assemble/evaluation_run.py": 28,
     "trainer/assemble/roles.py": 28,
     "trainer/assemble/trainer.py": 50,
-    "rollout/sglang/build.py": 29,
 }
 MANY_WRAPPERS: dict[str, int] = {}
 # The face of the package for Python programs, and the loop that it builds.

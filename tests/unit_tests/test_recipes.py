@@ -104,9 +104,7 @@ def test_servers_hold_eight_whole_sequences(name: str, world_size: int) -> None:
     cache = share.fraction(0.0) * DEVICE - share.weights
     assert cache * config.rollout.sglang.server.tp > 8 * sequence_bytes(config, hf)
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    server = server_settings(
-        config.rollout, config.trainer, settings, gpu, host="127.0.0.1", colocated=True, mem_fraction=0.0
-    )
+    server = server_settings(config.rollout, config.trainer, settings, gpu)
     assert ("--enable-fp32-lm-head" in arguments(server, 1)) == config.model.fp32_head, "one key for both sides"
 
 

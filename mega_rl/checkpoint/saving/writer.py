@@ -8,7 +8,6 @@ is closed. It ignores signals that are meant for the trainer, so they do not tea
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import mmap
 import os
@@ -16,11 +15,10 @@ import queue
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,19 +26,18 @@ import mega_rl
 from mega_rl.checkpoint.saving.job import SaveJob, perform
 from mega_rl.disk import SaveError
 from mega_rl.environment import python_module
-from mega_rl.errors import name_of_signal
+from mega_rl.processes import DEVNULL, Child, ChildDeadlineError, ChildStartError, die_with_parent
 
 COMMAND = python_module("mega_rl.checkpoint.saving.writer")
 SEND_TIMEOUT_S = 60.0  # for an idle process to receive a job
 END_TIMEOUT_S = 10.0  # for a killed process; a process that waits for a dead disk cannot end
 TRAINERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 NICENESS = 10
-PR_SET_PDEATHSIG = 1
 MESSAGE_BYTES = 4000  # last output of a process that died
 
 
 class WriterProcess:
-    """Handle of the writer process, which runs one job at a time; it dies with the thread that starts it."""
+    """Handle of the writer process: one job at a time; it dies with its starter's thread."""
 
     command: ClassVar[Sequence[str]] = COMMAND
 
@@ -55,32 +52,32 @@ class WriterProcess:
         package = str(Path(mega_rl.__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         try:
-            with there, _signals_held():
-                self._process = subprocess.Popen(
+            with there:
+                self._child = Child(
+                    "the process that writes checkpoints",
                     [*self.command, str(os.getpid()), str(there.fileno()), str(memory)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=self._said,
-                    cwd="/",
-                    env=os.environ | {"PYTHONPATH": path},
+                    blocks=TRAINERS_SIGNALS,
                     pass_fds=(there.fileno(), memory),
+                    streams=(DEVNULL, DEVNULL, self._said),
+                    env=os.environ | {"PYTHONPATH": path},
+                    cwd="/",
                 )
-        except OSError as error:
+        except ChildStartError as error:
             here.close()
             os.close(self._said)
-            raise SaveError(f"the process that writes checkpoints cannot be started: {error.strerror}") from error
+            raise SaveError(str(error)) from error
         self._socket = here
         self._received = b""
 
     @property
     def pid(self) -> int:
         """Return the process id."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def alive(self) -> bool:
         """Return whether the process runs."""
-        return self._process.poll() is None
+        return self._child.exit_code is None
 
     def start(self, job: SaveJob, *, memory_bytes: int) -> None:
         """Send a job whose pieces lie in the first `memory_bytes` of the staging memory. Raises SaveError."""
@@ -119,9 +116,7 @@ class WriterProcess:
 
     def stop(self) -> None:
         """End the process and its pending job; may be called twice."""
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
+        self._child.end(kill_s=END_TIMEOUT_S)
         if self._said >= 0:
             self._socket.close()
             os.close(self._said)
@@ -130,22 +125,11 @@ class WriterProcess:
     def _death(self) -> str:
         """Return how the process died, with its last messages; empty if it lives."""
         try:
-            code = self._process.wait(END_TIMEOUT_S / 10)
-        except subprocess.TimeoutExpired:
+            self._child.wait(END_TIMEOUT_S / 10)
+        except ChildDeadlineError:
             return ""
-        how = f"ended with exit code {code}" if code >= 0 else f"died of {name_of_signal(-code)}"
         said = os.pread(self._said, 1 << 20, 0)[-MESSAGE_BYTES:].decode(errors="replace").strip()
-        return f"the writer (process {self.pid}) {how}" + (f", saying: {said}" if said else "")
-
-
-@contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Block the trainer's signals, also in a child started meanwhile, which unblocks them once it ignores them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, TRAINERS_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return f"the writer (process {self.pid}) {self._child.end_in_words()}" + (f", saying: {said}" if said else "")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -155,9 +139,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TRAINERS_SIGNALS)
     os.nice(NICENESS)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(0)
+    die_with_parent(parent, signal.SIGKILL)
     channel = socket.socket(fileno=connection)
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, lines), daemon=True).start()

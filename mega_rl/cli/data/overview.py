@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from mega_rl.cli.text.tables import print_table
+from mega_rl.cli.output import print_table
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
@@ -34,7 +34,7 @@ HEAD = ("set", "prompts", "mean tokens", "longest", "weight", "share", "draws", 
 
 @dataclass(frozen=True)
 class SetOverview:
-    """A set of prompts and a run's draws from it; a stream is known by its first block."""
+    """A set of prompts and a run's draws from it; only a stream's first block is read."""
 
     name: str
     role: str  # "train" or "validation"

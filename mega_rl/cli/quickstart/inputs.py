@@ -1,4 +1,4 @@
-"""Files of every quickstart task: rows, a folder as on the Hub, a tokenizer, a fresh model."""
+"""Files of every quickstart task: rows, a folder as on the Hub, a fresh model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
 def write_folder(
     folder: Path, card: str, files: Mapping[str, Sequence[Row]], *, force: bool = False
 ) -> dict[Path, int]:
-    """Write files and a card as a repository of the Hub has them; return the rows by file.
+    """Write files and a card like a repository of the Hub; return the rows by file.
 
     Raises UserError, before anything is written, for a file that exists, unless `force` is set.
     """
@@ -44,57 +44,37 @@ def write_folder(
 
 
 def vocabulary_of(texts: Iterable[str], pattern: str) -> list[str]:
-    """Return the special tokens and all tokens of the texts, filled up to a multiple of 8."""
+    """Return the special tokens and the texts' tokens, filled up to a multiple of 8."""
     tokens = [PAD, EOS, UNK, *sorted({token for text in texts for token in re.findall(pattern, text)})]
     return [*tokens, *(f"<unused {number}>" for number in range(-len(tokens) % 8))]
 
 
 def write_fresh_model(folder: Path, tokens: Sequence[str], pattern: str, *, max_positions: int, seed: int) -> None:
-    """Write a Qwen3 with random weights of a seed (safetensors, FP32), and a tokenizer of whole tokens.
+    """Write a random Qwen3 of width 128, and a tokenizer that cuts a text by the pattern.
 
-    The model has two layers of width 128, divisible by tp=2 and by pp=2. The tokenizer cuts a text by the pattern and
-    adds no special tokens. The caller's random state stays as it was.
+    The two layers are divisible by tp=2 and by pp=2.
     """
-    import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import GenerationConfig
 
-    ids = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    config = Qwen3Config(
-        vocab_size=len(tokens),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=False,
-        # The usual 0.02 suits widths of thousands; at width 128 the first hundred steps would learn nothing.
-        initializer_range=0.05,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=None,
-        eos_token_id=ids[EOS],
-        pad_token_id=ids[PAD],
+    from mega_rl.verify.tiny_models import fresh_qwen3, write_tokenizer
+
+    pad, eos = tokens.index(PAD), tokens.index(EOS)
+    model = fresh_qwen3(
+        len(tokens), width=128, initializer_range=0.05, max_positions=max_positions, eos=eos, pad=pad, seed=seed
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
     embedding = model.model.embed_tokens.weight.data
-    embedding[ids[PAD]] = embedding.mean(dim=0)  # transformers leaves zeros, whose gradient is huge
-    model.generation_config = GenerationConfig(eos_token_id=ids[EOS], pad_token_id=ids[PAD])
-    disable_progress_bar()
+    embedding[pad] = embedding.mean(dim=0)  # transformers leaves zeros, whose gradient is huge
+    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    write_tokenizer(
+        folder,
+        tokens,
+        pattern=pattern,
+        unknown=UNK,
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNK,
         padding_side="right",
         model_max_length=max_positions,
         clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
+    )

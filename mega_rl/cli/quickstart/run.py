@@ -1,4 +1,4 @@
-"""`mega-rl quickstart`: data, a fresh model, a supervised warm start and the training, each in its own launch."""
+"""`mega-rl quickstart`: write data and a model, then launch a supervised warm start and the training."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import typer
 
 from mega_rl import versions
 from mega_rl.cli.look import report
+from mega_rl.cli.output import print_table
 from mega_rl.cli.quickstart import programs, sums, word_problems
-from mega_rl.cli.text.tables import print_table
 from mega_rl.config.loader import load
 from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError
@@ -38,6 +38,14 @@ WARM_START = "quickstart-warm-start"  # the hidden command that runs one rank of
 NUM_RANKS = 2
 WARM_START_LR = 3e-3
 INPUTS = ("data", "fresh_model", "model")  # folders that are written before the training, anew by each quickstart
+EXPLAINED = "values/explained_variance"
+LAST_STEPS = 10
+# Metrics of a validation that are shares -> their names in the table.
+_SHARES = (
+    (r"val/(pass|maj)_at_([2-9]|[0-9]{2,})|val/(pass)_at_(1)", r"\1\3@\2\4"),
+    ("val/reward_correct", "samples, correct"),
+    ("val/reward_format", "samples, in the right format"),
+)
 DEMONSTRATIONS = Path("data", "demonstrations.jsonl")  # a folder with this file belongs to an earlier quickstart
 
 
@@ -101,7 +109,7 @@ Task = Annotated[
 
 
 def setting(key: str, value: str | int | list[str]) -> str:
-    """Return `key=value` so that any text, such as a path with a comma, is read back unchanged."""
+    """Return `key=value`; any text, such as a path with a comma, is read back unchanged."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
@@ -148,8 +156,6 @@ def quickstart(
     log.info("training on %d ranks", NUM_RANKS)
     train_s = launch(["train", "--config", chosen.recipe, *overrides], folder)
     with progress.phase("drawing the curves"):
-        from mega_rl.cli.quickstart.run import summarize
-
         seconds = {"train_s": train_s, "warm_start_s": warm_start_s, "total_s": time.perf_counter() - start}
         summarize(folder, layout=f"{engine} {layout}", seed=seed, **seconds)
     report([folder])
@@ -187,7 +193,7 @@ def warm_start(seed: Seed, run_dir: RunDir, task: Task = "sums") -> None:
 
 
 def prepare_folder(run_dir: Path) -> None:
-    """Make the run's folder, or remove the inputs of an earlier quickstart from it; its runs stay.
+    """Make the run's folder, or remove an earlier quickstart's inputs from it; its runs stay.
 
     Raises UserError when the folder holds other files or cannot be made.
     """
@@ -204,7 +210,7 @@ def prepare_folder(run_dir: Path) -> None:
 
 
 def launch(command: list[str], run_dir: Path) -> float:
-    """Run a command of `mega-rl` on NUM_RANKS ranks, on GPUs if there are enough; return its seconds.
+    """Run a command of `mega-rl` on NUM_RANKS ranks, on GPUs if possible; return its seconds.
 
     Raises RunError when it fails; it has shown why.
     """
@@ -218,16 +224,6 @@ def launch(command: list[str], run_dir: Path) -> float:
     if code:
         raise RunError(f"mega-rl {command[0]} ended with exit code {code}; its messages stand above")
     return time.perf_counter() - started
-
-
-EXPLAINED = "values/explained_variance"
-LAST_STEPS = 10
-# Metrics of a validation that are shares -> their names in the table.
-_SHARES = (
-    (r"val/(pass|maj)_at_([2-9]|[0-9]{2,})|val/(pass)_at_(1)", r"\1\3@\2\4"),
-    ("val/reward_correct", "samples, correct"),
-    ("val/reward_format", "samples, in the right format"),
-)
 
 
 def summarize(run_dir: Path, *, layout: str, seed: int, train_s: float, warm_start_s: float, total_s: float) -> None:
@@ -271,5 +267,5 @@ def summarize(run_dir: Path, *, layout: str, seed: int, train_s: float, warm_sta
 
 
 def _title(metric: str) -> str:
-    """Return the table's name of a share that a validation measures, as pass@4; empty for other metrics."""
+    """Return the table's name of a validation's share, as pass@4; empty for other metrics."""
     return next((re.sub(pattern, title, metric) for pattern, title in _SHARES if re.fullmatch(pattern, metric)), "")

@@ -1,1 +1,1 @@
-"""Diagnose runs that hang or lose a rank, from the records of ranks and the processes of this host."""
+"""Diagnose runs that hang or lose a rank, from records of ranks and this host's processes."""

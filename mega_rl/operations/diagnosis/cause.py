@@ -1,4 +1,4 @@
-"""Find the cause of a failure: the rank that lags or died, where, and the likely reason."""
+"""Find the cause of a failure: which rank lags or died, where, and why."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRACE_S = 1.5  # for ranks that wait in the same collective to record its failur
 
 
 def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int, host_kills: int = 0) -> str | None:
-    """Return the cause of a hang or death with the path of its report, which it writes; None if there is none to name.
+    """Write the report of a hang or death; return the cause with its path, None without one.
 
     exits: exit codes by rank in the order of the ends, below 0 a signal, without the ranks that the launcher ended;
     None without a launcher. host_kills: `kills_for_memory` when the run began.
@@ -42,7 +42,7 @@ def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int,
 
 
 def investigate(facts: RankFacts, own: str) -> str | None:
-    """Return the cause of a failure that a rank has noticed; None if a launcher or another rank finds it.
+    """Return the cause of a failure that a rank noticed; None if another process finds it.
 
     Writes the stacks of this rank, `own`, and of this host's other ranks if no launcher does.
     """
@@ -65,7 +65,7 @@ def investigate(facts: RankFacts, own: str) -> str | None:
 
 
 def name_cause(seen: Observations, *, memory_ran_out: bool = False) -> tuple[str, int | None] | None:
-    """Return (one line that names the cause, the rank to blame); None if there is nothing to say.
+    """Return (a line with the cause, the rank to blame); None if there is nothing to say.
 
     memory_ran_out: the kernel has killed a process for lack of memory since the run began.
     """
@@ -75,7 +75,7 @@ def name_cause(seen: Observations, *, memory_ran_out: bool = False) -> tuple[str
 
 
 def _death(seen: Observations, memory_ran_out: bool) -> tuple[str, int] | None:
-    """Return the first rank that died without last words and was not ended by a launcher because of others."""
+    """Return the first rank that died without last words, except those that a launcher ended."""
     by_beat = sorted(seen.records, key=lambda rank: seen.records[rank].beat)
     for rank in (*seen.exits, *(rank for rank in by_beat if rank not in seen.exits and seen.has_ended(rank))):
         record, state, code = seen.records.get(rank), seen.states.get(rank), seen.exits.get(rank)
@@ -121,7 +121,7 @@ def _failure(seen: Observations) -> tuple[str, int] | None:
 
 
 def _in_order(seen: Observations) -> list[int]:
-    """Return the ranks in the order of their ends, as far as known, then by their last beats."""
+    """Return the ranks in the order of their ends, then of their last beats."""
     others = [rank for rank in seen.records if rank not in seen.exits]
     return [*seen.exits, *sorted(others, key=lambda rank: seen.records[rank].beat)]
 
@@ -151,7 +151,7 @@ def _hang(seen: Observations) -> tuple[str, int | None] | None:
 
 
 def _divergence(seen: Observations) -> tuple[str, int] | None:
-    """Return two ranks that wait for each other in different collectives, in the smallest such group; None without."""
+    """Return two ranks of the smallest group that wait for each other in different collectives."""
     waiting = {rank: call for rank in sorted(seen.records) if (call := seen.waiting(rank)) is not None}
     world = tuple(range(seen.world_size))
     pairs = [
@@ -168,7 +168,7 @@ def _divergence(seen: Observations) -> tuple[str, int] | None:
 
 
 def _likelihood(seen: Observations, rank: int) -> tuple[int, int]:
-    """Return a sort key of missing ranks: stopped and dead ranks, then silent ones, then those at work."""
+    """Return a sort key: stopped and dead ranks first, then silent ones, then others."""
     state, record = seen.states.get(rank), seen.records.get(rank)
     if state is not None and (state.stopped or not state.alive):
         return 0, rank

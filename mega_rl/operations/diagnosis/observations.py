@@ -1,4 +1,4 @@
-"""Collect what is known of the ranks of a run: records, exit codes, process states, stacks; who waits for whom."""
+"""Observations of a run's ranks: records, exit codes, process states, stacks, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Observations:
     stacks: Mapping[int, Stacks] = field(default_factory=dict)
 
     def waiting(self, rank: int) -> Collective | None:
-        """Return the collective that a rank waits in, or waited in when it failed; None while it works."""
+        """Return the collective that a rank waits in, or waited in when it failed."""
         record = self.records.get(rank)
         if record is None:
             return None
@@ -53,7 +53,7 @@ class Observations:
         return rank in self.exits or said or (state is not None and not state.alive)
 
     def missing(self) -> list[int]:
-        """Return the ranks that are stopped, or that others wait for while they wait in no collective themselves."""
+        """Return stopped ranks, and ranks that others wait for but that wait in no collective."""
         waiting = {rank: one for rank in self.records if (one := self.waiting(rank)) is not None}
         frozen = {rank for rank, state in self.states.items() if state.stopped}
         awaited: set[int] = set()
@@ -113,7 +113,7 @@ def by_call(seen: Observations) -> list[tuple[Collective, list[int]]]:
 
 
 def in_words(ranks: Sequence[int], *, most: int = 8) -> str:
-    """Return "rank 3", "ranks 0, 1 and 3", or "ranks 0, 1, 2, ... (64 in all)"."""
+    """Return "rank 3", "ranks 0 and 1", or "ranks 0, 1, 2, ... (64 in all)"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > most:

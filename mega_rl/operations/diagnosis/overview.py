@@ -1,4 +1,4 @@
-"""Show a run from its folder: a table of its ranks while it lives, afterwards its newest report and last end."""
+"""Show a run from its folder: a table of its ranks, or its newest report and end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CELL = 60  # characters
 
 
 def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
-    """Return (lines, exit code): 1 if the run's last end was a hang or failure, 0 if it lives or ended well.
+    """Return (lines, exit code): 1 if the run's last end was a hang or failure, else 0.
 
     stacks: show also the stacks of this host's living ranks. Raises UserError for a folder without records and reports.
     """
@@ -58,7 +58,7 @@ def overview(run_dir: Path, *, stacks: bool = False) -> tuple[list[str], int]:
 
 
 def is_living(seen: Observations, record: RankRecord) -> bool:
-    """Return whether a rank may still run: its process lives or, on another host, its beats come in time."""
+    """Return whether a rank may still run: its process lives, or its beats come in time."""
     if record.ended is not None:
         return False
     state = seen.states.get(record.rank)
@@ -73,7 +73,7 @@ def _end_of(record: RankRecord) -> str:
 
 
 def _table(seen: Observations) -> Iterator[str]:
-    """Yield a header and a row for each rank; the silent ranks if there are too many for all."""
+    """Yield a header and a row for each rank; only silent ranks if there are many."""
     ranks = sorted(seen.records)
     shown = ranks
     if len(ranks) > MAX_ROWS:

@@ -1,4 +1,4 @@
-"""Write and find the report of a hang or a death: RUN_DIR/health/report_TIME.txt, whose last line is the cause."""
+"""Write and find the report of a hang or death, RUN_DIR/health/report_TIME.txt; its last line is the cause."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Stacks:
 
 
 def collect(run_dir: Path, processes: Mapping[int, int]) -> None:
-    """Write state, memory and stacks of this host's ranks (rank -> pid) into the run's folder, within `WITHIN_S`.
+    """Write state, memory and stacks of this host's ranks (rank -> pid), within `WITHIN_S`.
 
     The launcher of every node calls it before it kills ranks after a failure. Ignores errors of the file system.
     """
@@ -78,7 +78,7 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
 
 
 def read_stacks(run_dir: Path, rank: int) -> Stacks | None:
-    """Return the stacks that `collect` wrote for a rank; None without them or if they are damaged."""
+    """Return the stacks that `collect` wrote for a rank; None without readable ones."""
     try:
         content = read_file(stacks_path(run_dir, rank), MAX_BYTES + 4096)
         head, _, text = content.partition(b"\n")
@@ -93,7 +93,9 @@ def read_stacks(run_dir: Path, rank: int) -> Stacks | None:
 
 
 def stacks_of(run_dir: Path, rank: int, pid: int, state: ProcessState, *, deadline: float) -> str:
-    """Return the stacks of a process of this host, or why there are none, before the monotonic time `deadline`."""
+    """Return the stacks of a process of this host, or why there are none.
+
+    deadline: a time of the monotonic clock."""
     if not state.alive:
         return "no stacks: the process has ended"
     py_spy = find_py_spy()
@@ -121,7 +123,7 @@ def find_py_spy() -> Path | None:
 
 
 def write_stacks(run_dir: Path, rank: int, pid: int, state: ProcessState, text: str) -> None:
-    """Write the stacks of a rank and its memory into the run's folder; ignores errors of the file system."""
+    """Write a rank's stacks and memory into the run's folder; ignores errors of files."""
     used, limit = memory_limit()
     host = psutil.virtual_memory()
     resident = 0

@@ -1,4 +1,4 @@
-"""Authenticated messages between the launcher of node 0 and the others: JSON, each with a code made with a shared key.
+"""Authenticated JSON messages between the launcher of node 0 and the others.
 
 Both ends say a nonce first, and derive the session's key from both nonces and the shared key. Each message carries an
 HMAC over its sender, number and text, so a third party cannot forge, change or repeat one. Messages are not secret.
@@ -44,7 +44,7 @@ class ChannelLost(Exception):
 
 @dataclass(frozen=True)
 class Joining:
-    """First message of a launcher: its number, its host, and a digest of what it was started to run."""
+    """First message of a launcher: its number, its host, and a digest of its command."""
 
     number: int
     host: str
@@ -196,7 +196,7 @@ def join(
     silent_s: float = SILENT_S,
     stopped: Callable[[], bool],
 ) -> Channel | None:
-    """Call the launcher of node 0 at (address, port) until it answers; return None when a signal came first.
+    """Call the launcher of node 0 until it answers; return None when a signal came first.
 
     Raises:
         RunError: it did not answer within `join_s` seconds.

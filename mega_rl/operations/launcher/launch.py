@@ -20,13 +20,12 @@ from mega_rl import __version__
 from mega_rl.errors import RunError, UserError, limits_as_errors
 from mega_rl.operations.launcher.channel import SILENT_S, Channel, ChannelLost, Door, Joining, join
 from mega_rl.operations.launcher.nodes import ENDED, FINISH, JOIN_S, POLL_S, START, STOPPED_BY, Fleet, LocalNode
-from mega_rl.operations.launcher.outcome import Conclusion, RestartPolicy
 from mega_rl.operations.launcher.ranks import KEY, NodeRanks, interface_of
 from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth, RunProgress
 from mega_rl.operations.launcher.signals import StopSignals
 from mega_rl.operations.launcher.store import LOOPBACK, listen
-from mega_rl.operations.launcher.supervisor import Supervisor
+from mega_rl.operations.launcher.supervisor import Conclusion, RestartPolicy, Supervisor
 from mega_rl.tracking.progress import printable
 from mega_rl.tracking.progress.terminal import ERASE_LINE
 from mega_rl.untrusted import read_record
@@ -82,7 +81,7 @@ class Launch:
 
 
 def key_of(environment: Mapping[str, str]) -> bytes:
-    """Return the key that launchers share. Raises UserError if it is missing or short enough to be guessed."""
+    """Return the key that launchers share. Raises UserError if it is missing or too short."""
     key = environment.get(KEY, "").strip()
     if len(key) < MIN_KEY:
         raise UserError(
@@ -99,7 +98,7 @@ def launch(
     servers: AbstractContextManager[Mapping[str, str]] | None = None,
     newest: NewestCheckpoints = lambda run_dir: ("", ""),
 ) -> int:
-    """Run ranks on this node until they have ended for good; return the exit code of the first that failed.
+    """Run this node's ranks to their last end; return the first failed one's exit code.
 
     0 if all ended well; 128 + signal if a signal to a rank or to this process, which passes it on, ended them.
 
@@ -167,9 +166,6 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
         return conclusion
 
 
-log = logging.getLogger(__name__)
-
-
 def follow(channel: Channel, node: LocalNode, stop: StopSignals) -> Conclusion:
     """Carry out orders until the run has ended or the launcher of node 0 is lost."""
     try:
@@ -201,7 +197,7 @@ def _carry_out_orders(channel: Channel, node: LocalNode, stop: StopSignals) -> C
 
 
 def _without_node_0(node: LocalNode, stop: StopSignals, reason: str) -> Conclusion:
-    """Let the ranks save and end, as those of node 0 do without their launcher, and kill the rest."""
+    """Let the ranks save and end, and kill the rest; node 0's ranks do the same."""
     line = f"the launcher of node 0 is lost: {reason}"
     if node.ranks.processes:
         log.warning("%s; the ranks of this node end their step and save", line)

@@ -1,4 +1,4 @@
-"""The nodes of a run as the launcher of node 0 sees them, and who takes part: who joins, who is replaced."""
+"""Nodes of a run as node 0 sees them: who takes part, who joins, who is replaced."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.operations.launcher.channel import Channel, ChannelLost, Door, Joining
+from mega_rl.operations.launcher.channel import Channel, ChannelLost, Door, Joining, Message
 from mega_rl.operations.launcher.ranks import Assignment, NodeRanks, RankEnd
 from mega_rl.operations.launcher.run_health import RunHealth
+from mega_rl.operations.launcher.signals import SIGNALS
 from mega_rl.operations.launcher.store import RankStore
-from mega_rl.untrusted import read_record
+from mega_rl.untrusted import read_record, shown
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,6 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class SignalNumber:
-    """A signal: node 0 orders to pass it on, or a launcher reports that it got it and passed it on."""
-
-    number: int
-
-
-@dataclass(frozen=True)
 class NodeNews:
     """Events of a node since the last time it was asked.
 
@@ -53,6 +47,14 @@ class NodeNews:
     ends: Sequence[RankEnd] = ()
     stopped_by: int = 0
     lost: str = ""
+
+
+def signal_number(message: Message) -> int:
+    """Return the signal to pass on, or that a launcher passed on. Raises ValueError."""
+    number = message.get("number")
+    if number not in SIGNALS:
+        raise ValueError(f"number must be a signal, not {shown(number)}")
+    return int(number)
 
 
 class LocalNode:
@@ -81,7 +83,7 @@ class LocalNode:
             lifeline = None if self._store is None else self._store.lifeline
             self.ranks.start(read_record(Assignment, values), lifeline=lifeline)
         elif kind == SIGNAL:
-            self.ranks.signal(read_record(SignalNumber, values).number)
+            self.ranks.signal(signal_number(values))
         elif kind == END:
             if values.get("collect"):
                 self._health.collect(self.ranks.processes)
@@ -128,7 +130,7 @@ class RemoteNode:
                     report = read_record(Ended, message)
                     ends += report.ends if report.generation == self._generation else ()
                 elif message.get("type") == STOPPED_BY:
-                    stopped_by = read_record(SignalNumber, message).number
+                    stopped_by = signal_number(message)
         except (ChannelLost, ValueError) as error:
             self._lost = str(error)
             self._channel.close()
@@ -230,14 +232,14 @@ class Fleet:
         return True
 
     def blame(self, number: int) -> bool:
-        """Count a failure of a node's ranks; return whether a spare has taken the node's place because of it."""
+        """Count a failure of a node's ranks; return whether a spare has taken its place."""
         self._faults[number] += 1
         node = next(node for node in self._members if node.number == number)
         why = f"the ranks of node {number} ({node.host}) have failed {self._faults[number]} times"
         return self._faults[number] >= FAULTS and self.replace(number, why)
 
     def finish(self, code: int, reason: str) -> None:
-        """Let all launchers end, also those that have just joined, and wait at most FINISH_S for that."""
+        """Let all launchers end, also new ones; wait at most FINISH_S."""
         arrivals = [] if self._door is None else self._door.arrivals()
         if self._door is not None:
             self._door.close()

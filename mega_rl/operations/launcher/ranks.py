@@ -44,7 +44,7 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A node's part in one start of the run; a restart is another generation, perhaps on other nodes."""
+    """A node's part in one generation of the run; a restart begins another one."""
 
     generation: int
     node: int  # place among the run's nodes, from 0
@@ -155,7 +155,7 @@ class NodeRanks:
             child.signal(number)
 
     def end(self) -> None:
-        """End the ranks of a failed run, by END_NOW and after END_GRACE_S by SIGKILL; return at once."""
+        """End the ranks by END_NOW, after END_GRACE_S by SIGKILL; return at once."""
         self.signal(END_NOW)
         self.signal(signal.SIGCONT)  # a stopped process takes no other signal
         self._kill_at = min(self._kill_at, self._clock() + END_GRACE_S)

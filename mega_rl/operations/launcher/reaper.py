@@ -43,7 +43,7 @@ class Reaper:
             )
 
     def watch(self, pid: int) -> None:
-        """Have a child of this process, the leader of its process group, killed if it outlives the launcher."""
+        """Have a child, the leader of its process group, killed if it outlives the launcher."""
         descriptor = os.pidfd_open(pid)
         try:
             with contextlib.suppress(OSError):  # the reaper was killed; the kernel still sends SIGTERM
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _ranks_at_the_end(launcher: socket.socket) -> dict[int, int]:
-    """Return the process descriptors of the ranks by pid once the launcher has closed its end of the socket."""
+    """Wait until the launcher closes its socket; return the ranks' process descriptors by pid."""
     ranks: dict[int, int] = {}
     while True:
         message, descriptors, _, _ = socket.recv_fds(launcher, _MAX_BYTES, 1)
@@ -90,7 +90,7 @@ def _ranks_at_the_end(launcher: socket.socket) -> dict[int, int]:
 
 
 def _living(ranks: dict[int, int]) -> dict[int, int]:
-    """Return the ranks that have not ended: a process descriptor is readable once its process has ended."""
+    """Return the ranks that have not ended: an ended process's descriptor is readable."""
     ended, _, _ = select.select(list(ranks.values()), [], [], 0.0)
     return {pid: fd for pid, fd in ranks.items() if fd not in ended}
 

@@ -54,7 +54,7 @@ class RunHealth:
         self._within(lambda: clear(self._run_dir), None)
 
     def step(self) -> int | None:
-        """Return the steps done by the rank that has done most; None if no rank has recorded any; on node 0."""
+        """Return the most steps that a rank has recorded, None without any; on node 0."""
         steps = [record.step for record in self._records().values() if record.step is not None]
         return max(steps, default=None)
 
@@ -90,7 +90,7 @@ class RunHealth:
         return next(reasons, None)
 
     def collect(self, processes: Mapping[int, int]) -> None:
-        """Write the stacks of this node's ranks, given by their processes, in about ten seconds at most."""
+        """Write the stacks of this node's ranks, in about ten seconds. processes: pid by rank."""
         if processes:
             self._within(lambda: collect(self._run_dir, processes), None)
 
@@ -113,7 +113,7 @@ class RunHealth:
         return self._within(lambda: read_records(self._run_dir), {})
 
     def _within(self, call: Callable[[], Value], otherwise: Value) -> Value:
-        """Return the result of a call, or `otherwise` with a warning if it takes too long. Raises its errors."""
+        """Return a call's result, or `otherwise` with a warning if it takes too long."""
         folder = health_folder(self._run_dir)
         running = Running(call, name=f"access to {folder}")
         if running.wait(ANSWER_S):

@@ -1,4 +1,4 @@
-"""The store in which ranks find one another, in its own process: it outlives any rank and a killed launcher.
+"""The store in which ranks find one another; its process outlives ranks and a killed launcher.
 
     python -m mega_rl.operations.launcher.store ADDRESS LISTENER LIFELINE
 
@@ -53,7 +53,7 @@ class RankStore:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at an address of this machine, 0: at any free port. Raises UserError."""
+    """Return a socket that listens at an address; port 0: any free one. Raises UserError."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind)

@@ -1,22 +1,225 @@
-"""Supervise a run on all nodes from node 0: start generations of ranks, watch them, decide on restarts."""
+"""Supervise a run on all nodes from node 0: start its ranks, find why they ended, decide on restarts."""
 
 from __future__ import annotations
 
 import logging
+import math
+import signal
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
-from mega_rl.errors import UserError, name_of_signal
-from mega_rl.operations.launcher.nodes import POLL_S, SIGNAL, START, Fleet
-from mega_rl.operations.launcher.outcome import Conclusion, GenerationState, RestartPolicy, RunFailure, stop_code
-from mega_rl.operations.launcher.ranks import Assignment
+from mega_rl.errors import RunError, UserError, name_of_signal
+from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, Fleet
+from mega_rl.operations.launcher.ranks import INNOCENT, Assignment, RankEnd
+from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
-from mega_rl.operations.launcher.signals import STOPPED, StopSignals
+from mega_rl.operations.launcher.signals import SIGNALS, STOPPED, StopSignals
+from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
 
 log = logging.getLogger(__name__)
 
+# Long runs mostly end by hardware, drivers and networks: restarting from the newest checkpoint is what their owner
+# would do, hours later. A fault of the program comes back at the same step and is not tried a third time.
+DEFAULT_RESTARTS = 3
+SETTLE_S = 0.5  # after a first failure: others that end in this time may explain it
+INNOCENT_S = 10.0  # after a rank lost another: that rank may still close its files, or let rank 0 speak first
+LATE_S = 2.0  # after a collective's timeout: the other ranks of the collective give up too
+KILL_S = 60.0  # after the order to end, which nodes enforce themselves once they have written stacks
+GIVE_UP_S = 60.0  # after the kill: the kernel may not end a process in a file system that does not answer
 OVERDUE_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """End of a launch: its exit code, and the line with the reason, empty if already said."""
+
+    code: int
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class RunFailure:
+    """Cause of a run's failure in one line.
+
+    code: the run's exit code. rank: the rank to blame, if any. said: the rank reported it on standard error.
+    """
+
+    cause: str
+    code: int
+    rank: int | None = None
+    said: bool = False
+
+    @property
+    def may_go_on(self) -> bool:
+        """Return whether the run may be tried again: not after a mistake or a stop."""
+        return self.code not in (UserError.exit_code, *STOPPED)
+
+
+def failure_of(ends: Sequence[RankEnd], *, world_size: int) -> RunFailure | None:
+    """Return why a run has failed, from its ranks' ends in their order; None without failure.
+
+    A user's mistake comes first, ranks that other ranks brought down last.
+    """
+    failures = [end for end in ends if end.code]
+    mistakes = [end for end in failures if end.code == UserError.exit_code]
+    own = [end for end in failures if end.code not in INNOCENT]
+    first = next(iter((*mistakes, *own, *failures)), None)
+    if first is None:
+        return None
+    who = f"rank {first.rank} (process {first.pid})"
+    if first.code in INNOCENT:
+        missing = sorted({*range(world_size)} - {end.rank for end in ends})
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        others = f"rank {', '.join(map(str, missing[:8]))}{more}" if missing else "another rank"
+        lost = first.code == LOST_PEER_CODE
+        what = "lost the connection to" if lost else "waited trainer.timeout_s in a collective for"
+        tail = ", which had not ended" if missing else ", which says no more"
+        return RunFailure(f"{who} {what} {others}{tail}", RunError.exit_code)
+    said = 0 < first.code < UNSAID
+    return RunFailure(f"{who} {ending(first.code)}", _exit_code(first), rank=first.rank, said=said)
+
+
+def ending(exit_code: int) -> str:
+    """Return how a rank ended, from the code of its `RankEnd`."""
+    if exit_code >= UNSAID:
+        return f"ended with exit code {exit_code - UNSAID} before its work was done"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = name_of_signal(-exit_code)
+    return f"was killed by {name}" + (": perhaps the machine is out of memory" if name == "SIGKILL" else "")
+
+
+def stop_code(ends: Sequence[RankEnd], number: int) -> int:
+    """Return a stopped run's exit code: 128 + signal, unless a rank failed otherwise.
+
+    A run that had come to its end has ended well.
+    """
+    codes = [_exit_code(end) for end in ends]
+    others = [code for code in codes if code not in (0, 128 + number, 128 + signal.SIGKILL, *STOPPED, *INNOCENT)]
+    return 0 if ends and not any(codes) else next(iter(others), 128 + number)
+
+
+def _exit_code(end: RankEnd) -> int:
+    """Return the exit code of a run that ends as this rank has."""
+    return RunError.exit_code if end.code >= UNSAID else end.code if end.code >= 0 else 128 - end.code
+
+
+class GenerationState:
+    """State machine of one set of ranks: who has ended, and when to end the others."""
+
+    def __init__(self, world_size: int, clock: Callable[[], float]) -> None:
+        self.lost: dict[int, str] = {}  # numbers of nodes whose launchers are gone, with the cause
+        self._world_size, self._clock = world_size, clock
+        self._ends: list[RankEnd] = []
+        self._gone: set[int] = set()  # ranks that have ended, or whose node is lost
+        self._counted: int | None = None  # number of ends before the order to end; later ends are its effect
+        self._failure: RunFailure | None = None  # not told by the end of a rank
+        self._end_at = self._kill_at = self._give_up_at = math.inf
+        self._is_stopped = False
+
+    @property
+    def ends(self) -> Sequence[RankEnd]:
+        """Return the ends that were not ordered."""
+        return self._ends[: self._counted]
+
+    @property
+    def over(self) -> bool:
+        """Return whether every rank has ended, or does not end though it was killed."""
+        return len(self._gone) == self._world_size or self._clock() >= self._give_up_at
+
+    @property
+    def left(self) -> Sequence[int]:
+        """Return the ranks that have not ended."""
+        return sorted({*range(self._world_size)} - self._gone)
+
+    @property
+    def running(self) -> bool:
+        """Return whether nothing has happened that ends the run."""
+        return self._end_at == self._kill_at == math.inf
+
+    @property
+    def failure(self) -> RunFailure | None:
+        """Return why the run has failed; None if it has not."""
+        return self._failure or failure_of(self.ends, world_size=self._world_size)
+
+    def add(self, end: RankEnd) -> None:
+        """Record a rank's end."""
+        self._ends.append(end)
+        self._gone.add(end.rank)
+        if end.code in STOPPED:  # all ranks stop after the same step, even if only one got the signal
+            self.stop()
+        elif end.code:
+            # Ranks that are stopped while they start die of the signal, and others then of their absence.
+            innocent = (0, *INNOCENT, *((-number for number in SIGNALS) if self._is_stopped else ()))
+            only_late = all(one.code == TIMEOUT_CODE for one in self._ends)
+            only_innocent = all(one.code in innocent for one in self._ends)
+            settle_s = LATE_S if only_late else INNOCENT_S if only_innocent else SETTLE_S
+            self._end_within(0.0 if end.code == UserError.exit_code else settle_s)
+
+    def lose(self, ranks: Sequence[int], cause: str) -> None:
+        """Record that the launcher of these ranks is gone."""
+        if len(self._gone.union(ranks)) > len(self._gone):
+            self._gone.update(ranks)
+            self.fail(cause)
+
+    def fail(self, cause: str) -> None:
+        """Record a failure that is not the end of a rank."""
+        if self._counted is None and self._failure is None and self.failure is None:
+            self._failure = RunFailure(cause, RunError.exit_code)
+        self._end_within(0.0)
+
+    def stop(self) -> None:
+        """Record that ranks were asked to end their step and save: they have SAVE_S seconds."""
+        self._is_stopped = True
+        self._kill_at = min(self._kill_at, self._clock() + SAVE_S)
+
+    def due(self) -> str:
+        """Return the order that is due for the ranks, END or KILL, each once; else empty."""
+        now = self._clock()
+        due = KILL if now >= self._kill_at else END if now >= self._end_at else ""
+        if due and self._counted is None:
+            self._counted = len(self._ends)
+        if due == KILL:
+            self._kill_at, self._give_up_at = math.inf, now + GIVE_UP_S
+        elif due == END:
+            self._end_at, self._kill_at = math.inf, now + KILL_S
+        return due
+
+    def _end_within(self, seconds: float) -> None:
+        if self._counted is None:
+            self._end_at = min(self._end_at, self._clock() + seconds)
+
+
+@dataclass
+class RestartPolicy:
+    """Decides whether a failed run starts again. max_restarts: as the user allows."""
+
+    max_restarts: int
+    restarts: int = 0
+    last_step: int | None = None  # steps done at the fault before; None: other nodes take part since
+
+    @property
+    def left(self) -> int:
+        """Return the number of further restarts that the user allows."""
+        return self.max_restarts - self.restarts
+
+    def refusal(self, failure: RunFailure, *, step: int, progressed: bool) -> str | None:
+        """Return why the run does not start again, in words; None counts a restart.
+
+        step: steps done when it failed, as far as known. progressed: this launch has done some.
+        """
+        if not failure.may_go_on or not self.max_restarts:
+            return ""
+        if failure.said and not progressed:
+            return ""  # a program that says why it cannot begin would say so again
+        if self.last_step == step:
+            return f"again after step {step}, where it failed before the restart: given up"
+        if not self.left:
+            return f"after step {step}: --max-restarts={self.max_restarts} are used up"
+        self.last_step = step
+        self.restarts += 1
+        return None
 
 
 class Supervisor:
@@ -93,7 +296,7 @@ class Supervisor:
             node.order(due, collect=may_go_on)
 
     def _pass_on(self, state: GenerationState | None) -> bool:
-        """Pass the user's signals on to the ranks, if they run; return whether any signal has come so far."""
+        """Pass the user's signals on to running ranks; return whether any has come so far."""
         for number in self._stop.take():
             self._stopped_by = self._stopped_by or number
             if state is not None:
@@ -133,7 +336,7 @@ class Supervisor:
         return None
 
     def _change_nodes(self, state: GenerationState, failure: RunFailure) -> str | None:
-        """Replace nodes that are lost or fail again; return why the run cannot continue, None if it can."""
+        """Replace nodes that are lost or fail again; return why the run cannot continue."""
         if state.left:
             ranks = ", ".join(map(str, state.left))
             return f"rank {ranks} does not end though it was killed, which is the kernel's to do; look at that node"

@@ -1,1 +1,1 @@
-"""Start runs by the scheduler of a cluster: Slurm, Kubernetes or Ray. Each starts a launcher on every node."""
+"""Start runs by Slurm, Kubernetes or Ray, with a launcher on every node."""

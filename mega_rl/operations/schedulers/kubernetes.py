@@ -1,4 +1,4 @@
-"""A JobSet for Kubernetes: an Indexed Job with a pod for each node, the recipe as a ConfigMap, a NetworkPolicy.
+"""A JobSet for Kubernetes: a pod for each node, the recipe as a ConfigMap, a NetworkPolicy.
 
 Fields: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2 and
 https://kubernetes.io/docs/concepts/workloads/controllers/job.
@@ -16,8 +16,8 @@ import typer
 import yaml
 
 from mega_rl.errors import UserError
-from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
 from mega_rl.operations.launcher.ranks import KEY
+from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.operations.schedulers.options import (
     MaxRestarts,
     NodeRestarts,
@@ -139,7 +139,7 @@ def pod_name(run: JobSetRun, node: int) -> str:
 
 
 def render(run: JobSetRun, facts: RecipeFacts) -> str:
-    """Return the manifests as YAML, with the commands that make the Secret and start the run on top."""
+    """Return the manifests as YAML; comments on top say how to start the run."""
     head = (
         f"# mega_rl on {run.nodes} nodes. Once, the key by which launchers know one another:\n"
         f"#   kubectl create secret generic {run.name} --from-literal={KEY_FIELD}=$(openssl rand -hex 32)\n"

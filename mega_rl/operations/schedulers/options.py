@@ -1,4 +1,4 @@
-"""Options that the commands of all schedulers share, and what a scheduler needs to know of a recipe."""
+"""Options that the commands of all schedulers share, and a recipe's facts for them."""
 
 from __future__ import annotations
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import urlsplit
 
 import torch
 
-from mega_rl.config.facts import divisors, listed
-from mega_rl.config.rules.servers import is_loopback
 from mega_rl.config.schema import RolloutConfig, SglangServerConfig, TrainerConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.parameters import hf_tensors
-from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.models.build import DTYPES
@@ -35,21 +31,16 @@ from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.addresses import check_urls, listening_address, ranks_on_this_host
 from mega_rl.rollout.sglang.server.memory import TAGS, DeviceShare, ServersMemory, release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
-from mega_rl.rollout.sglang.server.process import ServerProcess
-from mega_rl.rollout.sglang.server.settings import ServerSettings
+from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
 from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
-from mega_rl.rollout.sglang.weights.reshard import sending_bytes
+from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import RanksLost, Server, TrainerWeights, Transport
-from mega_rl.rollout.sglang.weights.transports.choose import Placement, choose_transport, hosts_of, leader_of
+from mega_rl.rollout.sglang.weights.transports.choose import Placement, choose_transport, hosts_of, servers_of
 from mega_rl.types import IdRanges
 
 log = logging.getLogger(__name__)
-
-_COUNT = "rollout.sglang.server.count"
-_TP = "rollout.sglang.server.tp"
-_NODES = "rollout.sglang.server.nodes"
 
 
 def start_servers(
@@ -89,24 +80,23 @@ def start_servers(
         return JoinedServers(world, sglang.urls, Keys.read(Path(sglang.keys_file)), timeout_s=sglang.start_timeout_s)
     on_gpus = accelerator.device.type == "cuda"  # a CPU's memory is the host's, which needs no turns
     colocated = sglang.placement == "colocated" or (sglang.placement == "auto" and on_gpus and not trainer.async_steps)
-    check_hosts(server.nodes, hosts=hosts)
     count = servers_per_host(server, accelerator, ranks_per_host=per_host, colocated=colocated)
     if world.rank == 0:
         log.info("%d SGLang server(s) of %d rank(s) on each %d host(s) of the trainer", count, server.tp, server.nodes)
-    host = listening_address(server.host, world, hosts=hosts)
-    fraction = server.mem_fraction
+    common = replace(
+        server_settings(rollout, trainer, settings, accelerator),
+        host=listening_address(server.host, world, hosts=hosts),
+        base_gpu=0 if colocated else per_host,  # servers with their own devices have those after the trainer's
+        memory_saver=colocated,
+    )
     if colocated and on_gpus:
         smallest = -int(world.max(torch.tensor(-accelerator.total_memory())))
-        fraction = device_share(rollout, settings, hf, total=smallest, world_size=world.size).fraction(fraction)
+        share = device_share(rollout, settings, hf, total=smallest, world_size=world.size)
+        common = replace(common, mem_fraction=share.fraction(server.mem_fraction))
         if not server.mem_fraction and world.rank == 0:
-            log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
-    common = server_settings(
-        rollout, trainer, settings, accelerator, host=host, colocated=colocated, mem_fraction=fraction
-    )
-    first_gpu = 0 if colocated else per_host  # servers with their own devices have those after the trainer's
-    here = [replace(common, base_gpu=first_gpu + place * common.tp_here) for place in range(count)]
+            log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", common.mem_fraction)
     folder = Path(trainer.run_dir) / "sglang"
-    pool = StartedServers(world, here, ranks_per_host=per_host, folder=folder, process=process)
+    pool = StartedServers(world, common, count=count, ranks_per_host=per_host, folder=folder, process=process)
     resources.push(partial(_close, pool))
     if colocated:
         pool.wait_ready()
@@ -117,25 +107,16 @@ def start_servers(
 def _close(
     pool: ServerPool, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Leave or end the servers.
+    """Leave servers that later ranks may adopt, or end them.
 
     A failure that the run found by itself ends them: they may have a part in it. After a user's mistake, or when the
-    run was stopped, nobody comes for them.
+    run was stopped, no later rank adopts them.
     """
     is_theirs = isinstance(error, (RunError, UserError)) and not isinstance(error, PeerError | RanksLost)
     if isinstance(error, Exception) and not is_theirs:
         pool.leave()
     else:
         pool.close()
-
-
-def check_hosts(nodes: int, *, hosts: int) -> None:
-    """Raise UserError where servers that span several hosts each do not divide the trainer's."""
-    if hosts % nodes:
-        raise UserError(
-            f"{_NODES}={nodes}: the trainer runs on {hosts} host(s), and each server takes {nodes} of them; "
-            f"legal: {listed(divisors(hosts))}"
-        )
 
 
 def servers_per_host(
@@ -151,46 +132,34 @@ def servers_per_host(
     devices = ranks_per_host if colocated else visible - ranks_per_host
     tp_here = server.tp // server.nodes
     count = server.count or devices // tp_here
-    sizes = f"{_TP}={server.tp}" + (f" over {_NODES}={server.nodes}" if server.nodes > 1 else "")
+    given = f"rollout.sglang.server.count={server.count} and rollout.sglang.server.tp={server.tp}"
+    if server.nodes > 1:
+        given += f" over rollout.sglang.server.nodes={server.nodes}"
     if visible < ranks_per_host or count < 1 or count * tp_here > devices:
         where = "share the devices of" if colocated else "have their own devices (rollout.sglang.placement) next to"
         advice = "lower them" if colocated else "lower them, start fewer ranks per host, or set placement=colocated"
         raise UserError(
-            f"{_COUNT}={server.count} and {sizes}: the servers of a host {where} its {ranks_per_host} rank(s), and "
-            f"this process sees {visible} device(s); {advice}; a launcher must show all devices of a host to each of "
-            "its processes"
+            f"{given}: the servers of a host {where} its {ranks_per_host} rank(s), and this process sees {visible} "
+            f"device(s); {advice}; a launcher must show all devices of a host to each of its processes"
         )
-    idle = devices - count * tp_here
-    if idle:
-        log.warning(
-            "%s=%d and %s leave %d of %d devices of each host idle while responses are generated",
-            *(_COUNT, server.count, sizes, idle, devices),
-        )
+    if idle := devices - count * tp_here:
+        log.warning("%s leave %d of %d devices of each host idle while responses are generated", given, idle, devices)
     return count
 
 
 def server_settings(
-    rollout: RolloutConfig,
-    trainer: TrainerConfig,
-    settings: EngineSettings,
-    accelerator: Accelerator,
-    *,
-    host: str,
-    colocated: bool,
-    mem_fraction: float,
+    rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, accelerator: Accelerator
 ) -> ServerSettings:
-    """Return the settings that a host's servers share."""
+    """Return the settings of a run's servers; the host's address and its devices are not known yet."""
     sglang, server = rollout.sglang, rollout.sglang.server
     return ServerSettings(
         model_path=Path(settings.model.path),
-        host=host,
         tp=server.tp,
         nodes=server.nodes,
         dtype=_name_of(_dtype(rollout, settings)),
         device=accelerator.device.type,
         max_total_tokens=server.max_total_tokens,
-        mem_fraction=mem_fraction,
-        memory_saver=colocated,
+        mem_fraction=server.mem_fraction,
         deterministic=trainer.deterministic,
         seed=trainer.seed,
         start_timeout_s=sglang.start_timeout_s,
@@ -208,23 +177,10 @@ def device_share(
     if engine.backend == "fsdp":
         policy = 4 * count // (engine.fsdp.shard_ranks or world_size)  # shards are FP32
     else:
-        layout = ParallelLayout.of_engine(engine, world_size=world_size)
-        sharding = Sharding(hf, layout)
-        stages = (
-            sum(
-                prod(param.shape)
-                for vp_stage in range(layout.vpp)
-                for param in build_plan(sharding, layout.coordinates(first), vp_stage=vp_stage)
-            )
-            for first in range(0, world_size, layout.stage_size)
-        )
-        policy = max(stages) * DTYPES[settings.model.dtype].itemsize
-    return DeviceShare(
-        total=total,
-        policy=policy + sending_bytes(hf, bucket_bytes=rollout.bucket_mib << 20, itemsize=itemsize),
-        weights=count * itemsize // tp,
-        tp=tp,
-    )
+        sharding = Sharding(hf, ParallelLayout.of_engine(engine, world_size=world_size))
+        policy = policy_bytes(sharding, DTYPES[settings.model.dtype].itemsize)
+    sending = sending_bytes(hf, bucket_bytes=rollout.bucket_mib << 20, itemsize=itemsize)
+    return DeviceShare(total=total, policy=policy + sending, weights=count * itemsize // tp, tp=tp)
 
 
 def _dtype(rollout: RolloutConfig, settings: EngineSettings) -> torch.dtype:
@@ -293,7 +249,7 @@ class Connection:
 def connect(
     rollout: RolloutConfig,
     dtype: torch.dtype,
-    servers: ServerPool,
+    pool: ServerPool,
     *,
     actor: ModelEngine,
     world: Ranks,
@@ -304,47 +260,46 @@ def connect(
     dtype: of the servers' weights. hidden_tokens: no response may hold them. Raises UserError when no transport, or not
     the requested one, reaches the servers.
     """
-    sglang, hf = rollout.sglang, actor.sharding.hf
-    placement = Placement(hosts=hosts_of(world), colocated=servers.colocated)
-    resources = ExitStack()
+    sglang, hf, resources = rollout.sglang, actor.sharding.hf, ExitStack()
+    placement = Placement(hosts=hosts_of(world), colocated=pool.colocated)
     # Every rank has a control of every server; only the one that leads a server uses it.
-    clients = (Control(endpoint, sglang.sync.timeout_s) for endpoint in servers.endpoints)
-    controls = [resources.enter_context(closing(client)) for client in clients]
-    reached = [_reached(servers, index, control, placement) for index, control in enumerate(controls)]
+    controls = [resources.enter_context(closing(Control(one, sglang.sync.timeout_s))) for one in pool.endpoints]
+    servers = servers_of(pool, controls, placement)
     transport = choose_transport(
         sglang.sync.transport,
         TrainerWeights(actor, dtype),
-        reached,
+        servers,
         placement,
         bucket_bytes=rollout.bucket_mib << 20,
         timeout_s=sglang.sync.timeout_s,
     )
-    own = {i: controls[i] for i, one in enumerate(reached) if leader_of(one, transport, placement) == world.rank}
     per_rank = math.ceil(sglang.max_concurrency / world.size)
-    # The ranks of a host ask the servers that the run started there, equally many on each host.
-    near = {
-        server.index: math.ceil(sglang.max_concurrency / sum(map(placement.hosts.count, set(server.hosts))))
-        for server in reached
-        if servers.nodes(server.index) and placement.hosts[world.rank] in server.hosts
-    }
+    near = _near_servers(pool, servers, placement.hosts, host=placement.hosts[world.rank], most=sglang.max_concurrency)
     router = ServerRouter(
-        servers.endpoints,
+        pool.endpoints,
         vocab_size=hf.vocab_size,
         max_concurrency=near or per_rank,
         retries=sglang.retries,
         request_timeout_s=sglang.request_timeout_s,
         allow_mixed_versions=sglang.partial_rollout,
     )
-    hidden = ids_of(hidden_tokens, hf.vocab_size)
+    own = {one.index: controls[one.index] for one in servers if transport.leader_of(one) == world.rank}
     return Connection(
         router=resources.enter_context(router),
-        sync=_weight_sync(rollout, dtype, transport, router, world, actor=actor, own=own, hidden=hidden),
-        memory=ServersMemory(
-            world, own, servers, released=TAGS if servers.colocated else ()
-        ),  # released at their start
+        sync=SglangWeightSync(
+            transport,
+            router,
+            world,
+            controls=own,
+            num_servers=len(servers),
+            expected=_expected(rollout, dtype, actor),
+            probe=_probe(rollout, dtype, actor, world, ids_of(hidden_tokens, hf.vocab_size)),
+            verify_interval=rollout.verify_interval,
+        ),
+        memory=ServersMemory(world, own, pool, released=TAGS if pool.colocated else ()),  # released at their start
         concurrency=sum(near.values()) or per_rank * len(controls),
         max_positions=hf.max_position_embeddings,
-        _servers=servers,
+        _servers=pool,
         _controls=controls,
         _actor=actor,
         _transport=transport,
@@ -352,40 +307,33 @@ def connect(
     )
 
 
-def _reached(servers: ServerPool, index: int, control: Control, placement: Placement) -> Server:
-    """Return a server with the hosts of its nodes; a joined one may be anywhere unless its URL is loopback."""
-    nodes = servers.nodes(index) or ((0,) if is_loopback(urlsplit(control.endpoint.url).hostname or "") else ())
-    hosts = [placement.hosts[rank] for rank in nodes]
-    return Server(index, servers.tp[index], hosts[0] if hosts else None, control, tuple(hosts[1:]))
+def _near_servers(
+    pool: ServerPool, servers: Sequence[Server], hosts: Sequence[str], *, host: str, most: int
+) -> dict[int, int]:
+    """Return by server the requests that a rank of this host has in flight; only servers that the run started here.
+
+    The ranks of a server's hosts have equal shares of the `most` requests that it takes.
+    """
+    here = [server for server in servers if pool.nodes(server.index) and host in server.hosts]
+    return {server.index: math.ceil(most / sum(map(hosts.count, set(server.hosts)))) for server in here}
 
 
-def _weight_sync(
-    rollout: RolloutConfig,
-    dtype: torch.dtype,
-    transport: Transport,
-    router: ServerRouter,
-    world: Ranks,
-    *,
-    actor: ModelEngine,
-    own: Mapping[int, Control],
-    hidden: Sequence[int],
-) -> SglangWeightSync:
-    sync, hf, name = rollout.sglang.sync, actor.sharding.hf, _name_of(dtype)
-    limits = (sync.probe_mean_limit or LIMITS[name][0], sync.probe_max_limit or LIMITS[name][1])
-    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, sync.probe_tokens, limits, tuple(hidden))
-    return SglangWeightSync(
-        transport,
-        router,
-        world,
-        controls=own,
-        num_servers=len(router.states()),
-        expected=ExpectedServer(
-            hf=hf,
-            sent=sent_tensors(actor.sharding, dtype),
-            dtype=name,
-            tp=None if rollout.sglang.urls else rollout.sglang.server.tp,
-            routing=rollout.sglang.return_routing,
-        ),
-        probe=probe if sync.probe_tokens else None,
-        verify_interval=rollout.verify_interval,
+def _expected(rollout: RolloutConfig, dtype: torch.dtype, actor: ModelEngine) -> ExpectedServer:
+    return ExpectedServer(
+        hf=actor.sharding.hf,
+        sent=sent_tensors(actor.sharding, dtype),
+        dtype=_name_of(dtype),
+        tp=None if rollout.sglang.urls else rollout.sglang.server.tp,
+        routing=rollout.sglang.return_routing,
+    )
+
+
+def _probe(
+    rollout: RolloutConfig, dtype: torch.dtype, actor: ModelEngine, world: Ranks, hidden: Sequence[int]
+) -> Probe | None:
+    sync, (mean, largest) = rollout.sglang.sync, LIMITS[_name_of(dtype)]
+    limits = (sync.probe_mean_limit or mean, sync.probe_max_limit or largest)
+    vocab_size, tokens = actor.sharding.hf.vocab_size, sync.probe_tokens
+    return (
+        Probe(actor.forward, world, vocab_size, rollout.temperature, tokens, limits, tuple(hidden)) if tokens else None
     )

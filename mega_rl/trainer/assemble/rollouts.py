@@ -101,7 +101,7 @@ def build_rollouts(
     shared = connection.memory if servers.colocated else None
     devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
     if shared is not None:
-        connection.sync.add_listener(devices)
+        connection.sync.add_listener(devices.after_send)
     return Rollouts(source, connection.sync, devices, pending)
 
 

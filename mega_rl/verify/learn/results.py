@@ -41,7 +41,7 @@ class ConfidenceBand:
 
 
 def band(values: Sequence[float]) -> ConfidenceBand:
-    """Return the mean and its interval, by Student's t: mean -+ t * s / sqrt(n), s the sample deviation."""
+    """Return mean -+ t * s / sqrt(n), by Student's t; s is the sample deviation."""
     mean, n = statistics.fmean(values), len(values)
     half = T_975[n - 2] * statistics.stdev(values) / math.sqrt(n) if n > 1 else 0.0
     return ConfidenceBand(mean, mean - half, mean + half)
@@ -217,7 +217,7 @@ def markdown_table(results: Sequence[TaskResult]) -> str:
 
 
 def plot_tasks(results: Sequence[TaskResult], picture: Path) -> None:
-    """Draw each task's variants with mean and 95 % band; the same results give the same bytes."""
+    """Draw each task's variants, mean and 95 % band; equal results give equal bytes."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

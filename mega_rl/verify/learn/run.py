@@ -13,10 +13,8 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers import GenerationConfig
 
 from mega_rl import api
 from mega_rl.errors import UserError
@@ -29,6 +27,7 @@ from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.types import Metrics, Rollout
 from mega_rl.verify.learn.results import Curve
 from mega_rl.verify.learn.tasks import ClosedFormDistance, LearningTask, StepMetric, Variant
+from mega_rl.verify.tiny_models import fresh_qwen3, write_tokenizer
 from mega_rl.workers.rollout import RolloutWorker
 
 log = logging.getLogger(__name__)
@@ -147,45 +146,23 @@ def _quiet_trainer() -> Iterator[None]:
 
 
 def write_model(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
-    """Write a random Qwen3 of two layers (safetensors, fp32), and a tokenizer with one token per character.
+    """Write a random Qwen3 of two layers, and a tokenizer with one token per character.
 
     stop: the character that ends a response. Without one the end-of-sequence id lies outside the vocabulary, so every
     response has full length.
     """
     end = vocabulary.index(stop) if stop else None
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        initializer_range=0.08,  # the usual 0.02 suits widths of thousands
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+    model = fresh_qwen3(len(vocabulary), width=64, initializer_range=0.08, max_positions=64, eos=end, seed=seed)
     model.generation_config = GenerationConfig(eos_token_id=len(vocabulary) if end is None else end)
-    disable_progress_bar()
     model.save_pretrained(folder)
-    ids = {text: i for i, text in enumerate(vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=vocabulary[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(folder)
+    write_tokenizer(folder, vocabulary, unknown=vocabulary[0], clean_up_tokenization_spaces=False)
 
 
 def mix_with_uniform(source: RolloutSource, *, share: float) -> None:
-    """Make the embedded engine draw this share of its tokens uniformly; its log-probs are those of the mixture.
+    """Make the embedded engine draw a share of its tokens uniformly.
 
-    The sampler is then not the policy that trains. Raises UserError for rollouts of another engine.
+    Its log-probs are those of the mixture, so the sampler is not the policy that trains. Raises UserError for rollouts
+    of another engine.
     """
     engine = source.engine if isinstance(source, RolloutWorker) else None
     if not isinstance(engine, HFRolloutEngine):
@@ -201,9 +178,9 @@ def mix_with_uniform(source: RolloutSource, *, share: float) -> None:
 
 
 def enumerate_responses(task: LearningTask, *, length: int) -> tuple[Rollout, Tensor]:
-    """Return a row for every response of `length` tokens to every prompt, and rewards, [prompts, responses] float64.
+    """Return every response of `length` tokens to every prompt as rows, and their rewards.
 
-    Prompts have one length.
+    Rewards are [prompts, responses] float64. Prompts have one length.
     """
     responses = ["".join(characters) for characters in product(task.vocabulary, repeat=length)]
     ids = {character: i for i, character in enumerate(task.vocabulary)}
@@ -218,7 +195,7 @@ def enumerate_responses(task: LearningTask, *, length: int) -> tuple[Rollout, Te
 
 
 def closed_form_distance(models: PolicyGradient, rows: Rollout, rewards: Tensor, *, beta: float) -> float:
-    """Return KL(pi || pi*) in nats, the mean over prompts, for pi*(y) ~ ref(y) exp(r(y) / beta).
+    """Return KL(pi || pi*) in nats, averaged over prompts; pi*(y) ~ ref(y) exp(r(y) / beta).
 
     rows, rewards: from `enumerate_responses`. The trainer's actor and reference evaluate pi and ref.
     Source of the closed form: Korbak et al. 2022, arXiv:2205.11275, eq. 4.

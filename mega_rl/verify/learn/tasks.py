@@ -54,7 +54,7 @@ class Reaches:
 
 @dataclass(frozen=True)
 class Beats:
-    """Statement: the 95 % bands of two variants are apart, the first one on the better side."""
+    """Statement: the 95 % bands of two variants are apart, the first is better."""
 
     variant: str
     other: str
@@ -97,7 +97,7 @@ def _sizes(*, steps: int, prompts: int, n: int, tokens: int, lr: float) -> dict[
 
 
 def _ranked(letter: str, state: str) -> float:
-    """Return a reward of 0 to 1 that is not a smooth function of letter and state."""
+    """Return a reward of 0 to 1, no smooth function of letter and state."""
     return ((7 * LETTERS.index(letter) + 5 * LETTERS.index(state)) % 16) / 15
 
 
@@ -206,7 +206,7 @@ WRONG_ESTIMATOR = Path(__file__).with_name("neighbours_advantage.py")  # not imp
 
 
 def sorting_reward(prompt: str, response: str, answer: str, finish: str) -> float:
-    """Return 0.2 for two digits and a stop, and 0.4 for each of the two digits at its place."""
+    """Return 0.2 for two digits and a stop, and 0.4 for each digit at its place."""
     if finish != "stop" or len(response) != 2 or not response.isdigit():
         return 0.0
     return 0.2 + 0.4 * sum(a == b for a, b in zip(response, answer, strict=True))
@@ -311,7 +311,7 @@ def best_arm(state: str) -> str:
 
 
 def reused_reward(prompt: str, response: str, answer: str) -> float:
-    """Return 1 for an arm that pays on this row, else 0; answer: the arms that pay."""
+    """Return 1 for an arm that pays on this row, else 0. answer: these arms."""
     return float(response in answer)
 
 

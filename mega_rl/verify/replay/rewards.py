@@ -1,4 +1,4 @@
-"""Rewards of a recorded step scored again, by the reward functions and the data that the run names."""
+"""Score the rewards of a recorded step again, by the run's reward functions and data."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from mega_rl.tracking.records.reader import Array, Record
 from mega_rl.trainer.assemble.data import load_data, read_tokens
 from mega_rl.trainer.rows import scored_rows
 from mega_rl.types import Prompt, Rewards, Rollout
-from mega_rl.verify.replay.compare import ATOL, Difference, compare_tensor
-from mega_rl.verify.replay.plan import recorded_config
-from mega_rl.verify.replay.weights import origin_of
+from mega_rl.verify.replay.inputs import origin_of, recorded_config
+from mega_rl.verify.replay.run import ATOL, Difference, compare_tensor
 
 
 def compare_rewards(record: Record, *, atol: float | None = None) -> list[Difference]:
-    """Return the distance of each part of the rewards, then of the rewards, from those that are scored now.
+    """Score the rewards again; return the distance of each part, then of the rewards.
 
     Raises UserError for rewards that are not of functions, for prompts that the data no longer have, and for functions
     that fail as they would in a run.
@@ -90,7 +89,7 @@ def _scored(record: Record, config: Config, resources: ExitStack) -> tuple[Rewar
 
 
 def _prompts(record: Record, data: dict[int, Prompt]) -> list[Prompt]:
-    """Return the prompts of the step's batch. Raises UserError where the data have others at their rows."""
+    """Return the prompts of the step's batch. Raises UserError if the data changed."""
     prompts: dict[int, Prompt] = {}
     for row, described in enumerate(record.rows):
         index, place = int(described["data_row"]), int(record.tensors["prompt_index"][row])
@@ -110,5 +109,5 @@ def _tensor(record: Record, name: str) -> torch.Tensor:
 
 
 def _nan_where_unknown(values: Array, known: Array) -> Array:
-    """Return the values as a record has them: NaN of a response that the reward leaves out."""
+    """Return the values as a record has them: NaN where a response has no reward."""
     return np.where(known, values, np.nan)

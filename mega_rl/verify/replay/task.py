@@ -6,8 +6,6 @@ tensor is compared for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +19,8 @@ from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import ranks_of, share
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Inspect, ModelPasses, Ranks, TokenModel
+from mega_rl.tracking.metrics.sinks import NullSink
+from mega_rl.tracking.metrics.steps import PhaseTimer
 from mega_rl.tracking.records.format import MODEL_OUTPUTS
 from mega_rl.tracking.records.reader import Record, read_record
 from mega_rl.trainer.assemble.algorithms import build_estimator, build_reward_kl
@@ -35,7 +35,8 @@ from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.trainer.rows import Samples, check_rows
 from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
-from mega_rl.verify.replay.plan import ReplayPlan, recorded_config, replay_config
+from mega_rl.verify.plan import ReplayPlan
+from mega_rl.verify.replay.inputs import recorded_config, replay_config
 
 NO_LIMIT = 1 << 62
 
@@ -62,8 +63,8 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
     has_policy = {"policy_logprobs", "entropy"} & record.tensors.keys()
     policy = _ComputedPolicy(roles.actor_engine, rows, computed) if has_policy else None
     columns = replace(columns, policy=policy)
-    idle = _Idle()
-    stage = Stages(idle)
+    timer = PhaseTimer()
+    stage = Stages(timer)
     algorithm = PolicyGradient(
         actor=_Computed(roles.actor, rows, "old_logprobs", computed),
         critic=_recorded(roles.critic, rows, "values", computed),
@@ -76,7 +77,7 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
         update_reference=lambda done: {},
         rules=replace(policy_gradient_rules(config), recompute_old_logprobs=not columns.from_sampler),
         stage=stage,
-        log=StepLog(idle, idle),
+        log=StepLog(NullSink(), timer),
     )
     samples = rows.samples()
     check_rows(samples.rollout, samples.prompts, ranks)
@@ -92,7 +93,7 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
 
 
 def _recorded(model: TokenModel | None, rows: _OwnRows, name: str, computed: dict[str, Tensor]) -> _Computed | None:
-    """Return a role that computes and returns what was recorded; None if the record has none of its outputs."""
+    """Return a role that computes but returns the record's outputs; None without such outputs."""
     return None if model is None or name not in rows.record.tensors else _Computed(model, rows, name, computed)
 
 
@@ -102,8 +103,8 @@ class _Computed:
 
     model: TokenModel
     rows: _OwnRows
-    name: str  # of the recorded tensor
-    computed: dict[str, Tensor]  # by that name
+    name: str  # the recorded tensor
+    computed: dict[str, Tensor]  # outputs by tensor name
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         outputs = self.model.evaluate(batch)
@@ -120,7 +121,7 @@ class _Computed:
 
 @dataclass(frozen=True)
 class _ComputedPolicy:
-    """Policy whose log-probs and entropies are computed on the recorded rows and kept; it returns the recorded ones."""
+    """Policy that computes and keeps log-probs and entropies, and returns the recorded ones."""
 
     model: ModelPasses
     rows: _OwnRows
@@ -181,26 +182,3 @@ class _OwnRows:
         index = torch.from_numpy(self.record.tensors["prompt_index"].copy())
         table[index] = torch.from_numpy(self.record.tensors["greedy_rewards"].copy())
         return table
-
-
-class _Idle:
-    """Timer and sink that a replay does without."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        yield
-
-    def reset(self) -> None:
-        return
-
-    def metrics(self) -> Metrics:
-        return {}
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        return
-
-    def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, object]], *, validation: bool = False) -> None:
-        return
-
-    def close(self, *, failed: bool = False) -> None:
-        return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,13 +19,29 @@ from mega_rl.verify.rl.independent.sampling import groups_of, wrong_groups, wron
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
 from mega_rl.verify.rl.trace import num_updates, read_batch, read_figures
-from mega_rl.verify.tolerances import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, UpdateErrors
+from mega_rl.verify.tolerances import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES
 
 # Figures of tokens by phase.
 TOKEN_PHASES = {"log-probs": ("old_logprobs", "ref_logprobs", "values"), "advantages": ("advantages", "returns")}
 # A tensor whose gradient is this much smaller than that of the average element is compared with that size instead of
 # its own: rounding is 1e-7 of the average, of which less than 1e-5 is left so.
 FLOOR = 1e-2
+
+
+@dataclass(frozen=True)
+class UpdateErrors:
+    """Distance of one optimizer step of the real trainer from the independent trainer's."""
+
+    role: str  # actor, critic
+    step: int  # counts from 0
+    update: int  # number of the mini-batch in its step, from 0
+    errors: Mapping[str, float]  # error by phase of the run, in the order of `TOLERANCES`
+    worst: str  # name of the tensor whose gradient is furthest off
+
+    @property
+    def title(self) -> str:
+        """Return the update in words."""
+        return f"step {self.step + 1}, {self.role} update {self.update + 1}"
 
 
 def follow(
@@ -36,7 +53,7 @@ def follow(
     *,
     reference: Path | None = None,
 ) -> Iterator[UpdateErrors]:
-    """Train from the weights of `model` on the tokens recorded in `folder`; yields the errors of each update.
+    """Train `model` on the tokens recorded in `folder`; yields the errors of each update.
 
     rule: gives the rewards; those of the record are compared with it, and not used.
     reference: the reference's weights; None: those of `model`.
@@ -67,12 +84,12 @@ def follow(
 
 
 class SamplerTest:
-    """Four sums over tokens, which for a right sampler are normal with mean 0 and deviation 1.
+    """Four sums over tokens; for a right sampler they are normal with deviation 1.
 
-    Of log p + entropy, which another temperature, a cut of the distribution or a penalty moves. Of u - 1/2, u being the
-    randomised place of a token in the cumulated distribution, uniform and independent of all others. Of products of
-    neighbouring u in a response, and of u at one position of neighbouring samples and prompts: a random number that is
-    used twice moves these.
+    1: log p + entropy, which another temperature, a cut of the distribution or a penalty moves. 2: u - 1/2, where u is
+    the randomised place of a token in the cumulated distribution, uniform and independent of all others. 3: products of
+    neighbouring u in a response. 4: products of u at one position of neighbouring samples and prompts. A random number
+    that is used twice moves 3 and 4.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -120,7 +137,7 @@ class SamplerTest:
 def off(
     errors: Iterable[UpdateErrors], tolerances: Mapping[str, float] = TOLERANCES
 ) -> tuple[UpdateErrors, str] | None:
-    """Return the first update that is off with the first phase in which it is, None where all is within tolerance."""
+    """Return the first update out of tolerance with its first such phase; None without one."""
     for update in errors:
         for phase, error in update.errors.items():
             if not error <= tolerances[phase]:
@@ -131,7 +148,9 @@ def off(
 def _errors(
     real: Figures | None, own: Figures, start: Mapping[str, Tensor], of_step: Mapping[str, float]
 ) -> UpdateErrors:
-    """Return how far the real figures are from the independent trainer's, with the errors of the step's own phases."""
+    """Return the distance of the real figures from the independent trainer's.
+
+    of_step: errors of phases that the step's updates share."""
     if real is None or (real.step, real.update) != (own.step, own.update):
         return UpdateErrors(own.role, own.step, own.update, {UPDATES: math.inf}, "")
     if set(real.gradients) != set(own.gradients):
@@ -153,7 +172,7 @@ def _errors(
 
 
 def _token_errors(real: Figures, own: Figures) -> dict[str, float]:
-    """Return the largest |difference| of any token by phase, infinite where the tokens are not the same.
+    """Return the largest |difference| of any token by phase; infinite for different tokens.
 
     A phase of which the real trainer reads no figures is left out.
     """
@@ -170,7 +189,7 @@ def _token_error(real: Tensor, own: Tensor) -> float:
 
 
 def _gradient_error(real: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest relative error of a tensor's gradient in the Frobenius norm, and the tensor's name."""
+    """Return the largest relative error of a gradient in the Frobenius norm, and its tensor."""
     numel = sum(tensor.numel() for tensor in own.values())
     typical = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in own.values()) / numel)
     errors = {}

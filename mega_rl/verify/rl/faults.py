@@ -73,7 +73,7 @@ def _sample_whitened(rows: list[Row]) -> list[Row]:
 
 
 def _bootstrapped(rewards: Row, values: Row, gamma: float, lam: float) -> tuple[Row, Row]:
-    """Return GAE that continues after the last token with its value, as if every response was cut off."""
+    """Return GAE that continues after the last token, as if every response was cut off."""
     advantages, returns = formulas.gae([*rewards[:-1], rewards[-1] + gamma * values[-1]], values, gamma, lam)
     return advantages, returns
 

@@ -105,14 +105,14 @@ def read_run(recipe: str | None, overrides: Sequence[str], *, steps: int) -> Loc
 
 
 def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None) -> LockstepRun:
-    """Return a small run with these settings, on the architecture of a folder's config.json or the quickstart's."""
+    """Return a small run with these settings. source: folder of the architecture's config.json."""
     fixed = FIXED if settings.get("reward.source") == "none" else {**FIXED, "reward.function": REWARD}
     config = load(None, {**fixed, **SIZES, "trainer.steps": STEPS, **settings})
     return LockstepRun(_without_idle(config, set(settings)), source, str(source or STAND_IN))
 
 
 def _source_of_rewards(read: Config) -> Mapping[str, object]:
-    """Return the settings of a lockstep's reward: the lockstep's own function, or none where the recipe has none."""
+    """Return the reward's settings: the lockstep's own function, or none as in the recipe."""
     return NO_REWARD if read.reward.source == "none" else {"reward.function": REWARD}
 
 
@@ -121,7 +121,7 @@ def _is_kept(key: str) -> bool:
 
 
 def _shortened(config: Config, given: set[str]) -> Config:
-    """Return the config with numbers of a long run made to fit a short one: warm-ups, intervals, buffers, prompts."""
+    """Return the config with warm-ups, intervals, buffers and prompts that fit a short run."""
     most = config.trainer.steps // 3
     limits = {
         "optim.warmup_steps": most,
@@ -138,13 +138,13 @@ def _shortened(config: Config, given: set[str]) -> Config:
 
 
 def _without_idle(config: Config, given: set[str]) -> Config:
-    """Return the config with defaults for sizes that have no effect in it; `given` ones are left to the rules."""
+    """Return the config with defaults for sizes without effect, except `given` ones."""
     idle = {entry.key for entry in unmet(config)} & set(SIZES) - given
     return with_settings(config, {key: value_of(Config(), key) for key in idle})
 
 
 def _architecture(path: str, *, is_given: bool) -> tuple[Path | None, str]:
-    """Return (folder with a config.json, description); of a recipe's model that is not there yet, the stand-in's."""
+    """Return (folder with a config.json, description); a missing recipe's model has a stand-in."""
     if not path:
         return None, STAND_IN
     if model_name(path) is None and not Path(path).exists() and not is_given:
@@ -153,7 +153,7 @@ def _architecture(path: str, *, is_given: bool) -> tuple[Path | None, str]:
 
 
 def with_layout(config: Config, layout: Layout, *, run_dir: Path) -> Config:
-    """Return the config on a layout, in `run_dir`. Raises UserErrors for settings that do not fit the layout."""
+    """Return the config on a layout, in `run_dir`. Raises UserErrors if they do not fit."""
     sizes = layout.settings
     if sizes["etp"] == sizes["tp"] or sizes["ep"] == 1:
         sizes["etp"] = 0
@@ -171,7 +171,7 @@ def with_layout(config: Config, layout: Layout, *, run_dir: Path) -> Config:
 
 
 def rows(seed: int) -> list[dict[str, str]]:
-    """Return rows of prompts of different lengths with answers; every eighth is too long, so it is dropped."""
+    """Return prompts of different lengths with answers; every eighth is too long and dropped."""
     rng = random.Random(seed)
     texts = ["".join(rng.choices(CHARACTERS, k=rng.randint(2, LONGEST_PROMPT))) for _ in range(NUM_PROMPTS)]
     for place in range(0, NUM_PROMPTS, 7):
@@ -180,9 +180,9 @@ def rows(seed: int) -> list[dict[str, str]]:
 
 
 def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | None:
-    """Return the reward of a run: with named parts where the recipe gives them weights or an estimator reads them.
+    """Return the reward function of a run; None for a run without reward.
 
-    None of a run that has no reward.
+    It has named parts if the recipe gives them weights or the estimator reads them.
     """
     if config.reward.source == "none":
         return None
@@ -202,11 +202,11 @@ def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | No
 
 
 def reward(prompt: str, response: str, answer: str) -> float:
-    """Return a number from -1 to 1 that depends on every character, so that few samples of a prompt have the same."""
+    """Return a number from -1 to 1 that depends on every character; few samples share one."""
     return (7 * len(response) + mixed(prompt, response, answer)) % 11 / 5 - 1
 
 
 def mixed(prompt: str, response: str, answer: str) -> int:
-    """Return a number that depends on every character of the three texts and on its place in prompt and answer."""
+    """Return a number that depends on every character, and on its place in prompt and answer."""
     given = sum(place * ord(character) for place, character in enumerate(f"{prompt}={answer}", start=1))
     return sum(map(ord, response)) + given

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import Qwen3Config
 
 from mega_rl.config.keys import with_settings
 from mega_rl.config.plugins.choices import ADVANTAGE
@@ -19,6 +18,7 @@ from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError
 from mega_rl.verify.rl.inputs import CHARACTERS, EOS, STAND_IN, LockstepRun, rows
+from mega_rl.verify.tiny_models import write_tokenizer
 from mega_rl.verify.twin.shrink import random_tensors, shrink
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -45,7 +45,7 @@ def read_architecture(run: LockstepRun) -> HFConfig:
 
 
 def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Config, HFConfig]:
-    """Write the shrunk model, with random weights, its tokenizer and the prompts; return the config that names them.
+    """Write the shrunk random model, its tokenizer and the prompts; return the config with them.
 
     multiple: its number of layers is one of it, for pipelines. An algorithm that learns from a reference gets another
     model of random weights as model.ref_path. Raises UserError for a model that cannot be shrunk.
@@ -64,33 +64,22 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
     model, config_file, prompts = folder / "model", folder / "config.json", folder / "prompts.jsonl"
     config_file.write_text(json.dumps(raw), encoding="utf-8")
     write_checkpoint(model, _with_zero_row(random_tensors(small, seed=seed)), files={"config.json": config_file})
-    _write_tokenizer(model)
+    pad, eos, unknown = SPECIAL
+    write_tokenizer(model, VOCABULARY, unknown=unknown, pad_token=pad, eos_token=eos, unk_token=unknown)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows(seed)), "utf-8")
     named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(prompts)]}
     named |= {"data.source": "files", "data.source_settings": {}}
     if ADVANTAGE.needs(run.config, "needs_reference"):
         teacher = folder / "teacher"
         write_checkpoint(teacher, random_tensors(small, seed=seed + 1), files={"config.json": config_file})
-        _write_tokenizer(teacher)
+        write_tokenizer(teacher, VOCABULARY, unknown=unknown, pad_token=pad, eos_token=eos, unk_token=unknown)
         named["model.ref_path"] = str(teacher)
     return with_settings(run.config, named), small
 
 
 def _with_zero_row(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, the row of the padding token zero, as transformers writes it: no side may sample the token."""
+    """Yield the tensors with a zero row for padding, as transformers writes it: nobody samples it."""
     for name, tensor in tensors:
         if name.endswith("embed_tokens.weight"):
             tensor[PAD] = 0.0
         yield name, tensor
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of one token for each character."""
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=SPECIAL[2]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[1], unk_token=SPECIAL[2]
-    )
-    fast.save_pretrained(folder)

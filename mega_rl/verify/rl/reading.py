@@ -97,7 +97,7 @@ def _followed(config: Config, choice: Choice) -> records.NamedSettings:
 
 
 def _unknown(config: Config, choice: Choice) -> Iterator[str]:
-    """Yield why a choice cannot be followed: of a user's file, without a formula, or with a setting that has none."""
+    """Yield why a choice cannot be followed: a user's file, no formula, or an unread setting."""
     name, followed = chosen(config, choice), coverage(choice)[0]
     if name not in choice.builtin:
         yield (

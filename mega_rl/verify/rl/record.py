@@ -1,4 +1,4 @@
-"""Recording of a real run from outside: its rollout source, scorer and learners are wrapped, the trainer is as it is.
+"""Record a real run from outside: wrap its rollout source, scorer, batches and learners.
 
 All of it runs on every rank, since gathering rows, gradients and weights is collective; rank 0 writes.
 """
@@ -20,12 +20,12 @@ from mega_rl.engines.fsdp.engine import FSDPEngine
 from mega_rl.engines.megatron.engine import MegatronEngine
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.protocols import Inspect, Learner, Ranks, RolloutSource, Scorer
+from mega_rl.protocols import Inspect, Ranks, RolloutSource, Scorer
 from mega_rl.trainer import Trainer
 from mega_rl.trainer.assemble import running
 from mega_rl.trainer.collect import Batch, Collector
 from mega_rl.trainer.policy_gradient import PolicyGradient
-from mega_rl.trainer.rows import Samples, gather_column
+from mega_rl.trainer.rows import gather_column
 from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.measure import exported_gradients, kept
 from mega_rl.verify.rl.independent.records import Figures
@@ -37,7 +37,7 @@ SHIFT = 0.3  # nats
 
 
 def record(config: Config, folder: Path, accelerator: Accelerator) -> None:
-    """Run the trainer of a config to its end; rank 0 writes what it does to `folder`; collective over the world."""
+    """Run the trainer of a config to its end; rank 0 writes the trace. Collective."""
     with running(config, accelerator, investigate, reward=reward_of(config)) as (trainer, _):
         instrument(trainer, folder)
         trainer.fit()
@@ -48,18 +48,21 @@ def instrument(trainer: Trainer, folder: Path) -> None:
     batches, algorithm = trainer.batches, trainer.algorithm
     assert isinstance(batches, Collector)
     assert isinstance(algorithm, PolicyGradient)
-    recorder = Recorder(folder, batches.ranks, is_writer=_is_first())
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    recorder = Recorder(folder, batches.ranks, is_writer=is_first)
     batches.source = ShiftedRollouts(batches.source, recorder)
     batches.rewards = RecordedScorer(batches.rewards, recorder, drops=batches.plan.waves > 0)
-    actor = _worker_of(algorithm.actor)
+    actor = algorithm.actor
+    assert isinstance(actor, LearningWorker)
     names = ["advantages"] if actor.lessons is None else []  # a divergence from a teacher reads none
     loss = actor.loss
     if not (isinstance(loss, PolicyLoss) and loss.on_policy):  # then an update has them from its own forward
         names.append("old_logprobs")
     if algorithm.reference is not None:
         names.append("ref_logprobs")
-    algorithm.actor = RecordedLearner(algorithm.actor, recorder, "actor", tuple(names))
+    algorithm.actor = RecordedLearner(actor, recorder, "actor", tuple(names))
     if algorithm.critic is not None:
+        assert isinstance(algorithm.critic, LearningWorker)
         algorithm.critic = RecordedLearner(algorithm.critic, recorder, "critic", ("values", "returns"))
     trainer.batches = RecordedBatches(batches, recorder)
 
@@ -72,45 +75,25 @@ class Recorder:
     ranks: Ranks  # the data-parallel replicas
     is_writer: bool
     greedy: Rollout | None = field(default=None, init=False)  # greedy responses, which no step trains on
-    _steps: int = field(default=0, init=False)
-    _generations: int = field(default=0, init=False)  # of the step's dynamic sampling
+    step: int = field(default=0, init=False)
+    generation: int = field(default=0, init=False)  # generations of the step's dynamic sampling so far
 
-    def write_step(self, samples: Samples) -> None:
-        """Write the samples of the next step with their rewards; collective."""
-        fields = self._gathered(samples.rollout, samples.rewards)
-        if self.is_writer:
-            write_rows(self.folder, self._steps, fields, kind="")
-        self._steps, self._generations = self._steps + 1, 0
-
-    def write_greedy(self, rollout: Rollout, rewards: Rewards) -> None:
-        """Write the greedy responses of the next step; collective."""
-        fields = self._gathered(rollout, rewards)
-        if self.is_writer:
-            write_rows(self.folder, self._steps, fields, kind=GREEDY)
-
-    def write_generation(self, rollout: Rollout, rewards: Rewards) -> None:
-        """Write all samples of a generation, which dynamic sampling keeps in part for the next step; collective."""
-        fields = self._gathered(rollout, rewards)
-        if self.is_writer:
-            write_rows(self.folder, self._steps, fields, kind=drawn(self._generations))
-        self._generations += 1
-
-    def _gathered(self, rollout: Rollout, rewards: Rewards) -> dict[str, Tensor]:
-        """Return the rows of all replicas with their rewards and the parts of these; collective."""
+    def write(self, rollout: Rollout, rewards: Rewards, *, kind: str = "") -> None:
+        """Write samples of the present step with their rewards; collective. kind: as in `write_rows`."""
         columns, rows = gather_column(rewards.columns().double(), self.ranks), self.ranks.gather_rows(rollout)
         fields: dict[str, Tensor] = {name: getattr(rows, name) for name in ROWS if name != "rewards"}
-        if not rewards.scored:
-            return fields
-        parts = () if rewards.parts is None else rewards.parts.names
-        named = ["rewards", *(PART + name for name in parts)]
-        return fields | dict(zip(named, columns.unbind(dim=1), strict=True))
+        if rewards.scored:
+            parts = () if rewards.parts is None else rewards.parts.names
+            fields |= dict(zip(["rewards", *(PART + name for name in parts)], columns.unbind(dim=1), strict=True))
+        if self.is_writer:
+            write_rows(self.folder, self.step, fields, kind=kind)
 
 
 @dataclass(frozen=True)
 class ShiftedRollouts:
-    """Rollout source whose log-probs are off by a known pattern, as those of another engine and precision would be.
+    """Rollout source whose log-probs are off by a known pattern, as another engine's would be.
 
-    Importance sampling has something to correct then, and a trainer that takes them for its own is wrong.
+    Importance sampling then has something to correct, and a trainer that takes them for its own is wrong.
     """
 
     source: RolloutSource
@@ -133,7 +116,7 @@ class ShiftedRollouts:
 
 @dataclass(frozen=True)
 class RecordedScorer:
-    """Reward role that records greedy responses, and the generations of dynamic sampling, which drops some of them."""
+    """Reward role that records greedy responses and the generations of dynamic sampling."""
 
     scorer: Scorer
     recorder: Recorder
@@ -142,9 +125,10 @@ class RecordedScorer:
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         rewards = self.scorer.score(rollout, prompts)
         if rollout is self.recorder.greedy:
-            self.recorder.write_greedy(rollout, rewards)
+            self.recorder.write(rollout, rewards, kind=GREEDY)
         elif self.drops:
-            self.recorder.write_generation(rollout, rewards)
+            self.recorder.write(rollout, rewards, kind=drawn(self.recorder.generation))
+            self.recorder.generation += 1
         return rewards
 
     def metrics(self) -> Metrics:
@@ -160,18 +144,19 @@ class RecordedBatches:
 
     def take(self, step: int) -> Batch:
         batch = self.batches.take(step)
-        self.recorder.write_step(batch.samples)
+        self.recorder.write(batch.samples.rollout, batch.samples.rewards)
+        self.recorder.step, self.recorder.generation = self.recorder.step + 1, 0
         return batch
 
 
 @dataclass
 class RecordedLearner:
-    """Role that records each of its updates: figures of its tokens, gradients as they were stepped by, weights."""
+    """Role that records each of its updates: figures of tokens, clipped gradients, weights."""
 
-    learner: Learner
+    learner: LearningWorker
     recorder: Recorder
     role: str
-    names: tuple[str, ...]  # of an experience's fields
+    names: tuple[str, ...]  # recorded fields of an experience
     _updates: int = field(default=0, init=False)
     _place: tuple[int, int] = field(default=(-1, 0), init=False)  # step, mini-batch
 
@@ -180,12 +165,13 @@ class RecordedLearner:
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         metrics = self.learner.update(minibatch, step=step, inspect=inspect)
-        if metrics:  # of a role that is absent, or does not train yet, there are none
+        if metrics:  # a role that is absent, or does not train yet, has none
             self._place = (step, self._place[1] + 1 if self._place[0] == step else 0)
             rows = self.recorder.ranks.gather_rows(minibatch)
             order = by_sample(rows.prompt_index, rows.sample_index)
             mask = rows.loss_mask[order]
-            engine = _engine_of(self.learner)
+            engine = self.learner.engine
+            assert isinstance(engine, MegatronEngine | FSDPEngine)
             gather_gradients(engine)
             figures = Figures(
                 self.role,
@@ -213,18 +199,3 @@ def gather_gradients(engine: ModelEngine) -> None:
             for bucket in group.buckets:
                 own = bucket.grad_data.view(ranks.size(), -1)[ranks.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
-
-
-def _worker_of(learner: Learner) -> LearningWorker:
-    assert isinstance(learner, LearningWorker), f"no engine is known behind {type(learner).__name__}"
-    return learner
-
-
-def _engine_of(learner: Learner) -> ModelEngine:
-    engine = _worker_of(learner).engine
-    assert isinstance(engine, MegatronEngine | FSDPEngine)
-    return engine
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

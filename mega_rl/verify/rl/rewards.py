@@ -1,4 +1,4 @@
-"""Rewards of a recorded run, computed again from its tokens: nothing here calls the run's reward role."""
+"""Compute the rewards of a recorded run from its tokens, without the run's reward role."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def reward_rule(config: Config) -> RewardRule:
 
 
 def rescored(batch: StepBatch, rule: RewardRule) -> StepBatch:
-    """Return the batch with rewards by the rule; samples also get the reward of their prompt's greedy response."""
+    """Return the batch with rewards by the rule, and with those of greedy responses."""
     greedy = rule.scored(batch.greedy)
     baselines = {sample.prompt: sample.reward for sample in greedy}
     samples = [
@@ -70,7 +70,7 @@ def rescored(batch: StepBatch, rule: RewardRule) -> StepBatch:
 
 
 def reward_error(real: StepBatch, own: StepBatch) -> float:
-    """Return the largest |difference| of a reward or a part of one, infinite where the parts have other names.
+    """Return the largest |difference| of a reward or its part; infinite for other names of parts.
 
     real, own: the same samples. All count: those of the step, of its generations, and greedy ones.
     """

@@ -1,9 +1,7 @@
-"""A lockstep on each layout: the real run on ranks of this machine, then the independent trainer on its record."""
+"""Follow a run on each layout: record the real trainer, then train the independent one."""
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,21 +10,16 @@ from mega_rl.config.keys import flat
 from mega_rl.config.schema import Config
 from mega_rl.errors import RunError, UserError
 from mega_rl.tracking import progress
-from mega_rl.verify.launcher import RanksFailed, run_ranks
+from mega_rl.verify.launcher import RanksFailed, run_task
 from mega_rl.verify.layouts import Layout, resolve_runs, stages_of
-from mega_rl.verify.plan import REFERENCE, RUNS
-from mega_rl.verify.rl.compare import follow, off
+from mega_rl.verify.plan import REFERENCE
+from mega_rl.verify.rl.compare import UpdateErrors, follow, off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import LockstepRun, algorithm_run, with_layout
 from mega_rl.verify.rl.model import read_architecture, write_inputs
 from mega_rl.verify.rl.reading import ALGORITHMS, lockstep_settings
 from mega_rl.verify.rl.rewards import reward_rule
-from mega_rl.verify.run import RANK, working_folder
-from mega_rl.verify.tolerances import TOLERANCES, UpdateErrors
-
-__all__ = ["follow_layouts", "prepare_run", "self_check", "working_folder"]
-
-log = logging.getLogger(__name__)
+from mega_rl.verify.tolerances import TOLERANCES
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class PlantedFault:
 
 
 def prepare_run(run: LockstepRun, names: str, folder: Path) -> tuple[Config, list[Layout]]:
-    """Write the inputs of a run to `folder`; return the config that names them, and the layouts of a list of names.
+    """Write the inputs of a run; return its config and the layouts of a list.
 
     Raises UserError for a model or algorithm that cannot be followed, and for layouts that the model cannot have.
     """
@@ -80,12 +73,11 @@ def follow_layouts(
     for layout in layouts:
         target = folder / layout.name
         real = with_layout(config, layout, run_dir=target / "run")
-        log.info("%s: the real run on %d rank%s", layout.name, layout.ranks, "s" * (layout.ranks > 1))
         try:
-            record_runs([real], [target], ranks=layout.ranks, timeout_s=timeout_s)
+            record_runs({target: real}, label=f"the real run on {layout.name}", ranks=layout.ranks, timeout_s=timeout_s)
+        except UserError as mistake:
+            raise UserError(f"{layout.name}: {mistake}") from None
         except RanksFailed as failure:
-            if failure.blamed == UserError.exit_code:
-                raise UserError(f"{layout.name}: {failure}") from None
             yield Lockstep(layout, (), str(failure))
             continue
         with progress.phase(f"following {layout.name}"):
@@ -94,7 +86,7 @@ def follow_layouts(
 
 
 def follow_config(config: Config, trace: Path, fault: Fault | None = None) -> Iterator[UpdateErrors]:
-    """Follow the trace of a config's run, with a fault in the independent trainer; yields the errors of each update."""
+    """Follow a run's trace, with a fault in the independent trainer; yields each update's errors."""
     settings, rule, formulas = lockstep_settings(config), reward_rule(config), None
     if fault is not None:
         (settings, formulas), rule = fault.plant(settings), fault.rule(rule)
@@ -102,15 +94,12 @@ def follow_config(config: Config, trace: Path, fault: Fault | None = None) -> It
     yield from follow(trace, Path(config.model.path), settings, rule, formulas, reference=reference)
 
 
-def record_runs(configs: Sequence[Config], folders: Sequence[Path], *, ranks: int, timeout_s: float) -> None:
-    """Run the real trainer of each config in one launch; each trace goes to its folder. Raises RanksFailed."""
-    for folder in folders:
+def record_runs(runs: Mapping[Path, Config], *, label: str, ranks: int, timeout_s: float) -> None:
+    """Run the real trainer of each config, with a trace in its folder. Raises as `run_task`."""
+    for folder in runs:
         folder.mkdir(parents=True)
-    plan = folders[0] / "plan.json"
-    runs = [{"settings": flat(config), "folder": str(to)} for config, to in zip(configs, folders, strict=True)]
-    plan.write_text(json.dumps({RUNS: runs}), encoding="utf-8")
-    with progress.phase(f"the real run on {ranks} rank{'s' * (ranks > 1)}"):
-        run_ranks(RANK, [str(plan)], ranks=ranks, logs=folders[0], timeout_s=timeout_s, use_gpus=False)
+    given = [(flat(config), str(folder)) for folder, config in runs.items()]
+    run_task("record", given, next(iter(runs)), label=label, ranks=ranks, timeout_s=timeout_s)
 
 
 def problem_of(updates: Sequence[UpdateErrors], tolerances: Mapping[str, float]) -> str:
@@ -124,24 +113,20 @@ def problem_of(updates: Sequence[UpdateErrors], tolerances: Mapping[str, float])
 
 
 def self_check(folder: Path, *, timeout_s: float) -> Iterator[PlantedFault]:
-    """Yield what a lockstep says of each planted fault. Raises RunError where it is off without one."""
-    names = list(dict.fromkeys(fault.algorithm for fault in FAULTS))
-    configs, traces = [], [folder / "traces" / name for name in names]
-    for name, trace in zip(names, traces, strict=True):
-        inputs = folder / f"inputs_{name}"
+    """Yield how the lockstep named each planted fault. Raises RunError if it is off without one."""
+    runs: dict[str, tuple[Config, Path]] = {}
+    for name in dict.fromkeys(fault.algorithm for fault in FAULTS):
+        inputs, trace = folder / f"inputs_{name}", folder / "traces" / name
         inputs.mkdir()
         config, _ = write_inputs(algorithm_run({**SHARED, **ALGORITHMS[name]}), inputs, multiple=1)
-        configs.append(with_layout(config, REFERENCE, run_dir=trace / "run"))
-    record_runs(configs, traces, ranks=1, timeout_s=timeout_s)
-    runs = dict(zip(names, zip(configs, traces, strict=True), strict=True))
+        runs[name] = with_layout(config, REFERENCE, run_dir=trace / "run"), trace
+    record_runs({trace: config for config, trace in runs.values()}, label="real runs", ranks=1, timeout_s=timeout_s)
     for name, (config, trace) in runs.items():
-        updates = tuple(follow_config(config, trace))
-        if problem := problem_of(updates, TOLERANCES):
+        if problem := problem_of(tuple(follow_config(config, trace)), TOLERANCES):
             raise RunError(f"{name} is off without a planted fault: {problem}")
     with progress.rounds("fault", len(FAULTS)) as rounds:
         for fault in FAULTS:
-            config, trace = runs[fault.algorithm]
-            yield find(fault, config, trace)
+            yield find(fault, *runs[fault.algorithm])
             rounds.advance()
 
 

@@ -1,4 +1,4 @@
-"""Files of a recorded run: the batch of each step, and the figures of each update as the real trainer has them."""
+"""Files of a recorded run: the batch of each step, the real trainer's figures of each update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = ("tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "
 
 
 def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = "") -> None:
-    """Write the samples that a step trains on, or those of a kind: `GREEDY`, `drawn` by a generation.
+    """Write the samples that a step trains on, or those of a kind: `GREEDY`, `drawn`.
 
     rows: the tensors of `ROWS`, in any order of rows, and perhaps, after `PART`, parts of the rewards. A
     run that has no reward has no "rewards".
@@ -33,12 +33,12 @@ def write_rows(folder: Path, step: int, rows: dict[str, Tensor], *, kind: str = 
 
 
 def drawn(generation: int) -> str:
-    """Return the kind of all samples of a generation of dynamic sampling, counted from 0 in its step."""
+    """Return the kind of a dynamic sampling's generation, which counts from 0 in its step."""
     return f"drawn{generation}"
 
 
 def write_update(folder: Path, number: int, figures: Figures, prompts: list[int]) -> None:
-    """Write an update of the real trainer and its mini-batch's prompts; `number` counts the updates of a role."""
+    """Write an update of the real trainer and its prompts; `number` counts the role's updates."""
     tensors = {WEIGHT + name: tensor for name, tensor in figures.weights.items()}
     tensors |= {GRADIENT + name: tensor for name, tensor in figures.gradients.items()}
     tensors |= {TOKENS + name: tensor for name, tensor in figures.tokens.items()}
@@ -49,7 +49,7 @@ def write_update(folder: Path, number: int, figures: Figures, prompts: list[int]
 
 
 def read_batch(folder: Path, step: int) -> StepBatch:
-    """Return the samples of a step, by prompt and sample number, its mini-batches, and others if there are any."""
+    """Return a step's samples, by prompt and sample number, mini-batches, generations and greedy samples."""
     updates: dict[str, list[list[int]]] = {}
     for facts in _facts(folder):
         if facts["step"] == step:
@@ -116,7 +116,7 @@ def by_sample(prompt_index: Tensor, sample_index: Tensor) -> Tensor:
 
 
 def _rows_path(folder: Path, step: int, kind: str = "") -> Path:
-    """Return the file of the samples that a step trains on, or of those of a kind."""
+    """Return the file of a step's samples of a kind."""
     return folder / f"step{step}{kind and '_'}{kind}.safetensors"
 
 

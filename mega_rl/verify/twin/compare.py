@@ -1,45 +1,48 @@
-"""Logits of a checkpoint's shrunk twin: Megatron-Core against transformers, in float32 on one process."""
+"""Compare logits of a checkpoint's shrunk twin: Megatron-Core against transformers, in float32 on one process.
+
+Functions that need Megatron-Core import it themselves: the accelerator must be prepared before.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from mega_rl.config.schema import MegatronConfig, ModelConfig
 from mega_rl.converters.architecture import HFConfig
+from mega_rl.converters.families import FAMILIES
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live.load import load_hf
 from mega_rl.converters.plan.sharding import Sharding
-from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
+from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator, prepare
-from mega_rl.parallel.groups import Groups
 from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.plan.preflight.checkpoints import known_bug
 from mega_rl.verify.twin.shrink import Twin, num_elements, write_twin
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import field
-from typing import TYPE_CHECKING, Any
-
-from mega_rl.converters.families import FAMILIES
-from mega_rl.errors import UserError
-
-if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from mega_rl.parallel.groups import Groups
 
+GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
+TIMEOUT_S = 600.0
+_LOAD_BYTES = 8  # bytes per element: transformers loads float32, and splits experts into copies
+_NOT_INDEPENDENT = (
+    "transformers has not loaded the whole checkpoint, which is quantised or would take over half of the memory: "
+    "tensors that are left out or held twice were judged by mega_rl only"
+)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -53,7 +56,7 @@ class Outputs:
 
 @torch.no_grad()
 def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_outputs: bool = False) -> Outputs:
-    """Return the logits of `tokens` [B, S] int64 by the checkpoint in directory `path` in transformers, on the CPU.
+    """Return the logits of `tokens` [B, S] int64 by a checkpoint in transformers, on the CPU.
 
     Attention is transformers' own plain one, and no code of the checkpoint is run. `dtype` is "fp32" or "bf16".
     `layer_outputs` asks for the hidden states too.
@@ -70,7 +73,7 @@ def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_ou
 
 
 def hf_weights(path: str | Path) -> dict[str, Tensor]:
-    """Return every weight of the checkpoint in directory `path` by its name on disk, float32, as transformers loads it.
+    """Return every weight of a checkpoint by its name on disk, float32, as transformers loads it.
 
     A reference that shares no code with the converters decides by itself which tensors of the files are the model.
     Takes 4 bytes per element, twice that for experts. Raises UserError for a checkpoint that lacks weights.
@@ -108,7 +111,7 @@ def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def recorded(layers: Sequence[torch.nn.Module], keep: Callable[[Any], None]) -> Iterator[None]:
-    """Hands every output of each of `layers` to `keep` as long as the context lasts."""
+    """Hand every output of `layers` to `keep` inside the context."""
     hooks = [layer.register_forward_hook(lambda module, inputs, output: keep(output)) for layer in layers]
     try:
         yield
@@ -130,6 +133,8 @@ def load_model(
     `dtype` is "fp32" or "bf16"; `mtp` says whether multi-token prediction layers are part of the model. Raises
     UserError and UserErrors as `read_hf_config`, `transformer_config` and `load_hf` do.
     """
+    from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
+
     hf = replace(read_hf_config(path), mtp=mtp)
     config = transformer_config(
         hf,
@@ -156,7 +161,7 @@ def load_model(
 
 @torch.no_grad()
 def megatron_logits(path: str | Path, tokens: Tensor, *, groups: Groups, accelerator: Accelerator) -> Outputs:
-    """Return the logits of `tokens` [B, S] int64 and the layers' outputs by the checkpoint, on one process."""
+    """Return the logits of `tokens` [B, S] int64 and the layers' outputs, on one process."""
     (chunk,), sharding = load_model(path, groups=groups, accelerator=accelerator)
     batch, length = tokens.shape
     positions = torch.arange(length, device=accelerator.device).expand(batch, -1)
@@ -164,15 +169,6 @@ def megatron_logits(path: str | Path, tokens: Tensor, *, groups: Groups, acceler
     with recorded(list(chunk.decoder.layers), lambda output: states.append(output[0].transpose(0, 1).cpu())):
         logits = chunk(tokens.to(accelerator.device), positions, attention_mask=None)
     return Outputs(logits[..., : sharding.hf.vocab_size].float().cpu(), tuple(states))
-
-
-GATE = 1e-4  # largest |logit difference| allowed: float32 sums in another order stay an order of magnitude below
-TIMEOUT_S = 600.0
-_LOAD_BYTES = 8  # bytes per element: transformers loads float32, and splits experts into copies
-_NOT_INDEPENDENT = (
-    "transformers has not loaded the whole checkpoint, which is quantised or would take over half of the memory: "
-    "tensors that are left out or held twice were judged by mega_rl only"
-)
 
 
 @dataclass(frozen=True)
@@ -196,8 +192,7 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
     accelerator = prepare("auto")
     from transformers.utils.logging import disable_progress_bar
 
-    from mega_rl.parallel import groups as process_groups  # imports Megatron-Core
-    from mega_rl.verify.twin.compare import megatron_logits
+    from mega_rl.parallel import groups as process_groups
 
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="twin_") as folder:
@@ -231,10 +226,10 @@ def judge(twin: Twin, expected: Tensor, converted: Tensor, hidden: list[tuple[Te
     bug = known_bug(twin.hf)
     if bug is not None:
         return Parity(True, gap, None, f"{figures}: not comparable", (bug.what,))
-    details = [
-        f"after layer {layer}: cosine {_cosine(a, b):.6f}, max |difference| {float((a - b).abs().max()):.2e}"
-        for layer, (a, b) in zip(twin.layers, hidden, strict=True)
-    ]
+    details = []
+    for layer, (a, b) in zip(twin.layers, hidden, strict=True):
+        cosine = float(cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
+        details.append(f"after layer {layer}: cosine {cosine:.6f}, max |difference| {float((a - b).abs().max()):.2e}")
     first = next((i for i, (a, b) in enumerate(hidden) if _differs(a, b)), None)
     if first is None:
         details.append("all layers agree: look at the final norm, the output layer and its scale")
@@ -263,10 +258,6 @@ def suspects(hf: HFConfig, layer: int) -> str:
     return "; ".join(features) or "the weights of that layer (mega-rl convert diff)"
 
 
-def _cosine(a: Tensor, b: Tensor) -> float:
-    return float(torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0))
-
-
 def _differs(a: Tensor, b: Tensor) -> bool:
-    """Return whether outputs differ by more than the gate, relative to their size where that is above 1."""
+    """Return whether outputs differ by more than the gate, relative to sizes above 1."""
     return not float((a - b).abs().max()) <= GATE * max(1.0, float(a.abs().max()))

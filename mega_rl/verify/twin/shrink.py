@@ -1,4 +1,4 @@
-"""A shrunk twin: a few layers, experts and vocabulary rows of a checkpoint, with its own weights, as a checkpoint.
+"""Write a shrunk twin of a checkpoint: a few layers, experts and rows of the vocabulary.
 
 The twin has every kind of layer that the model has, the first and the last among them, and every setting of its
 config, so what is wrong with the conversion of a large model shows on a laptop. A twin with random weights needs a
@@ -8,7 +8,7 @@ config.json only, and may be narrowed besides: its widths are halved until the m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -86,28 +86,29 @@ def shrink(hf: HFConfig, *, where: str = "config.json", multiple: int = 1, narro
 
 
 def write_twin(source: Path, target: Path, *, multiple: int = 1, weights: Mapping[str, Tensor] | None = None) -> Twin:
-    """Write the twin of a checkpoint's model to `target`, with its own weights or the given ones."""
+    """Write a checkpoint's twin to `target`, with its own weights or the given ones."""
     with CheckpointReader(source) as reader:
         original = as_on_disk(read_hf_config(source), {name: info.shape for name, info in reader.tensors.items()})
         if faults := repeat_faults(reader, original, "lm"):
             raise UserErrors([f"{source}: {fault}" for fault in faults])
         twin = shrink(original, where=str(source / "config.json"), multiple=multiple)
         spelled = as_on_disk(twin.hf, {name: (0,) for name in reader.tensors})
-        config = target.with_name(f"{target.name}.config.json")
-        config.write_text(json.dumps(twin.raw, indent=2))
-        write_checkpoint(target, _tensors(reader, twin, spelled, weights), files={"config.json": config})
-        config.unlink()
+        _write(twin, target, _tensors(reader, twin, spelled, weights))
     return twin
 
 
 def write_random_twin(source: Path, target: Path, *, multiple: int = 1, narrow: bool = False, seed: int = 0) -> Twin:
     """Write a twin with random weights of the model that `source`/config.json describes to `target`."""
     twin = shrink(read_hf_config(source), where=str(source / "config.json"), multiple=multiple, narrow=narrow)
+    _write(twin, target, random_tensors(twin.hf, seed=seed))
+    return twin
+
+
+def _write(twin: Twin, target: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     config = target.with_name(f"{target.name}.config.json")
     config.write_text(json.dumps(twin.raw, indent=2))
-    write_checkpoint(target, random_tensors(twin.hf, seed=seed), files={"config.json": config})
+    write_checkpoint(target, tensors, files={"config.json": config})
     config.unlink()
-    return twin
 
 
 def random_tensors(hf: HFConfig, *, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -148,7 +149,7 @@ def _tensors(
 
 
 def _layers(hf: HFConfig, multiple: int, where: str) -> tuple[int, ...]:
-    """Return the first layer, the last, the first of each kind, and more until `multiple` divides their number."""
+    """Return the first, the last and each kind's first layer, and more up to a `multiple`."""
     kinds: dict[tuple[bool, bool], int] = {}
     for layer in range(hf.num_layers):
         windowed = hf.window is not None and hf.window.layers[layer]
@@ -205,7 +206,7 @@ def _shrink_experts(raw: dict[str, Any], moe: Moe, layers: tuple[int, ...]) -> N
 
 
 def _same_kinds(hf: HFConfig, twin: Twin) -> bool:
-    """Return whether the twin's config gives each chosen layer the kind that it has in the model."""
+    """Return whether each chosen layer has the same kind in the twin and the model."""
     small = twin.hf
     same_mlp = all(small.is_moe(i) == hf.is_moe(layer) for i, layer in enumerate(twin.layers))
     of_twin = [small.window is not None and small.window.layers[i] for i in range(small.num_layers)]

@@ -19,7 +19,7 @@ from mega_rl.config import packaged
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
-from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
+from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.tracking.health.failure_kinds import LOST_CONNECTION
 from mega_rl.workers.user_files import load_from_file
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.cli.app import main
-from mega_rl.cli.data.problem_sets import boxed, number_after_hashes
+from mega_rl.cli.data.commands import boxed, number_after_hashes
 from mega_rl.config import packaged
 from mega_rl.config.loader import load
 from mega_rl.rewards.builtin import math_verify
@@ -83,8 +83,8 @@ def test_math_from_files_and_nothing_is_written_when_a_row_is_bad(hub: Hub, caps
     line = refused(capsys, "math", "new", "--train", "good.parquet", "--test", "bad.jsonl")
     assert line == "error: --test=bad.jsonl: row 1: 'solution' ends with no final answer: 'three'"
     line = refused(capsys, "gsm8k", "new", "--train", "good.parquet")
-    assert "row 1: has no text in column 'question'; it has problem, solution" in line
-    assert "needs a .parquet or .jsonl file" in refused(capsys, "gsm8k", "new", "--train", "good.csv")
+    assert "has no column question, answer; its columns are problem, solution" in line
+    assert "prompt files are .jsonl or .parquet" in refused(capsys, "gsm8k", "new", "--train", "good.csv")
     assert "shows no dataset of that name" in refused(capsys, "gsm8k", "new", "--train", "openai/gsm9k")
     assert not Path("new").exists()
 

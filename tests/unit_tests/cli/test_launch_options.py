@@ -7,7 +7,7 @@ import pytest
 from mega_rl.cli.train import LaunchOptions
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
-from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
+from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 
 KEY = {"MEGA_RL_LAUNCH_KEY": "k" * 32}
 SEVERAL = LaunchOptions(nproc_per_node=8, nnodes=2, node_rank=1, master_addr="h", master_port=1234, spares=1)

@@ -14,9 +14,11 @@ from mega_rl.cli import verify as verbs
 from mega_rl.cli.app import main
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError
-from mega_rl.verify import run as verify_run
+from mega_rl.untrusted import read_record
+from mega_rl.verify import launcher
 from mega_rl.verify.launcher import RanksFailed, run_ranks
 from mega_rl.verify.layouts import ALL
+from mega_rl.verify.plan import Plan
 from mega_rl.verify.twin.shrink import write_random_twin
 from tests.helpers import distributed
 from tests.helpers.models import write_tiny_checkpoint
@@ -78,10 +80,11 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_ranks(
         module: str, arguments: list[str], *, ranks: int, logs: Path, timeout_s: float, use_gpus: bool, watch: object
     ) -> None:
+        plan = read_record(Plan, json.loads(Path(arguments[0]).read_text())["measure"])
         device = "cuda" if use_gpus else "cpu"
-        distributed.run_ranks(ranks, measure_all, arguments, timeout_s=timeout_s, device=device)
+        distributed.run_ranks(ranks, measure_all, [plan], timeout_s=timeout_s, device=device)
 
-    monkeypatch.setattr(verify_run, "run_ranks", run_ranks)
+    monkeypatch.setattr(launcher, "run_ranks", run_ranks)
 
 
 @pytest.mark.usefixtures("forked")
@@ -150,7 +153,7 @@ def test_without_layouts_the_usual_ones_that_the_model_can_have(
     """A dense model has none with experts; before any rank starts."""
     asked: list[str] = []
     monkeypatch.setattr(
-        verbs, "_verify", lambda model, wanted, options, **_: asked.extend(layout.name for layout in wanted)
+        verbs, "_verify", lambda model, hf, wanted, options, **_: asked.extend(layout.name for layout in wanted)
     )
     model = write_tiny_checkpoint(tmp_path / family, family=family)
     assert main(["verify", "layouts", "--model", str(model), *(["--twin"] if twin else [])]) == 0

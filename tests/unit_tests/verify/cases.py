@@ -17,7 +17,7 @@ from mega_rl.verify.plan import Plan
 TIED_DENSE, ROUTED = "qwen3", "qwen3_moe"
 
 
-def measure_all(rank: int, plans: list[str]) -> list[int]:
+def measure_all(rank: int, plans: list[Plan]) -> list[int]:
     """Every plan, one after the other; returns this process's threads after each."""
     from mega_rl.parallel.accelerator import prepare
 
@@ -25,23 +25,23 @@ def measure_all(rank: int, plans: list[str]) -> list[int]:
     from mega_rl.verify.measure import measure
 
     threads = []
-    for path in plans:
-        measure(Plan.read(Path(path)), accelerator)
+    for plan in plans:
+        measure(plan, accelerator)
         gc.collect()  # the last engine of the plan, a cycle, still knew its groups when they were taken down
         threads.append(psutil.Process().num_threads())
     return threads
 
 
-def measure_broken(rank: int, plans: dict[str, str]) -> None:
+def measure_broken(rank: int, plans: dict[str, Plan]) -> None:
     """The plan of each fault of `faults()` and `engine_faults()`, measured with that fault."""
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.verify.measure import measure
 
-    for fault, path in plans.items():
+    for fault, plan in plans.items():
         with (faults(rank) | engine_faults())[fault]:
-            measure(Plan.read(Path(path)), accelerator)
+            measure(plan, accelerator)
 
 
 def faults(rank: int) -> dict[str, Any]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 
-def record_plan(rank: int, path: str, fault: str = "") -> None:
-    """Record the runs of a plan as `mega_rl.verify.rank` does, with a fault of `faults()`."""
+def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], Path]], fault: str = "") -> None:
+    """Record runs (settings, folder) as `mega_rl.verify.rank` does, with a fault of `faults()`."""
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.verify.tasks import run_task
+    from mega_rl.config.keys import with_settings
+    from mega_rl.config.schema import Config
+    from mega_rl.verify.rl.record import record
 
     with faults()[fault] if fault else nullcontext():
-        run_task(Path(path), accelerator)
+        for settings, folder in runs:
+            record(with_settings(Config(), settings), folder, accelerator)
 
 
 def faults() -> dict[str, Any]:

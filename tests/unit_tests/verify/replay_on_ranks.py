@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from mega_rl.verify.plan import ReplayPlan
+
 
 def some_left_out(reward: Callable[..., Any]) -> Callable[..., Any]:
     """Return the reward without one for some responses."""
@@ -43,16 +45,16 @@ def record_runs(rank: int, runs: Sequence[tuple[dict[str, Any], bool]]) -> None:
             trainer.fit()
 
 
-def replay_plans(rank: int, paths: Sequence[str], fault: str = "") -> None:
-    """Replay the plans of some files as `mega_rl.verify.rank` does, with a fault of `faults()`."""
+def replay_plans(rank: int, plans: Sequence[ReplayPlan], fault: str = "") -> None:
+    """Replay plans as `mega_rl.verify.rank` does, with a fault of `faults()`."""
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.verify.tasks import run_task
+    from mega_rl.verify.replay.task import replay
 
-    for path in paths:
+    for plan in plans:
         with faults()[fault] if fault else nullcontext():
-            run_task(Path(path), accelerator)
+            replay(plan, accelerator)
 
 
 def faults() -> dict[str, Any]:

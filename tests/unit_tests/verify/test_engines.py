@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -37,8 +36,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LayoutErrors]
     bare = bare_config(root / "bare", {**TINY[TIED_DENSE], "tie_word_embeddings": True})
     write_random_twin(bare, root / "twin", multiple=4)
     plan = Plan(str(root / "twin"), str(root), (REFERENCE,), steps=STEPS, timeout_s=60.0)
-    plan.write(root / "plan.json")
-    run_ranks(1, measure_all, [str(root / "plan.json")])
+    run_ranks(1, measure_all, [plan])
     plans = {}
     for fault in ("", *PLANTED):
         folder = root / (fault or "right")
@@ -46,13 +44,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LayoutErrors]
         for reference in (plan.reference_tensors, plan.reference_facts):
             (folder / reference.name).symlink_to(reference)
         plans[fault] = replace(plan, folder=str(folder), layouts=(fsdp(2),))
-        plans[fault].write(folder / "plan.json")
-    paths = {fault: str(Path(plans[fault].folder) / "plan.json") for fault in PLANTED}
-    run_ranks(2, measure_faults, str(root / "right" / "plan.json"), paths)
+    run_ranks(2, measure_faults, plans[""], {fault: plans[fault] for fault in PLANTED})
     return {fault: LayoutErrors.read(plan.answer(fsdp(2))) for fault, plan in plans.items()}
 
 
-def measure_faults(rank: int, right: str, broken: dict[str, str]) -> None:
+def measure_faults(rank: int, right: Plan, broken: dict[str, Plan]) -> None:
     """Without a fault, then with each."""
     measure_all(rank, [right])
     measure_broken(rank, broken)
@@ -75,4 +71,4 @@ def test_a_planted_fault_is_found_and_named(answers: dict[str, LayoutErrors], fa
 def test_optimizer_faults_show_only_in_weights(answers: dict[str, LayoutErrors]) -> None:
     """Adam's first step does not depend on how fast the first moment decays, so a single step would not show it."""
     assert [line.partition(" ")[0] for line in problems(answers["optimizer"], FP32)] == ["step"]
-    assert answers["optimizer"].gradients[0].error <= FP32.gradient
+    assert max(answers["optimizer"].gradients.values()) <= FP32["gradient"]

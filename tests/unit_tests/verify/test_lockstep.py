@@ -17,7 +17,7 @@ from mega_rl.config.schema.algorithms import OPOSettings
 from mega_rl.config.schema.setting import setting
 from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import Layout, fsdp, parse
-from mega_rl.verify.plan import REFERENCE, RUNS
+from mega_rl.verify.plan import REFERENCE
 from mega_rl.verify.rl import independent, reading
 from mega_rl.verify.rl.compare import off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
@@ -31,7 +31,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.selection import FULL
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import ROUTED, bare_config
-from tests.unit_tests.verify.lockstep_on_ranks import record_plan
+from tests.unit_tests.verify.lockstep_on_ranks import record_runs
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
 
@@ -160,10 +160,7 @@ def launch(runs: Sequence[tuple[Config, Path]], layout: Layout, *, fault: str = 
     """Record runs of one layout."""
     for _, trace in runs:
         trace.mkdir()
-    plan = runs[0][1] / "plan.json"
-    tasks = [{"settings": flat(config), "folder": str(trace)} for config, trace in runs]
-    plan.write_text(json.dumps({RUNS: tasks}), "utf-8")
-    run_ranks(layout.ranks, record_plan, str(plan), fault, timeout_s=300.0)
+    run_ranks(layout.ranks, record_runs, [(flat(config), trace) for config, trace in runs], fault, timeout_s=300.0)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

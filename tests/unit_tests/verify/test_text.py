@@ -6,9 +6,9 @@ import pytest
 
 from mega_rl.cli.verify import print_verdicts
 from mega_rl.verify.layouts import Layout
-from mega_rl.verify.plan import LayoutErrors, TensorError
+from mega_rl.verify.plan import LayoutErrors
 from mega_rl.verify.run import Verdict
-from mega_rl.verify.tolerances import Tolerances
+from mega_rl.verify.tolerances import FP32
 
 NAMES = ("model.layers.17.mlp.experts.113.down_proj.weight", "model.layers.0.self_attn.q_proj.weight")
 
@@ -20,10 +20,10 @@ def test_names_of_tensors_are_whole(
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the output for a terminal
     monkeypatch.setenv("TERM", "dumb")
-    gradient, weight = (TensorError(name, 1e-6) for name in NAMES)
-    actual = LayoutErrors(1e-6, 3.0, 1e-7, 1.0, 1e-7, (gradient,), (weight,), (), 100, 4, 1.0)
+    gradient, weight = ({name: 1e-6} for name in NAMES)
+    actual = LayoutErrors(1e-6, 3.0, 1e-7, 1.0, 1e-7, gradient, weight, {}, 100, 4, 1.0)
     verdict = Verdict(Layout(name="tp2", tp=2), actual, ())
-    print_verdicts([verdict], Tolerances(1e-4, 1e-5, 1e-5, 1e-4, 1e-4))
+    print_verdicts([verdict], FP32)
     out = capsys.readouterr().out
     for name in NAMES:
         assert name.removeprefix("model.") in out

@@ -1,4 +1,4 @@
-"""The driver of a run on Ray: it starts a launcher on each node, shows their output, and replaces lost nodes."""
+"""The driver of a run on Ray: start launchers, show their output, replace lost nodes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 
 from mega_rl.errors import RunError, UserError, name_of_signal
-from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
 from mega_rl.operations.launcher.ranks import KEY
 from mega_rl.operations.launcher.signals import STOPPED, StopSignals
+from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.operations.schedulers.options import (
     MaxRestarts,
     NodeRestarts,
@@ -62,7 +62,7 @@ class RayRun:
 
 @dataclass(frozen=True)
 class End:
-    """End of one placement's launchers; `reason`: why the run should be placed again, empty if it should not."""
+    """End of one placement's launchers. reason: why to place the run again; empty: do not."""
 
     exit_code: int
     reason: str = ""
@@ -76,7 +76,7 @@ def drive(
     write: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Run until the ranks have ended, placed again after the loss of a node; return the exit code.
+    """Run until the ranks have ended, through losses of nodes; return the exit code.
 
     place: returns nodes, None when a signal came first. write: gets each line of the nodes' output.
 
@@ -113,7 +113,7 @@ def drive(
 
 
 def commands(run: RayRun, facts: RecipeFacts, address: str, port: int, *, resume: str) -> list[list[str]]:
-    """Return the arguments of `mega-rl train` for each node; address, port: of the launcher of node 0."""
+    """Return each node's arguments of `mega-rl train`. address, port: node 0's launcher."""
     options = ["--nnodes", str(run.nodes), "--nproc-per-node", str(run.nproc_per_node)]
     options += ["--master-addr", address, "--master-port", str(port), "--max-restarts", str(run.max_restarts)]
     overrides = [*facts.overrides, *([] if resume == facts.resume else [f"checkpoint.resume={resume}"])]
@@ -129,7 +129,7 @@ def _watch(
     write: Callable[[str], None],
     clock: Callable[[], float],
 ) -> End:
-    """Wait for the end of all launchers, show their output, pass on signals, and end those that cannot end."""
+    """Wait for all launchers, show their output, pass on signals, end those that hang."""
     codes: dict[int, int] = {}  # in the order of the ends
     lost: dict[int, str] = {}
     due = {int(signal.SIGTERM): math.inf, int(signal.SIGKILL): math.inf}  # time of each signal that was not sent yet

@@ -1,4 +1,4 @@
-"""One node of a run on Ray: its launcher as a child process, whose output and end are read by calls."""
+"""One node of a run on Ray: its launcher is a child process that the driver polls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class NodeOutput:
 
     @property
     def gone(self) -> str:
-        """Return why nothing more comes from the node though its launcher has not ended by itself; empty if it may."""
+        """Return why the node is lost, or its launcher was killed; empty if neither."""
         if self.lost or self.exit_code is None or self.exit_code >= 0:
             return self.lost
         return f"its launcher was killed by {name_of_signal(-self.exit_code)}"
@@ -64,7 +64,7 @@ class NodeLauncher:
         self._exit_code: int | None = None
 
     def prepare(self, address: str, run_dir: str) -> tuple[int, list[str]]:
-        """Return a free TCP port of this node, and the complete checkpoints of a run folder, oldest first.
+        """Return a free TCP port of this node, and a run's complete checkpoints, oldest first.
 
         A checkpoint is its name and the time of its folder.
         """
@@ -95,7 +95,7 @@ class NodeLauncher:
         threading.Thread(target=run, name="launcher of this node", daemon=True).start()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the launcher, SIGKILL also to its ranks; a launcher that has not started does not start."""
+        """Send a signal to the launcher, SIGKILL also to its ranks; before its start, prevent it."""
         with self._changed:
             child = self._child
             if child is None:
@@ -106,7 +106,7 @@ class NodeLauncher:
                 child.signal(number)
 
     def poll(self, wait_s: float) -> NodeOutput:
-        """Return the launcher's next lines, or its end once there are none left; empty after `wait_s` seconds."""
+        """Return the launcher's next lines, then its end; empty after `wait_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._exit_code is not None, wait_s)
             lines = [self._lines.popleft() for _ in range(min(LINES_PER_CALL, len(self._lines)))]
@@ -145,7 +145,7 @@ class NodeLauncher:
                 self._changed.notify_all()
 
     def _wait_for_lock(self, path: Path) -> None:
-        """Wait until no process holds the lock of a checkpoint folder, LOCK_WAIT_S at most, or until a signal."""
+        """Wait until a checkpoint folder's lock is free, at most LOCK_WAIT_S, or for a signal."""
         deadline = time.monotonic() + LOCK_WAIT_S
         while time.monotonic() < deadline and path.is_file() and not self._stop:
             try:

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster: a placement group with a bundle of resources on each node, and an actor in each bundle."""
+"""Nodes of a Ray cluster: a placement group with a bundle and an actor on each node."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class RayPlacement:
         self._unavailable: dict[int, float] = {}  # node: since when
 
     def prepare(self, run_dir: str) -> tuple[int, Sequence[str]]:
-        """Return a free port of node 0, and the complete checkpoints of a run folder as it sees them.
+        """Return a free port of node 0, and a run's complete checkpoints as it sees them.
 
         Raises NodeLost for an actor that is gone, RunError for an actor that cannot work.
         """
@@ -156,7 +156,7 @@ class RayPlacement:
             self._ask(node)
 
     def poll(self, wait_s: float) -> Sequence[tuple[int, NodeOutput]]:
-        """Return (node, output) pairs within `wait_s` seconds; nodes that have ended or are lost say no more."""
+        """Return (node, output) pairs within `wait_s` seconds; ended and lost nodes say no more."""
         answered, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=wait_s)
         outputs = [self._taken(call) for call in answered]
         if any(node in self._unavailable for node in self._calls.values()):

@@ -1,4 +1,4 @@
-"""Batch script for Slurm: one task with a launcher on each node; the job is saved and requeued where that helps.
+"""Batch script for Slurm: a launcher on each node; a job that can continue is requeued.
 
 Options: https://slurm.schedmd.com/sbatch.html, https://github.com/NVIDIA/pyxis for images.
 """
@@ -20,7 +20,7 @@ from mega_rl.checkpoint.folders import CHECKPOINTS
 from mega_rl.checkpoint.lock import LOCK_FILE
 from mega_rl.environment import python_module
 from mega_rl.errors import RunError, UserError
-from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
+from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.operations.schedulers.options import (
     MaxRestarts,
     Nodes,
@@ -92,7 +92,7 @@ class SlurmRun:
 
 
 def directives(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> dict[str, str]:
-    """Return the options of sbatch with their values, empty for a flag; folder: the job's working folder."""
+    """Return sbatch's options, with empty values for flags. folder: the job's working folder."""
     further: dict[str, str] = {}
     for text in run.sbatch or ():
         name, sign, value = text.removeprefix("--").partition("=")
@@ -208,7 +208,7 @@ def render(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> str:
 
 
 def _train_command(run: SlurmRun, facts: RecipeFacts) -> list[str]:
-    """Return the launcher's command without what each job and task adds: address, port and the node's number."""
+    """Return the launcher's command; each job and task adds address, port and node number."""
     python = sys.executable if run.venv is None else str(run.venv.absolute() / "bin" / "python")
     if not run.image and not Path(python).exists():
         raise UserError(f"--venv={run.venv}: has no bin/python; give the folder of a virtual environment")
@@ -219,7 +219,7 @@ def _train_command(run: SlurmRun, facts: RecipeFacts) -> list[str]:
 
 
 def _step_options(run: SlurmRun, names: Sequence[str], folder: str) -> list[str]:
-    """Return the options of the step that runs a launcher on each node; names: of variables for a container.
+    """Return srun's options for a launcher on each node. names: variables of a container.
 
     The first launcher to end does not have the others killed, which may be saving: launchers end one another.
     """
@@ -235,7 +235,7 @@ def _step_options(run: SlurmRun, names: Sequence[str], folder: str) -> list[str]
 
 
 def _words(words: Sequence[str]) -> str:
-    """Return the words of a bash array; commas separate no words there, but shellcheck wants them quoted."""
+    """Return the words of a bash array; shellcheck wants words with commas quoted."""
     return " ".join(f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words)
 
 

@@ -1,4 +1,4 @@
-"""Ranks from tasks: `srun --ntasks-per-node=8 mega-rl train ...` makes each task of its step one rank of the run."""
+"""Ranks from tasks: `srun --ntasks-per-node=8 mega-rl train ...` makes each task a rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADVICE = "unset what a script has set of Slurm's variables"
 
 
 def is_one_of_several(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is a task of a step of several, in which no launcher has made ranks.
+    """Return whether this process is one of several tasks, without a launcher for ranks.
 
     A batch script has the variables of task 0 too, but no step.
     """
@@ -27,7 +27,7 @@ def is_one_of_several(environment: Mapping[str, str]) -> bool:
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a task of a step of several, which becomes the rank of its number.
+    """Return torchrun's variables for a task, which becomes the rank of its number.
 
     Raises UserError for variables that are missing or contradict one another, and for tasks that cannot be ranks:
     ranks are numbered node by node, with the same number on each.

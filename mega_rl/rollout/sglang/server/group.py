@@ -24,21 +24,37 @@ class ProcessIdentity:
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
         """Return the identity of a process that runs; None for none, or a zombie."""
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
-        except OSError:
-            return None
-        state, *fields = stat.rpartition(b")")[2].split()  # a program's name may hold anything
-        return None if state in (b"Z", b"X") else cls(pid, int(fields[18]))
+        state, own = _state_of(pid)
+        return None if state in (b"", b"Z", b"X") else own
+
+    @classmethod
+    def of_own(cls, pid: int) -> ProcessIdentity:
+        """Return the identity of this process, or of a child that nobody has waited for, even if it has ended."""
+        return _state_of(pid)[1]
 
     @property
     def runs(self) -> bool:
         """Return whether it still runs."""
         return self.of(self.pid) == self
 
+    def kill_group(self) -> None:
+        """Kill the process group that it leads, unless its number is another process's by now; see `kill`."""
+        if self.of(self.pid) in (None, self):
+            kill(self.pid)
+
     def end_group(self, *, deadline_s: float) -> list[int]:
         """End the process group that it leads, unless its number is another process's by now; see `end`."""
         return end(self.pid, deadline_s=deadline_s) if self.of(self.pid) in (None, self) else []
+
+
+def _state_of(pid: int) -> tuple[bytes, ProcessIdentity]:
+    """Return the kernel's letter for a process's state, empty where there is none, and its identity."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return b"", ProcessIdentity(pid, 0)
+    state, *fields = stat.rpartition(b")")[2].split()  # a program's name may hold anything
+    return state, ProcessIdentity(pid, int(fields[18]))
 
 
 def members(group: int) -> list[psutil.Process]:

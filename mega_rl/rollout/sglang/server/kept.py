@@ -59,26 +59,14 @@ class KeptServer:
             own = parse_object((scratch / _RECORD).read_bytes())
         except (OSError, ValueError):
             return None
-        main, owner, launcher = (ProcessIdentity(*own[name]) for name in ("main", "owner", "launcher"))
-        return cls(scratch, own["index"], own["url"], own["settings"], main, owner, launcher)
+        processes = {name: ProcessIdentity(**own[name]) for name in ("main", "owner", "launcher")}
+        return cls(**{**own, **processes, "scratch": scratch})
 
     def write(self) -> None:
         """Write the record: from now on the server is kept."""
-        processes = {name: [one.pid, one.ticks] for name, one in vars(self).items() if isinstance(one, ProcessIdentity)}
-        own = {"index": self.index, "url": self.url, "settings": self.settings, **processes}
         new = self.scratch / f"{_RECORD}.new"
-        new.write_text(json.dumps(own), "utf-8")
+        new.write_text(json.dumps(asdict(self), default=str), "utf-8")
         new.replace(self.scratch / _RECORD)
-
-    @property
-    def pid(self) -> int:
-        """Return the main process's id, also that of the server's process group."""
-        return self.main.pid
-
-    @property
-    def exit_code(self) -> int | None:
-        """Return UNKNOWN_EXIT once the main process has ended; None while it runs."""
-        return None if self.main.runs else UNKNOWN_EXIT
 
     @property
     def is_anothers(self) -> bool:
@@ -93,13 +81,12 @@ class KeptServer:
             raise UserError("it runs with other settings")
         return Endpoint(self.index, self.url, Keys.read(self.scratch / KEYS_FILE))
 
-    def end(self) -> int:
-        """End the rest of the server; return UNKNOWN_EXIT."""
+    def end(self) -> None:
+        """End the rest of the server."""
         shutil.rmtree(self.scratch, ignore_errors=True)  # before, since this process may be killed meanwhile
         if left := self.main.end_group(deadline_s=_END_S):
             log.error("SGLang server %d: processes %s are still there after SIGKILL", self.index, left)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        return UNKNOWN_EXIT
 
 
 @contextmanager
@@ -113,8 +100,7 @@ def keeping_servers(*, possible: bool) -> Iterator[dict[str, str]]:
         yield {VARIABLE: ""}
         return
     folder = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX))  # 0700
-    me = ProcessIdentity.of(os.getpid())
-    assert me is not None
+    me = ProcessIdentity.of_own(os.getpid())
     try:
         yield {VARIABLE: f"{me.pid}:{me.ticks}:{folder}"}
     finally:
@@ -144,12 +130,10 @@ class KeptServers:
         servers = [server for path in self.folder.glob(f"{KEPT_PREFIX}*") if (server := KeptServer.read(path))]
         return {server.index: server for server in sorted(servers, key=lambda server: server.main.runs)}
 
-    def keep(self, pid: int, endpoint: Endpoint, scratch: Path, settings: ServerSettings) -> None:
+    def keep(self, main: ProcessIdentity, endpoint: Endpoint, scratch: Path, settings: ServerSettings) -> None:
         """Note that a server is ready and this process's, to be left to another when this one ends."""
-        main, me = ProcessIdentity.of(pid), ProcessIdentity.of(os.getpid())
-        if main is not None and me is not None:  # else it has just died: whoever uses it will see
-            text = fingerprint(settings)
-            KeptServer(scratch, endpoint.index, endpoint.url, text, main, me, self.launcher).write()
+        me, text = ProcessIdentity.of_own(os.getpid()), fingerprint(settings)
+        KeptServer(scratch, endpoint.index, endpoint.url, text, main, me, self.launcher).write()
 
     def candidate(self, index: int, settings: ServerSettings) -> tuple[KeptServer, Endpoint] | None:
         """Return the server that an earlier rank has left, if it may be adopted.

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mega_rl.errors import RunError
+from mega_rl.config.facts import divisors, listed
+from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import broadcast_json, run_on_all, run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control
@@ -76,33 +77,45 @@ class StartedServers(ServerPool):
     def __init__(
         self,
         ranks: Ranks,
-        settings: Sequence[ServerSettings],
+        settings: ServerSettings,
         *,
+        count: int,
         ranks_per_host: int,
         folder: Path,
         process: Callable[[ServerSettings, int, Path], ServerProcess] = ServerProcess,
     ) -> None:
         """Start this host's servers without waiting for them; `wait_ready` does. Collective where they span hosts.
 
-        settings: of this host's servers; every host has as many. Their numbers continue from host to host. This sets
-        `node`, and adds the number to `seed`.
+        settings: of the first server; the others differ by `node`, `base_gpu` and `seed`.
+        count: servers that a host has a part of. Their numbers continue from host to host.
         process: makes the process of a server or part, given its settings, number and folder.
+
+        Raises UserError where servers that span several hosts do not divide the trainer's.
         """
         self._ranks = ranks
-        self._timeout_s = max(own.start_timeout_s for own in settings)
-        self.colocated = settings[0].memory_saver
-        leaders, nodes = range(0, ranks.size, ranks_per_host), settings[0].nodes
-        assert len(leaders) % nodes == 0, f"{len(leaders)} hosts for servers on {nodes} hosts each"
+        self._timeout_s = settings.start_timeout_s
+        self.colocated = settings.memory_saver
+        leaders, nodes = range(0, ranks.size, ranks_per_host), settings.nodes
+        if len(leaders) % nodes:
+            raise UserError(
+                f"rollout.sglang.server.nodes={nodes}: the trainer runs on {len(leaders)} host(s), and each server "
+                f"takes {nodes} of them; legal: {listed(divisors(len(leaders)))}"
+            )
         spans = [tuple(leaders[first : first + nodes]) for first in range(0, len(leaders), nodes)]
-        self._nodes = [span for span in spans for _ in settings]
-        self.tp = [own.tp for _ in spans for own in settings]
+        self._nodes = [span for span in spans for _ in range(count)]
+        self.tp = [settings.tp] * len(self._nodes)
         self.endpoints: list[Endpoint] = []
         self._own: dict[int, ServerProcess] = {}
         host = ranks.rank // ranks_per_host
-        for place, own in enumerate(settings if ranks.rank in leaders else ()):
-            index = host // nodes * len(settings) + place
-            # Servers with one seed would draw the same noise for batches of one shape.
-            self._own[index] = process(replace(own, node=host % nodes, seed=own.seed + index), index, folder)
+        for place in range(count if ranks.rank in leaders else 0):
+            index = host // nodes * count + place
+            own = replace(
+                settings,
+                node=host % nodes,
+                base_gpu=settings.base_gpu + place * settings.tp_here,
+                seed=settings.seed + index,  # with one seed they would draw the same noise for batches of one shape
+            )
+            self._own[index] = process(own, index, folder)
         if self._own and (kept := KeptServers.of_launcher()) is not None:
             kept.end_others(set(self._own))
         self._start(range(len(self._nodes)))

@@ -8,10 +8,8 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -23,9 +21,17 @@ from mega_rl.errors import RunError, UserError
 from mega_rl.processes import PIPE, STDOUT, Child
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
-from mega_rl.rollout.sglang.server import group, launcher
+from mega_rl.rollout.sglang.server import launcher
+from mega_rl.rollout.sglang.server.group import ProcessIdentity
 from mega_rl.rollout.sglang.server.installation import require_sglang
-from mega_rl.rollout.sglang.server.kept import KEPT_PREFIX, KEYS_FILE, SCRATCH_PREFIX, KeptServer, KeptServers
+from mega_rl.rollout.sglang.server.kept import (
+    KEPT_PREFIX,
+    KEYS_FILE,
+    SCRATCH_PREFIX,
+    UNKNOWN_EXIT,
+    KeptServer,
+    KeptServers,
+)
 from mega_rl.rollout.sglang.server.nodes import Node, end_reason
 from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments, environment
 
@@ -69,17 +75,20 @@ class ServerProcess:
     def __init__(self, settings: ServerSettings, index: int, folder: Path) -> None:
         self.settings = settings
         self.index = index
-        part = f"-node-{settings.node}" if settings.node else ""
-        self.log_file = folder / f"server-{index}{part}.log"
+        self.name = f"SGLang server {index}"  # in messages
+        if settings.nodes > 1:
+            self.name += f", node {settings.node} of {settings.nodes} on {os.uname().nodename}"
+        self.log_file = folder / f"server-{index}{f'-node-{settings.node}' if settings.node else ''}.log"
         kept = None if settings.nodes > 1 or settings.memory_saver else KeptServers.of_launcher()
         taken = kept is not None and (record := kept.records().get(index)) is not None and record.is_anothers
         self._kept = None if taken else kept
         self._may_adopt = self._kept is not None
-        self._process: Child | KeptServer | None = None
+        self._main: ProcessIdentity | None = None  # leader of the server's process group; None while stopped
+        self._child: Child | None = None  # the same process; None for an adopted one
         self._exit_code: int | None = None  # the last process's, once it was stopped
-        self._scratch: Path | None = None
+        self._scratch: Path | None = None  # private folder
         self._endpoint: Endpoint | None = None
-        self._reserved: list[socket.socket] = []
+        self._reserved = ExitStack()  # sockets that hold ports until the server is ready
         self._meeting: Node | None = None
         self._is_aborted = False
         self._started = 0.0
@@ -94,32 +103,28 @@ class ServerProcess:
         self.stop()
 
     @property
-    def name(self) -> str:
-        """Return the server's name for messages."""
-        own = self.settings
-        part = f", node {own.node} of {own.nodes} on {os.uname().nodename}" if own.nodes > 1 else ""
-        return f"SGLang server {self.index}{part}"
-
-    @property
     def pid(self) -> int | None:
         """Return the main process's id, also that of the server's process group; None while stopped."""
-        return None if self._process is None else self._process.pid
+        return None if self._main is None else self._main.pid
 
     @property
     def alive(self) -> bool:
         """Return whether the main process runs; the server's other processes end with it."""
-        return self._process is not None and self.exit_code is None
+        return self._main is not None and self.exit_code is None
 
     @property
     def exit_code(self) -> int | None:
         """Return the main process's exit code, negative for a signal; None while it runs and before the first start."""
-        return self._exit_code if self._process is None else self._process.exit_code
+        if self._main is None:
+            return self._exit_code
+        if self._child is not None:
+            return self._child.exit_code
+        return None if self._main.runs else UNKNOWN_EXIT
 
     def reserve_meeting(self) -> Node:
         """Return a meeting of the server's nodes at this one, the first; its ports are held until it is ready."""
-        _close_all(self._reserved)
-        self._reserved = [reserve_port(self.settings.host) for _ in range(2)]
-        store, life = (one.getsockname()[1] for one in self._reserved)
+        self._reserved.close()
+        store, life = (reserve_port(self.settings.host, self._reserved) for _ in range(2))
         return Node(0, self.settings.host, store, life)
 
     def start(self, meeting: Node | None = None) -> None:
@@ -127,7 +132,7 @@ class ServerProcess:
 
         meeting: of a server on several nodes, as the first one reserved it.
         """
-        assert self._process is None, f"{self.name} runs already"
+        assert self._main is None, f"{self.name} runs already"
         assert (meeting is not None) == (self.settings.nodes > 1), f"{self.name}: meeting {meeting}"
         self._started, self._meeting, self._is_aborted = time.monotonic(), meeting, False
         left = self._kept.candidate(self.index, self.settings) if self._kept and self._may_adopt else None
@@ -136,8 +141,8 @@ class ServerProcess:
             log.info("starting SGLang server %d, log in %s", self.index, self.log_file)
             self._spawn()
         else:
-            self._process, self._endpoint = left
-            self._scratch = left[0].scratch
+            record, self._endpoint = left
+            self._main, self._scratch = record.main, record.scratch
 
     def wait_ready(self) -> Endpoint:
         """Wait until the server generates, or a further node has loaded its part.
@@ -145,8 +150,8 @@ class ServerProcess:
         Raises ServerStartError, after which nothing of the server is left here.
         """
         assert self._endpoint is not None, f"{self.name} was not started"
-        is_kept = isinstance(self._process, KeptServer)
-        if is_kept and (problem := recover(self._endpoint, lambda: self.exit_code)) is not None:
+        is_kept = self._child is None
+        if is_kept and (problem := recover(self, self._endpoint)) is not None:
             self.stop()
             if self._is_aborted:
                 raise ServerStartError(f"{self.name} is not kept: {problem}")
@@ -155,19 +160,18 @@ class ServerProcess:
             self._spawn()
         if not is_kept:
             self._wait_for_start()
-        _close_all(self._reserved)
-        if self._kept is not None and self.pid is not None and self._scratch is not None:
-            self._kept.keep(self.pid, self._endpoint, self._scratch, self.settings)
+        self._reserved.close()
+        if self._kept is not None and self._main is not None and self._scratch is not None:
+            self._kept.keep(self._main, self._endpoint, self._scratch, self.settings)
         log.info("%s is %s after %.1f s", self.name, "kept" if is_kept else "ready", time.monotonic() - self._started)
         return self._endpoint
 
     def abort(self) -> None:
         """Kill the server's processes without waiting for their end; `wait_ready` in another thread then raises."""
         self._is_aborted = True
-        _remove(self._scratch)
-        process = self._process
-        if isinstance(process, Child) or (process is not None and process.main.runs):
-            group.kill(process.pid)
+        if self._main is not None:
+            self._remove_scratch()
+            self._main.kill_group()
 
     def end_reason(self) -> str:
         """Return which other node's end has ended this part, empty where none has."""
@@ -178,30 +182,30 @@ class ServerProcess:
 
         Raises ServerStopError for a process that SIGKILL does not end.
         """
-        process = self._process
-        if process is None:
+        if self._main is None:
             return
-        _close_all(self._reserved)
-        _remove(self._scratch)
-        ends = process.main.end_group if isinstance(process, KeptServer) else partial(group.end, process.pid)
-        left = ends(deadline_s=_STOP_S)
-        if left:
+        self._reserved.close()
+        self._remove_scratch()  # before the kill as well: a launcher may kill this rank meanwhile
+        if left := self._main.end_group(deadline_s=_STOP_S):
             raise ServerStopError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
-        self._exit_code = process.end()
-        _remove(self._scratch)
-        self._process = None
+        self._exit_code = UNKNOWN_EXIT if self._child is None else self._child.end()
+        self._remove_scratch()
+        self._main = self._child = None
 
     def leave(self) -> None:
         """Leave a server that is kept to the ranks that may come after this process; end any other, as `stop` does."""
-        if self._scratch is None or KeptServer.read(self._scratch) is None:
+        if self._scratch is not None and KeptServer.read(self._scratch) is None:
             self.stop()
-        self._process = None
+        self._main = self._child = None
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _spawn(self) -> None:
         packages = require_sglang(device=self.settings.device).folder
         host = self.settings.http_host
-        self._reserved.append(reserve_port(host))
-        port = self._reserved[-1].getsockname()[1]
+        port = reserve_port(host, self._reserved)
         self._endpoint = Endpoint(self.index, f"http://{f'[{host}]' if ':' in host else host}:{port}", Keys.random())
         prefix, folder = SCRATCH_PREFIX, None
         if self._kept is not None and self._kept.folder.is_dir():  # else the launcher was killed
@@ -217,15 +221,16 @@ class ServerProcess:
             self._spawned += 1
             with self.log_file.open("ab") as output:
                 self._log_start = output.tell()
-                self._process = Child(
+                self._child = Child(
                     self.name,
                     [*PROGRAM, *arguments(own, port, self._meeting)],
                     streams=(PIPE, output, STDOUT),
                     env=environment(self.settings, scratch=scratch, packages=packages),
                 )
-            os.sched_setaffinity(self._process.pid, processors())  # its GPUs may be near others than this rank's
+            self._main = ProcessIdentity.of_own(self._child.pid)
+            os.sched_setaffinity(self._child.pid, processors())  # its GPUs may be near others than this rank's
         except (OSError, RunError):
-            _remove(self._scratch)
+            self._remove_scratch()
             raise
 
     def _wait_for_start(self) -> None:
@@ -234,10 +239,7 @@ class ServerProcess:
         deadline = self._started + timeout_s
         for attempt in range(1, PORT_TRIES + 1):
             assert self._endpoint is not None
-            problem = wait_for_start(
-                self._endpoint, lambda: self.exit_code, deadline, timeout_s, generates=not self.settings.node
-            )
-            if problem is None:
+            if (problem := wait_for_start(self, self._endpoint, deadline, timeout_s)) is None:
                 return
             clash = not self.alive and "address already in use" in log_since(self.log_file, self._log_start).lower()
             lines = telling_lines(self.log_file, self._log_start)
@@ -251,36 +253,18 @@ class ServerProcess:
             self._spawn()
 
 
-def _remove(scratch: Path | None) -> None:
-    """Remove a private folder: before the server is killed as well, since a launcher may kill this rank meanwhile."""
-    if scratch is not None:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _close_all(sockets: list[socket.socket]) -> None:
-    while sockets:
-        sockets.pop().close()
-
-
 # -- readiness: functions return the problem, None for none ----------------------------------------------------------
 
 
-def wait_for_start(
-    endpoint: Endpoint,
-    exit_code: Callable[[], int | None],
-    deadline: float,
-    timeout_s: float,
-    *,
-    generates: bool = True,
-) -> str | None:
-    """Wait until /health answers 200, then generate one token.
+def wait_for_start(server: ServerProcess, endpoint: Endpoint, deadline: float, timeout_s: float) -> str | None:
+    """Wait until /health answers 200; generate one token, unless this is a further node.
 
-    exit_code: of the server's process, None while that runs. timeout_s: of the whole wait, for messages.
+    timeout_s: of the whole wait, for messages.
     """
-    control, last, healthy = Control(endpoint, _HEALTH_S), "no answer", False
-    try:
+    last, healthy = "no answer", False
+    with closing(Control(endpoint, _HEALTH_S)) as control:
         while not healthy:
-            if (code := exit_code()) is not None:
+            if (code := server.exit_code) is not None:
                 return f"its process ended with exit code {code} before /health answered"
             if time.monotonic() >= deadline:
                 return f"/health did not answer 200 within {timeout_s:g} s (last: {last})"
@@ -290,41 +274,38 @@ def wait_for_start(
             except ServerError as error:
                 last = str(error)
                 time.sleep(_POLL_S)
-        if not generates:
+        if server.settings.node:
             return None
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
         control.timeout_s = max(1.0, deadline - time.monotonic())
-        answer = control.object("POST", "/generate", body)
-        if len(answer.get("output_ids", ())) != 1:
-            return f"the first generation was answered {str(answer)[:_LONGEST_LINE]}"
-    except ServerError as error:
-        ended = "" if (code := exit_code()) is None else f"; its process ended with exit code {code}"
-        return f"the first generation failed: {error}{ended}"
-    finally:
-        control.close()
-    return None
+        try:
+            answer = control.object("POST", "/generate", body)
+        except ServerError as error:
+            ended = "" if (code := server.exit_code) is None else f"; its process ended with exit code {code}"
+            return f"the first generation failed: {error}{ended}"
+    good = len(answer.get("output_ids", ())) == 1
+    return None if good else f"the first generation was answered {str(answer)[:_LONGEST_LINE]}"
 
 
-def recover(endpoint: Endpoint, exit_code: Callable[[], int | None]) -> str | None:
-    """Bring a server to the state of one that has just started, whatever its last user was doing.
+def recover(server: ServerProcess, endpoint: Endpoint) -> str | None:
+    """Bring an adopted server to the state of one that has just started, whatever its last user was doing.
 
-    Abort requests in flight, resume a paused generation, and claim no version of weights: those of an update that was
-    cut short have two versions.
+    Abort requests in flight, resume a paused generation, and claim no version of weights: those of an update that
+    was cut short have two versions.
     """
     deadline = time.monotonic() + _ADOPT_S
-    control = Control(endpoint, timeout_s=_ADOPT_S / 2)
     try:
-        control.call("POST", "/continue_generation", {})  # a paused server aborts no request that waits for its end
-        control.call("POST", "/pause_generation", {"mode": "abort"})
-        control.call("POST", "/continue_generation", {})
-        control.succeed("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
-        control.flush()
+        with closing(Control(endpoint, timeout_s=_ADOPT_S / 2)) as control:
+            # A paused server aborts no request that waits for its end.
+            control.call("POST", "/continue_generation", {})
+            control.call("POST", "/pause_generation", {"mode": "abort"})
+            control.call("POST", "/continue_generation", {})
+            control.succeed("/update_weight_version", {"new_version": "default", "abort_all_requests": False})
+            control.flush()
     except ServerError as error:
         return str(error)
-    finally:
-        control.close()
     # Not before: SGLang's /health generates a token, and so waits while generation is paused.
-    return wait_for_start(endpoint, exit_code, deadline, _ADOPT_S)
+    return wait_for_start(server, endpoint, deadline, _ADOPT_S)
 
 
 def log_since(log_file: Path, start: int) -> str:
@@ -341,21 +322,19 @@ def telling_lines(log_file: Path, start: int) -> list[str]:
     return [line for line in kept if "server_args=" not in line][-_TELLING_LINES:]
 
 
-def reserve_port(host: str) -> socket.socket:
-    """Return a socket bound to a free port: while it is held, and not listening, only the server can bind there too.
+def reserve_port(host: str, until: ExitStack) -> int:
+    """Return a free port; a bound socket that does not listen holds it `until` then, and only the server binds it too.
 
     Raises UserError for an address that this host does not have.
     """
-    with ExitStack() as undo:
-        try:
-            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-            bound = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind((host, 0))
-        except OSError as error:
-            raise UserError(
-                f"rollout.sglang.server.host={host!r} is no interface and no address of {os.uname().nodename} "
-                f"({error}); legal: {', '.join(sorted(psutil.net_if_addrs()))}, or an address of one of them"
-            ) from None
-        undo.pop_all()
-    return bound
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        bound = until.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, 0))
+    except OSError as error:
+        raise UserError(
+            f"rollout.sglang.server.host={host!r} is no interface and no address of {os.uname().nodename} "
+            f"({error}); legal: {', '.join(sorted(psutil.net_if_addrs()))}, or an address of one of them"
+        ) from None
+    return int(bound.getsockname()[1])

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.export import ExportUnit, export_plan
+from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
@@ -114,6 +115,16 @@ def sending_bytes(hf: HFConfig, *, bucket_bytes: int, itemsize: int) -> int:
     together = 2 * hf.ffn_hidden_size * hf.hidden_size * itemsize
     largest = max(hf.vocab_size * hf.hidden_size * itemsize, together)
     return 3 * max(bucket_bytes, largest) + 2 * max(bucket_bytes, together)
+
+
+def policy_bytes(sharding: Sharding, itemsize: int) -> int:
+    """Return the bytes of the parameters of the largest pipeline rank."""
+    layout = sharding.layout
+    stages = (
+        [build_plan(sharding, layout.coordinates(rank), vp_stage=vp_stage) for vp_stage in range(layout.vpp)]
+        for rank in first_ranks(layout)
+    )
+    return max(sum(prod(param.shape) for plan in stage for param in plan) for stage in stages) * itemsize
 
 
 def first_ranks(layout: ParallelLayout) -> list[int]:

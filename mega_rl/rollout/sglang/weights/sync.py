@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,21 +18,13 @@ from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.http.control import Control, ServerError, each
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, check_server
 from mega_rl.rollout.sglang.weights.probe import Probe
-from mega_rl.rollout.sglang.weights.transport import RanksLost, SendReport, Transport
+from mega_rl.rollout.sglang.weights.transport import RanksLost, Transport
 from mega_rl.types import Metrics
 
 log = logging.getLogger(__name__)
 
 _SCHEDULER_S = 30.0  # a scheduler ends its step and answers faster
 PHASES = ("check", "pause", "send", "continue", "probe", "checksum")
-
-
-class SendListener(Protocol):
-    """Part of a run that acts in an update between loading weights and generating with them."""
-
-    def after_send(self, servers: Sequence[int]) -> None:
-        """Take note that these servers have all weights; collective."""
-        ...
 
 
 class SglangWeightSync:
@@ -62,7 +54,7 @@ class SglangWeightSync:
         self._transport, self._router, self._ranks = transport, router, ranks
         self._controls, self._num_servers = controls, num_servers
         self._expected, self._probe, self._verify_interval = expected, probe, verify_interval
-        self._listeners: list[SendListener] = []
+        self._listeners: list[Callable[[Sequence[int]], None]] = []
         self._weight_version = 0
         self._num_publishes = 0
         self._ready: set[int] = set()
@@ -78,8 +70,8 @@ class SglangWeightSync:
         """Return the servers that took the last update; the same on all ranks."""
         return frozenset(self._ready)
 
-    def add_listener(self, listener: SendListener) -> None:
-        """Call `listener.after_send` in every update from now on."""
+    def add_listener(self, listener: Callable[[Sequence[int]], None]) -> None:
+        """Call `listener` in every update with the servers that have all weights, before they generate; collective."""
         self._listeners.append(listener)
 
     def resume_at(self, version: int) -> None:
@@ -122,9 +114,11 @@ class SglangWeightSync:
         with _timed(seconds, "pause"):
             attempt.all_do(_pause)
         with _timed(seconds, "send"):
-            report = self._send(attempt, version) if attempt.left else SendReport()
+            buckets = self._transport.buckets if attempt.left else ()
+            if buckets:
+                self._send(attempt, version)
             for listener in self._listeners:
-                listener.after_send(tuple(attempt.left))
+                listener(tuple(attempt.left))
         with _timed(seconds, "continue"):
             attempt.all_do(lambda control: _finish(control, version))
         largest = 0.0
@@ -139,9 +133,9 @@ class SglangWeightSync:
         self._conclude(attempt, version)
         requests = sum(control.requests for control in self._controls.values()) - requests
         return {
-            "sync/bytes": float(report.bytes),
-            "sync/buckets": float(report.buckets),
-            "sync/tensors": float(report.tensors),
+            "sync/bytes": float(sum(bucket.nbytes for bucket in buckets)),
+            "sync/buckets": float(len(buckets)),
+            "sync/tensors": float(sum(len(bucket.slots) for bucket in buckets)),
             "sync/requests": float(self._ranks.sum(torch.tensor(requests))),
             "sync/verified": float(compared > 0),
             "sync/probe_logprob_diff_max": largest,
@@ -164,15 +158,13 @@ class SglangWeightSync:
             raise UserErrors([line for i in sorted(faults) for line in faults[i].split("\n")])
         self._checked |= set(fresh) & set(attempt.left)
 
-    def _send(self, attempt: _Attempt, version: int) -> SendReport:
+    def _send(self, attempt: _Attempt, version: int) -> None:
         try:
-            report = self._transport.send(version=version, servers=list(attempt.left))
+            attempt.fail(self._transport.send(version=version, servers=list(attempt.left)))
         except RunError:
             raise
         except RuntimeError as error:
             raise RanksLost(f"weight update: ranks of the trainer did not meet in time: {error}") from error
-        attempt.fail(report.failed)
-        return report
 
     def _compare_checksums(self, attempt: _Attempt) -> int:
         """Compare checksums among servers of one tensor-parallel size; fail those that differ from the majority.

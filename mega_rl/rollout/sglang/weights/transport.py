@@ -1,22 +1,23 @@
-"""Transport of weights from the trainer to servers: the protocol, and the parts that all transports share."""
+"""Transport of weights from the trainer to servers: one update's course, which all transports share."""
 
 from __future__ import annotations
 
 import re
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from mega_rl.converters.live.export import export_hf
 from mega_rl.converters.live.load import weights_of
 from mega_rl.errors import RunError
+from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
@@ -38,37 +39,23 @@ class TrainerWeights:
     dtype: torch.dtype  # the servers'; tensors that are float32 in every model stay so
 
     @property
-    def sharded(self) -> bool:
-        """Return whether data parallelism has cut the parameters, so that reading one is collective over them."""
-        return self.engine.is_sharded
-
-    @property
     def device(self) -> torch.device:
         """Device of the parameters."""
         return self.engine.device
-
-    @property
-    def experts(self) -> bool:
-        """Return whether the model has experts."""
-        return self.engine.sharding.hf.moe is not None
 
     def buckets(self, bucket_bytes: int, *, by_stage: bool = False) -> tuple[Bucket, ...]:
         """Return the plan: see `reshard.plan_buckets`."""
         sharding, itemsize = self.engine.sharding, self.dtype.itemsize
         return plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize, by_stage=by_stage)
 
-    def chunks(self) -> list[nn.Module]:
-        """Return the model's chunks with whole parameters, up to date; collective."""
-        return self.engine.whole_chunks()
-
     def live(self) -> list[Mapping[str, Tensor]]:
         """Return this rank's weights by name for each chunk; collective, as is reading one where they are sharded."""
-        return [weights_of(chunk) for chunk in self.chunks()]
+        return [weights_of(chunk) for chunk in self.engine.whole_chunks()]
 
     def export(self, *, bucket_bytes: int, own_stage: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) on all ranks of a replica, which gather together; see `export_hf`."""
         place = replace(self.engine.place, bucket_bytes=bucket_bytes)
-        return export_hf(self.chunks(), place, dtype=self.dtype, own_stage=own_stage)
+        return export_hf(self.engine.whole_chunks(), place, dtype=self.dtype, own_stage=own_stage)
 
 
 @dataclass(frozen=True)
@@ -77,59 +64,83 @@ class Server:
 
     index: int  # number of the server in the run
     tp: int  # its tensor-parallel ranks, equally many on each of its hosts
-    host: str | None  # `choose.host_identity` of the host with its URL; None: not known
-    receiver: Control | None = None  # needed on the rank that leads it: the first of its host, or rank 0
-    further_hosts: tuple[str, ...] = ()  # hosts of its other nodes, in their order
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Return the hosts of its nodes, in the order of their ranks; none where they are not known."""
-        return () if self.host is None else (self.host, *self.further_hosts)
+    hosts: tuple[str, ...]  # `choose.host_identity` of its nodes' hosts, in their order; empty: not known
+    receiver: Control | None = None  # needed on the rank that leads it
 
 
-def sites_of(hosts: Sequence[str], servers: Sequence[Server]) -> tuple[str, ...]:
-    """Return for each rank the site of its host: one for all hosts that a server spans, named by the first of them."""
-    site = {host: server.host for server in servers for host in server.hosts if server.host is not None}
-    return tuple(site.get(host, host) for host in hosts)
+class Transport(ABC):
+    """Sends the trainer's weights to servers; made by `choose.choose_transport`, collective over the run's ranks.
 
+    The ranks of a site send together to the servers of their site, and the first of them talks to these servers. Hosts
+    that one server spans are one site; without hosts the whole run is one.
+    """
 
-@dataclass
-class SendReport:
-    """Statistics of one `send`; equal on all ranks."""
+    name: ClassVar[str]  # shared_memory, cuda_ipc or distributed
+    _by_stage: ClassVar[bool] = False  # no bucket has weights of two pipeline stages
+    _world: GroupRanks  # all ranks of the run; set by `_open`
+    _part: GroupRanks  # ranks that send together with this one
 
-    bytes: int = 0  # weights, counted once however many servers got them
-    buckets: int = 0
-    tensors: int = 0
-    requests: int = 0  # HTTP requests to all servers together
-    seconds: float = 0.0  # the slowest rank's
-    failed: dict[int, str] = field(default_factory=dict)  # server -> why; all others have all weights
-
-    @classmethod
-    def of(cls, buckets: Sequence[Bucket]) -> SendReport:
-        """Return the report of an update in these buckets, before any request."""
-        tensors = sum(len(bucket.slots) for bucket in buckets)
-        return cls(sum(bucket.nbytes for bucket in buckets), len(buckets), tensors)
-
-
-class Transport(Protocol):
-    """Sends the trainer's weights to servers; made by `choose.choose_transport`, collective over the run's ranks."""
-
-    @property
-    def name(self) -> str:
-        """Return shared_memory, cuda_ipc or distributed."""
-        ...
-
-    def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
-        """Send every weight to these servers (None: all); collective, with equal arguments on all ranks.
-
-        The servers must be paused; their cache is not flushed. The weight version goes with the last bucket. A server
-        that fails is reported, not raised, and hinders no other.
+    def __init__(
+        self,
+        weights: TrainerWeights,
+        servers: Sequence[Server],
+        *,
+        hosts: Sequence[str] = (),
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> None:
         """
-        ...
+        servers: each has a `receiver` on the rank that leads it, `leader_of`.
+        hosts: of each rank of the run.
+        timeout_s: longest that a server takes to answer, in seconds.
+        """
+        self._weights, self._servers = weights, list(servers)
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self.buckets = weights.buckets(bucket_bytes, by_stage=self._by_stage)  # in the order in which they are sent
+        site = {host: server.hosts[0] for server in servers for host in server.hosts}
+        self._sites = [site.get(host, host) for host in hosts]
+        self._is_open = False
+
+    def leader_of(self, server: Server) -> int:
+        """Return the rank that talks to a server."""
+        return self._sites.index(server.hosts[0]) if self._sites else 0
+
+    def send(self, *, version: int, servers: Sequence[int] | None = None) -> dict[int, str]:
+        """Send every weight to these servers (None: all); return by server why it failed. All others have all weights.
+
+        Arguments and result are equal on all ranks. The servers must be paused; their cache is not flushed. The weight
+        version goes with the last bucket. A server that fails hinders no other.
+        """
+        if not self._is_open:
+            self._open()
+            self._is_open = True
+        leader = self._sites.index(self._sites[self._world.rank]) if self._sites else 0
+        to = [server for server in self._servers if servers is None or server.index in servers]
+        here = [server for server in to if self.leader_of(server) == leader]
+        with ServerRequests(here if self._world.rank == leader else []) as requests:
+            self._send_buckets(requests, here, version)
+            return requests.agree(self._world)
+
+    @abstractmethod
+    def _send_buckets(self, requests: ServerRequests, servers: Sequence[Server], version: int) -> None:
+        """Send all buckets to the servers of this rank's site; `requests` has them on the rank that leads them."""
+
+    def _open(self) -> None:
+        """Make the groups, and whatever else later sends reuse; collective."""
+        timeout_s, parts = self._timeout_s + GRACE_S, self._ranks_of_sites()
+        self._world = open_ranks(timeout_s=timeout_s)
+        self._part = open_ranks(parts, timeout_s=timeout_s) if len(parts) > 1 else self._world
+
+    def _ranks_of_sites(self) -> list[list[int]]:
+        names = sorted(set(self._sites))
+        return [[rank for rank, site in enumerate(self._sites) if site == name] for name in names]
 
     def close(self) -> None:
         """Release memory and groups; collective. A later `send` sets all up again."""
-        ...
+        if self._is_open:
+            for group in {self._part.group, self._world.group}:
+                dist.destroy_process_group(group)
+        self._is_open = False
 
 
 class RanksLost(RunError):
@@ -139,8 +150,8 @@ class RanksLost(RunError):
 def open_ranks(parts: Sequence[Sequence[int]] = (), *, timeout_s: float) -> GroupRanks:
     """Return the ranks of this rank's part of the run, over gloo; without parts of the whole run; collective.
 
-    parts: ranks of each. Every rank is in one of them: torch may ask ranks that a group leaves out to take part in its
-    birth, and waits for ever where some rank is left out more often than others.
+    Every rank is in one part: torch may ask ranks that a group leaves out to take part in its birth, and waits for ever
+    where some rank is left out more often than others.
     """
     timeout = timedelta(seconds=timeout_s)
     if len(parts) > 1:
@@ -148,22 +159,6 @@ def open_ranks(parts: Sequence[Sequence[int]] = (), *, timeout_s: float) -> Grou
     else:
         group = dist.new_group(backend="gloo", timeout=timeout)
     return GroupRanks(group)
-
-
-def open_host_ranks(hosts: Sequence[str], *, timeout_s: float) -> tuple[GroupRanks, GroupRanks]:
-    """Return (all ranks of the run, those on this rank's host); collective.
-
-    hosts: of each rank of the run; or sites, whose ranks then count as those of one host.
-    """
-    world = open_ranks(timeout_s=timeout_s)
-    parts = [[rank for rank, host in enumerate(hosts) if host == name] for name in sorted(set(hosts))]
-    return world, open_ranks(parts, timeout_s=timeout_s) if len(parts) > 1 else world
-
-
-def close_ranks(*opened: GroupRanks | None) -> None:
-    """Destroy the process groups."""
-    for group in {id(ranks): ranks.group for ranks in opened if ranks is not None}.values():
-        dist.destroy_process_group(group)
 
 
 # Frees servers that wait for others; see `ServerRequests.wait_together`.
@@ -174,7 +169,6 @@ class ServerRequests:
     """Concurrent requests to servers, one at a time to each; a server that failed gets no more."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
-        self.sent = 0
         self.failed: dict[int, str] = {}
         self._bug: BaseException | None = None
         self._blamed: set[int] = set()  # servers that were the first to say that a group is broken
@@ -199,7 +193,6 @@ class ServerRequests:
         assert not self._waiting, "requests are pending"
         for server in self.servers:
             assert server.receiver is not None, f"this rank does not lead server {server.index}"
-            self.sent += 1
             self._waiting.append((server, self._pool.submit(work, server, server.receiver)))
 
     def fail_all(self, why: str) -> None:
@@ -251,23 +244,9 @@ class ServerRequests:
             self._blamed.add(server.index)
         return not (broken or (first and _GROUP.search(str(error)) is not None))
 
-    def agree(self, report: SendReport, world: Ranks, *, started: float) -> SendReport:
-        """Return the report with the outcome of all ranks' requests, equal on all; re-raise our own errors.
-
-        started: time.perf_counter() at the beginning.
-        """
-        own = [self.sent, {str(index): why for index, why in self.failed.items()}, time.perf_counter() - started]
-        for sent, failed, seconds in world.gather_json(own):
-            report.requests += sent
-            report.failed |= {int(index): why for index, why in failed.items()}
-            report.seconds = max(report.seconds, seconds)
+    def agree(self, world: Ranks) -> dict[int, str]:
+        """Return the failures of all ranks' requests, equal on all; re-raise our own errors; collective."""
+        failed = merge_failures(self.failed, world)
         if self._bug is not None:
             raise self._bug
-        return report
-
-
-def chosen(servers: Sequence[Server], indices: Sequence[int] | None) -> list[Server]:
-    """Return the servers with these indices; all for None."""
-    known = {server.index: server for server in servers}
-    assert indices is None or set(indices) <= set(known), f"servers {indices} of {sorted(known)}"
-    return [server for server in servers if indices is None or server.index in indices]
+        return failed

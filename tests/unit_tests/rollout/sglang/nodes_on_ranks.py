@@ -91,7 +91,7 @@ def start(ranks: GroupRanks, folder: Path, how: str, *, timeout_s: float) -> Sta
     """Two servers of two ranks on two hosts; the second node of each behaves as `how` says."""
     os.environ["HOW"] = f'{{"1": "{how}"}}'
     settings = ServerSettings(Path("/some/checkpoint"), tp=2, nodes=2, start_timeout_s=timeout_s)
-    return StartedServers(ranks, [settings] * 2, ranks_per_host=1, folder=folder)
+    return StartedServers(ranks, settings, count=2, ranks_per_host=1, folder=folder)
 
 
 def life(ranks: GroupRanks, _: str, folder: Path) -> dict[str, Any]:
@@ -171,11 +171,11 @@ def send(_: int, checkpoint: Path, address: dict[str, Any]) -> dict[int, str]:
     with closing(control), running_engine(make_config(checkpoint), trainable=False) as engine:
         control.call("POST", "/pause_generation", {"mode": "abort"})
         control.flush()
-        servers = [Server(0, 2, "a", control, ("b",))]
+        servers = [Server(0, 2, ("a", "b"), control)]
         weights = TrainerWeights(engine, next(engine.models[0].parameters()).dtype)
         transport = DistributedTransport(weights, servers, bucket_bytes=20_000, timeout_s=60.0)
-        report = transport.send(version=5)
+        failed = transport.send(version=5)
         transport.close()
         assert control.object("GET", "/model_info")["weight_version"] == "5"
         control.call("POST", "/continue_generation", {})
-    return report.failed
+    return failed

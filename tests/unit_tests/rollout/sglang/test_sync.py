@@ -23,8 +23,8 @@ from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
 from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
+from mega_rl.rollout.sglang.weights.reshard import Bucket, Slot
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
-from mega_rl.rollout.sglang.weights.transport import SendReport
 from mega_rl.types import Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.update_server import KEYS, VOCAB_SIZE, UpdateServer, next_logprobs, payload, weights_of_version
@@ -61,7 +61,7 @@ class Trainer:
     def step(self, version: int) -> None:
         self.weights = weights_of_version(version)
 
-    def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
+    def send(self, *, version: int, servers: Sequence[int] | None = None) -> dict[int, str]:
         assert servers is not None
         self.sent.append((version, list(servers)))
         failed = {}
@@ -74,14 +74,14 @@ class Trainer:
                     )
             except ServerError as error:
                 failed[server] = str(error)
-        agreed_on = merge_failures(failed, self.ranks)
-        return SendReport(bytes=12, buckets=3, tensors=3, requests=3 * len(servers), failed=agreed_on)
+        return merge_failures(failed, self.ranks)
 
     def evaluate(self, batch: Rollout) -> TokenOutputs:
         logprobs = next_logprobs(self.weights, TEMPERATURE)[batch.tokens]
         return TokenOutputs(logprobs=(logprobs * batch.loss_mask).float())
 
     name = "test"
+    buckets = tuple(Bucket((), (Slot("x", (1,), True, 0, 4),)) for _ in range(3))
 
     def close(self) -> None:
         pass
@@ -373,14 +373,13 @@ def test_a_listener_is_called_between_loading_and_generating_with_the_servers_th
 ) -> None:
     seen: list[Any] = []
 
-    class Listener:
-        def after_send(self, sent: Sequence[int]) -> None:
-            loaded = [server.number(UPDATE) for server in servers]
-            seen.append((list(sent), loaded[1:], [server.number("/continue_generation") for server in servers]))
+    def listen(sent: Sequence[int]) -> None:
+        loaded = [server.number(UPDATE) for server in servers]
+        seen.append((list(sent), loaded[1:], [server.number("/continue_generation") for server in servers]))
 
     servers[0].faults = {UPDATE: ("error", 1)}
     run = run_of(servers)
-    run.sync.add_listener(Listener())
+    run.sync.add_listener(listen)
     run.sync.publish()
     assert seen == [([1, 2], [3, 3], [0, 0, 0])]
     assert run.rotation.said == {0: "stale", 1: "ready 1", 2: "ready 1"}

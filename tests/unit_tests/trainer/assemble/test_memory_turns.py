@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +15,7 @@ from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.engines.base import EngineSettings
 from mega_rl.errors import RunError, UserError
-from mega_rl.rollout.sglang.build import Connection, check_hosts, device_share, servers_per_host, start_servers
+from mega_rl.rollout.sglang.build import Connection, device_share, servers_per_host, start_servers
 from mega_rl.rollout.sglang.server.memory import TRAINER_RESIDUE, DeviceShare, ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
@@ -95,7 +97,7 @@ class Colocation:
             _transport=self.run.trainer, _resources=resources,
         )  # fmt: skip
         self.residency = Residency(self.models, cast(Any, FakeRanks()), memory)
-        self.run.sync.add_listener(self.residency)
+        self.run.sync.add_listener(self.residency.after_send)
         self.stage = Stages(FakeTimer(), self.residency)
 
     def generate(self, *, stage: str = "generate") -> None:
@@ -414,11 +416,12 @@ def test_servers_on_several_hosts_take_a_share_of_their_ranks_on_each() -> None:
         UserError, match=r"count=3 and rollout\.sglang\.server\.tp=8 over rollout\.sglang\.server\.nodes=2:"
     ):
         count(*spanning, "rollout.sglang.server.count=3", visible=8, ranks=8)
-    check_hosts(2, hosts=4)
+    settings: Any = SimpleNamespace(nodes=2, start_timeout_s=1.0, memory_saver=True)
+    three: Any = SimpleNamespace(rank=0, size=3)
     with pytest.raises(
         UserError, match=r"nodes=2: the trainer runs on 3 host\(s\), and each server takes 2 .*legal: 1, 3"
     ):
-        check_hosts(2, hosts=3)
+        StartedServers(three, settings, count=1, ranks_per_host=1, folder=Path("."))
 
 
 @pytest.mark.parametrize(

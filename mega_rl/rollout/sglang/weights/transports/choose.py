@@ -15,6 +15,8 @@ import torch
 from mega_rl.config.rules.servers import is_loopback
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.http.control import Control
+from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.sglang.weights.reshard import first_ranks
 from mega_rl.rollout.sglang.weights.transport import Server, TrainerWeights, Transport
 from mega_rl.rollout.sglang.weights.transports.cuda_ipc import CudaIpcTransport
@@ -53,6 +55,19 @@ class Placement:
     colocated: bool  # servers share the trainer's devices and take turns with it
 
 
+def servers_of(pool: ServerPool, controls: Sequence[Control], placement: Placement) -> list[Server]:
+    """Return the servers of a run with the hosts of their nodes.
+
+    A server that the run joined may be on any host, unless its URL is loopback.
+    """
+    servers = []
+    for index, control in enumerate(controls):
+        nodes = pool.nodes(index) or ((0,) if is_loopback(urlsplit(control.endpoint.url).hostname or "") else ())
+        hosts = tuple(placement.hosts[rank] for rank in nodes)
+        servers.append(Server(index, pool.tp[index], hosts, control))
+    return servers
+
+
 def choose_transport(
     setting: str,
     weights: TrainerWeights,
@@ -64,7 +79,7 @@ def choose_transport(
 ) -> Transport:
     """Return the transport for `rollout.sglang.sync.transport=setting`; equal arguments on all ranks, no communication.
 
-    A server's `receiver` is needed on `leader_of` it. timeout_s: of a server's answer.
+    timeout_s: of a server's answer.
 
     Raises UserError, with the reasons, when the setting is not possible.
     """
@@ -80,14 +95,6 @@ def choose_transport(
         reasons.append(f"{name}: {reason}")
     others = "" if setting == "auto" else "; try auto"
     raise UserError(f"rollout.sglang.sync.transport={setting} is not possible ({'; '.join(reasons)}){others}")
-
-
-def leader_of(server: Server, transport: Transport, placement: Placement) -> int:
-    """Return the trainer's rank that talks to a server: where they share memory the first of its host, else 0."""
-    if transport.name not in ("shared_memory", "cuda_ipc"):
-        return 0
-    assert server.host is not None, f"{transport.name} with server {server.index} on a host that is not known"
-    return placement.hosts.index(server.host)
 
 
 def why_not(name: str, weights: TrainerWeights, servers: Sequence[Server], placement: Placement) -> str | None:
@@ -121,7 +128,7 @@ def _why_not_cuda_ipc(servers: Sequence[Server], placement: Placement, *, on_gpu
 def _why_not_shared_memory(servers: Sequence[Server], placement: Placement) -> str | None:
     if not hasattr(os, "memfd_create"):
         return "memory without a file is shared on Linux only"
-    spanning = [server.index for server in servers if server.further_hosts]
+    spanning = [server.index for server in servers if len(server.hosts) > 1]
     if spanning:
         return f"server {spanning[0]} has ranks on several hosts, which share no memory with one sender"
     return _why_not_together(servers, placement)
@@ -130,7 +137,7 @@ def _why_not_shared_memory(servers: Sequence[Server], placement: Placement) -> s
 def _why_not_together(servers: Sequence[Server], placement: Placement) -> str | None:
     """Return why some server shares no host with a rank of the trainer, or None."""
     for server in servers:
-        if server.host is None:
+        if not server.hosts:
             return f"whether server {server.index} runs on the trainer's host is not known"
         if not set(server.hosts) <= set(placement.hosts):
             return f"server {server.index} runs on a host without ranks of the trainer"

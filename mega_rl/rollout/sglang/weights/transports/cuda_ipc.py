@@ -20,30 +20,22 @@ UUID, since processes count them differently. No machine with SGLang on a GPU ha
 from __future__ import annotations
 
 import base64
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mega_rl.parallel.agreement import broadcast_json
-from mega_rl.parallel.comm import GroupRanks
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled, payload
 from mega_rl.rollout.sglang.weights.reshard import Bucket
 from mega_rl.rollout.sglang.weights.transport import (
-    GRACE_S,
-    SendReport,
     Server,
     ServerRequests,
     TrainerWeights,
-    chosen,
-    close_ranks,
-    open_host_ranks,
-    sites_of,
+    Transport,
 )
 
 Reduced = tuple[Callable[..., object], tuple[object, ...]]  # function and arguments of a pickle
@@ -140,8 +132,8 @@ def ranks_of_servers(servers: Sequence[Server], hosts: Sequence[str]) -> dict[in
     return ranks
 
 
-class CudaIpcTransport:
-    """`transports.Transport` to servers on the GPUs of the trainer's ranks."""
+class CudaIpcTransport(Transport):
+    """`Transport` to servers on the GPUs of the trainer's ranks."""
 
     name = "cuda_ipc"
 
@@ -155,55 +147,41 @@ class CudaIpcTransport:
         timeout_s: float,
         device: CudaDevice | None = None,
     ) -> None:
-        """hosts: of each rank of the run. timeout_s: of a server's answer. device: None takes the weights'.
+        """device: None takes the weights'."""
+        super().__init__(weights, servers, hosts=hosts, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        self._ranks, self._device = ranks_of_servers(servers, hosts), device
+        # The bucket that servers load and the one before it, which they have answered; a third is being filled.
+        self._held: deque[Tensor] = deque(maxlen=2)
 
-        A server's `receiver` is needed on the first rank of its (first) host.
-        """
-        self._weights, self._servers, self._sites = weights, list(servers), sites_of(hosts, servers)
-        self._ranks = ranks_of_servers(servers, hosts)
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s + GRACE_S
-        self._device = device
-        self._open: tuple[GroupRanks, GroupRanks] | None = None  # the run's and this site's
+    def send(self, *, version: int, servers: Sequence[int] | None = None) -> dict[int, str]:
+        failed = super().send(version=version, servers=servers)
+        self._held.clear()  # all ranks have met since: every server has answered the last bucket
+        self._on_device().close()
+        return failed
 
-    def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
-        started = time.perf_counter()
-        if self._open is None:
-            self._open = open_host_ranks(self._sites, timeout_s=self._timeout_s)
-        device = self._device or CudaDevice(self._weights.device)
-        world, site = self._open
-        to = chosen(self._servers, servers)
-        own_site = self._sites[dist.get_rank()]
-        here = [server for server in to if server.host == own_site]
-        buckets = self._weights.buckets(self._bucket_bytes)
-        stream = self._weights.export(bucket_bytes=self._bucket_bytes)
-        with ServerRequests(here if site.rank == 0 else []) as requests:
-            # The bucket that servers load and the one before it, which they have answered; a third is being filled.
-            held: deque[Tensor] = deque(maxlen=2)
-            for bucket, data in filled(stream, buckets, lambda _, n: device.memory(n), self._weights.dtype):
-                held.append(data)
-                requests.wait()
-                failed = broadcast_json(list(requests.failed), site)
-                opening = [self._ranks[server.index] for server in to if server.index not in failed]
-                own = device.handle(data) if any(dist.get_rank() in ranks for ranks in opening) else None
-                handles = site.gather_json(own)
-                last = bucket is buckets[-1]
-                if site.rank == 0:
-                    requests.start(self._post(bucket, handles, device, version if last else None))
+    def _on_device(self) -> CudaDevice:
+        self._device = self._device or CudaDevice(self._weights.device)
+        return self._device
+
+    def _send_buckets(self, requests: ServerRequests, servers: Sequence[Server], version: int) -> None:
+        device, stream = self._on_device(), self._weights.export(bucket_bytes=self._bucket_bytes)
+        for bucket, data in filled(stream, self.buckets, lambda _, n: device.memory(n), self._weights.dtype):
+            self._held.append(data)
             requests.wait()
-            report = requests.agree(SendReport.of(buckets), world, started=started)
-        held.clear()
-        device.close()
-        return report
-
-    def close(self) -> None:
-        close_ranks(*(self._open or ()))
-        self._open = None
+            failed = broadcast_json(list(requests.failed), self._part)
+            opening = [self._ranks[server.index] for server in servers if server.index not in failed]
+            own = device.handle(data) if any(self._world.rank in ranks for ranks in opening) else None
+            handles = self._part.gather_json(own)
+            if requests.servers:
+                last = version if bucket is self.buckets[-1] else None
+                requests.start(self._post(bucket, handles, device, last))
+        requests.wait()
 
     def _post(
         self, bucket: Bucket, handles: Sequence[object], device: CudaDevice, version: int | None
     ) -> Callable[[Server, Control], None]:
         """Return the request for one bucket; handles: of this site's ranks, None if no server opens it."""
-        own = [rank for rank, site in enumerate(self._sites) if site == self._sites[dist.get_rank()]]
+        own = [rank for rank, site in enumerate(self._sites) if site == self._sites[self._world.rank]]
         texts = {
             rank: payload(device.opened(handle), bucket, self._weights.dtype)
             for rank, handle in zip(own, handles, strict=True)

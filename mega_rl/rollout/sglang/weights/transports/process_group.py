@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -42,71 +41,53 @@ from mega_rl.rollout.sglang.weights.reshard import Bucket, first_ranks
 from mega_rl.rollout.sglang.weights.transport import (
     GRACE_S,
     GroupRelease,
-    SendReport,
     Server,
     ServerRequests,
-    TrainerWeights,
-    chosen,
-    close_ranks,
+    Transport,
     open_ranks,
 )
 
 _ATTEMPTS = 3  # how often groups may break in one update
 _SETTLE_S = 10.0  # for the trainer's side of a broadcast that all servers have answered
 _numbers = itertools.count()
+Meeting = dict[str, Any]  # arguments of `ServerGroup`, as JSON
 
 
-class DistributedTransport:
-    """`transports.Transport` over a process group of each stage's source and all servers."""
+class DistributedTransport(Transport):
+    """`Transport` over a process group of each stage's source and all servers; rank 0 talks to all of them."""
 
     name = "distributed"
+    _by_stage = True
+    _groups: _Groups | None = None  # on sources
 
-    def __init__(
-        self, weights: TrainerWeights, servers: Sequence[Server], *, bucket_bytes: int, timeout_s: float
-    ) -> None:
-        """timeout_s: of a server's answer. A server's `receiver` is needed on rank 0."""
-        self._weights, self._servers = weights, list(servers)
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        self._buckets = weights.buckets(bucket_bytes, by_stage=True)
-        self._sources = first_ranks(weights.engine.sharding.layout)
-        self._world: GroupRanks | None = None
-        self._part: GroupRanks | None = None  # ranks that send, or all others
-        self._groups: _Groups | None = None
+    def _open(self) -> None:
+        # Between two collectives rank 0 waits for one answer, and for one more where servers leave groups. Ranks that
+        # send nothing wait for the whole update.
+        self._world = open_ranks(timeout_s=2 * _ATTEMPTS * self._timeout_s + GRACE_S)
+        sources = first_ranks(self._weights.engine.sharding.layout)
+        others = sorted(set(range(self._world.size)) - set(sources))
+        self._part = open_ranks([sources, others] if others else (), timeout_s=2 * self._timeout_s + GRACE_S)
+        if self._world.rank in sources:
+            backend = "nccl" if self._weights.device.type == "cuda" else "gloo"
+            stage = self._weights.engine.place.coordinates.pp_rank
+            self._groups = _Groups(self._part, stage, backend=backend, timeout_s=self._timeout_s)
 
-    def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
-        started = time.perf_counter()
-        if self._world is None:
-            self._world = self._open()
-        with ServerRequests(chosen(self._servers, servers) if self._world.rank == 0 else []) as requests:
-            if self._weights.engine.place.gathers_first_copy:
-                stream = self._weights.export(bucket_bytes=self._bucket_bytes, own_stage=True)
-                if self._groups is not None:
-                    self._send_all(requests, self._groups, self._staged(stream, self._groups.stage), version)
-                deque(stream, maxlen=0)  # gathering takes all ranks
-            return requests.agree(SendReport.of(self._buckets), self._world, started=started)
+    def _send_buckets(self, requests: ServerRequests, servers: Sequence[Server], version: int) -> None:
+        if self._weights.engine.place.gathers_first_copy:
+            stream = self._weights.export(bucket_bytes=self._bucket_bytes, own_stage=True)
+            if self._groups is not None:
+                self._send_all(requests, self._groups, self._staged(stream, self._groups.stage), version)
+            deque(stream, maxlen=0)  # gathering takes all ranks
 
     def close(self) -> None:
         if self._groups is not None:
             self._groups.leave()
-        close_ranks(self._part, self._world)
-        self._groups = self._part = self._world = None
-
-    def _open(self) -> GroupRanks:
-        # Between two collectives rank 0 waits for one answer, and for one more where servers leave groups. Ranks that
-        # send nothing wait for the whole update.
-        world = open_ranks(timeout_s=2 * _ATTEMPTS * self._timeout_s + GRACE_S)
-        others = sorted(set(range(world.size)) - set(self._sources))
-        parts = [self._sources, others] if others else []
-        self._part = open_ranks(parts, timeout_s=2 * self._timeout_s + GRACE_S)
-        if world.rank in self._sources:
-            backend = "nccl" if self._weights.device.type == "cuda" else "gloo"
-            stage = self._weights.engine.place.coordinates.pp_rank
-            self._groups = _Groups(self._part, stage, backend=backend, timeout_s=self._timeout_s)
-        return world
+        self._groups = None
+        super().close()
 
     def _staged(self, stream: Iterator[tuple[str, Tensor]], stage: int) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield this stage's buckets; the bytes of one stay until the one after the next is asked for."""
-        own = [bucket for bucket in self._buckets if bucket.pp_rank == stage]
+        own = [bucket for bucket in self.buckets if bucket.pp_rank == stage]
         room = max(bucket.nbytes for bucket in own)
         memory = [torch.empty(room, dtype=torch.uint8, device=self._weights.device) for _ in range(2)]
         return filled(stream, own, lambda i, n: memory[i % 2][:n], self._weights.dtype)
@@ -118,13 +99,13 @@ class DistributedTransport:
         breaks = 0
         joined = groups.join(requests)
         waiting = next(staged, None)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             is_own = waiting is not None and waiting[0] is bucket
             data = waiting[1] if waiting is not None and is_own else None
             while joined:
                 own = groups.broadcast(data)
                 if groups.leads:
-                    last = version if bucket is self._buckets[-1] else None
+                    last = version if bucket is self.buckets[-1] else None
                     self._announce(requests, bucket, groups.names[bucket.pp_rank], last)
                 if is_own:
                     waiting, is_own = next(staged, None), False  # while servers take this one
@@ -155,19 +136,6 @@ class DistributedTransport:
         requests.start(announce)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Servers of the groups, and where their members meet; the same on all ranks that send."""
-
-    any_server: bool
-    fresh: bool = False  # else the groups are the present ones
-    urls: Sequence[str] = ()
-    size: int = 0  # ranks of each group
-    name: str = ""  # prefix of the groups' names
-    address: str = ""
-    port: int = 0
-
-
 class _Groups:
     """One group for each stage, the same servers in all; on the ranks that send, whose methods are collective."""
 
@@ -187,11 +155,10 @@ class _Groups:
         Returns whether there are any; the others have failed.
         """
         for _ in range(_ATTEMPTS):
-            own = asdict(self._plan(requests))
-            plan = _Plan(**broadcast_json(own, self._senders))
-            if not plan.fresh:
-                return plan.any_server
-            if self._make(requests, plan):
+            meeting: Meeting | None = broadcast_json(self._meet(requests), self._senders)
+            if not meeting:
+                return meeting is not None
+            if self._make(requests, meeting):
                 return True
             self.leave(but=requests.failed)
         if self.leads:
@@ -248,61 +215,58 @@ class _Groups:
                 if error.status is None:
                     raise
 
-    def _plan(self, requests: ServerRequests) -> _Plan:
-        """Return the plan on rank 0; elsewhere nothing of use."""
+    def _meet(self, requests: ServerRequests) -> Meeting | None:
+        """Return on rank 0 the arguments of `ServerGroup` for new groups; elsewhere nothing of use.
+
+        Empty where the groups have these servers already, None where no server is left.
+        """
         members = [(server, _receiver(server).endpoint) for server in requests.servers]
         if not members or (self.names and members == self._members):
-            return _Plan(any_server=bool(members))
+            return {} if members else None
         self.leave()
         urls = [endpoint.url for _, endpoint in members]
         try:
             self._rendezvous = Rendezvous(urls, timeout_s=self._timeout_s)
         except (OSError, RuntimeError) as error:
             requests.fail_all(f"no port to meet it at: {error}")
-            return _Plan(any_server=False)
+            return None
         self._members = members
-        return _Plan(
-            any_server=True,
-            fresh=True,
-            urls=urls,
-            size=1 + sum(server.tp for server, _ in members),
-            name=f"mega_rl-weights-{os.getpid()}-{next(_numbers)}",
-            address=self._rendezvous.address,
-            port=self._rendezvous.port,
-        )
+        return {
+            "name": f"mega_rl-weights-{os.getpid()}-{next(_numbers)}",
+            "size": 1 + sum(server.tp for server, _ in members),
+            "address": self._rendezvous.address,
+            "port": self._rendezvous.port,
+            "towards": urls,
+        }
 
-    def _make(self, requests: ServerRequests, plan: _Plan) -> bool:
+    def _make(self, requests: ServerRequests, meeting: Meeting) -> bool:
         """Make the group of every stage; return whether all came about."""
         if not self.leads:
             self.forget()
         for stage in range(self._senders.size):
-            name = f"{plan.name}-{stage}"
-            self.names.append(name)
+            own = {**meeting, "name": f"{meeting['name']}-{stage}", "backend": self._backend}
+            self.names.append(own["name"])
             joined: Future[None] | None = None
             if stage == self.stage:
-                self._own = ServerGroup(name, backend=self._backend, size=plan.size, timeout_s=self._timeout_s)
-                joined = self._own.join(plan.address, plan.port, towards=plan.urls)
+                self._own = ServerGroup(**own, timeout_s=self._timeout_s)
+                joined = self._own.join()
             if self.leads:
                 assert self._rendezvous is not None
-                self._rendezvous.expect(plan.size)
-                self._invite(requests, plan, name)
+                self._rendezvous.expect(own["size"])
+                self._invite(requests, **own)
             if not self.settled(requests, joined, release=lambda *_: self._end_rendezvous(requests.failed)):
                 return False
         return True
 
-    def _invite(self, requests: ServerRequests, plan: _Plan, name: str) -> None:
+    def _invite(self, requests: ServerRequests, *, name: str, size: int, address: str, port: int, **_: object) -> None:
         """Start the requests to join a stage's group."""
         ends = itertools.accumulate((server.tp for server, _ in self._members), initial=1)
         offsets = {server.index: end for (server, _), end in zip(self._members, ends, strict=False)}
 
         def invite(server: Server, receiver: Control) -> None:
+            offset, backend = offsets[server.index], self._backend
             receiver.init_group(
-                address=plan.address,
-                port=plan.port,
-                rank_offset=offsets[server.index],
-                world_size=plan.size,
-                group=name,
-                backend=self._backend,
+                address=address, port=port, rank_offset=offset, world_size=size, group=name, backend=backend
             )
 
         requests.start(invite)
@@ -363,31 +327,31 @@ class ServerGroup:
     with the world.
     """
 
-    def __init__(self, name: str, *, backend: str, size: int, timeout_s: float) -> None:
-        """backend: "gloo" or "nccl". size: ranks, this one among them."""
-        self.name, self._backend, self._size = name, backend, size
-        self._timeout = timedelta(seconds=timeout_s)
+    def __init__(
+        self, *, name: str, size: int, address: str, port: int, towards: Sequence[str], backend: str, timeout_s: float
+    ) -> None:
+        """size: ranks, this one among them. towards: the servers' URLs. backend: "gloo" or "nccl"."""
+        self.name, self._size, self._address, self._port, self._towards = name, size, address, port, towards
+        self._backend, self._timeout = backend, timedelta(seconds=timeout_s)
         self._group: Any = None
 
-    def join(self, address: str, port: int, *, towards: Sequence[str]) -> Future[None]:
-        """Start to join the others at a rendezvous. towards: the servers' URLs.
-
-        The future raises OSError or RuntimeError.
-        """
+    def join(self) -> Future[None]:
+        """Start to join the others at the rendezvous. The future raises OSError or RuntimeError."""
 
         def join() -> None:
-            store = TCPStore(address, port, is_master=False, timeout=self._timeout, wait_for_workers=False)
+            timeout = self._timeout
+            store = TCPStore(self._address, self._port, is_master=False, timeout=timeout, wait_for_workers=False)
             named = PrefixStore(f"{self.name}/", PrefixStore(self.name, store))
             if self._backend == "gloo":
                 kind: Any = dist.ProcessGroupGloo
                 options = kind._Options()
-                options._devices = [kind.create_device(hostname=address_for(towards))]
+                options._devices = [kind.create_device(hostname=address_for(self._towards))]
                 named = PrefixStore("cpu/", named)
             else:
                 kind = dist.ProcessGroupNCCL
                 options = kind.Options()
                 named = PrefixStore("cuda/", named)
-            options._timeout = self._timeout
+            options._timeout = timeout
             self._group = kind(named, 0, self._size, options)
 
         return _on_a_thread(join)

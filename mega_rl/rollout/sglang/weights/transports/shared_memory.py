@@ -13,155 +13,89 @@ process that maps it, however the trainer ends. All processes must see one /proc
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.weights.buckets import FORMAT, MappedFile, filled, payload, write_parts
-from mega_rl.rollout.sglang.weights.reshard import Bucket, ParamWrites, covers, writes
-from mega_rl.rollout.sglang.weights.transport import (
-    GRACE_S,
-    SendReport,
-    Server,
-    ServerRequests,
-    TrainerWeights,
-    chosen,
-    close_ranks,
-    open_host_ranks,
-)
+from mega_rl.rollout.sglang.weights.reshard import Bucket, covers, writes
+from mega_rl.rollout.sglang.weights.transport import Server, ServerRequests, Transport
 
 _ALIGNMENT = 64  # bytes; of any dtype, and of a cache line
 
 
-class SharedMemoryTransport:
-    """`transports.Transport` through shared memory, on any number of hosts, each with ranks of the trainer."""
+class SharedMemoryTransport(Transport):
+    """`Transport` through shared memory, on any number of hosts, each with ranks of the trainer."""
 
     name = "shared_memory"
 
-    def __init__(
-        self,
-        weights: TrainerWeights,
-        servers: Sequence[Server],
-        *,
-        hosts: Sequence[str],
-        bucket_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        """hosts: of each rank of the run. timeout_s: longest that a server takes to answer, in seconds.
+    def _open(self) -> None:
+        super()._open()
+        sharding, hosts = self._weights.engine.sharding, self._ranks_of_sites()
+        # The same on all hosts: gathering takes the ranks of all.
+        whole = all(covers(sharding.layout, ranks, experts=sharding.hf.moe is not None) for ranks in hosts)
+        rank = self._world.rank
+        (together,) = (ranks for ranks in hosts if rank in ranks)
+        self._writes = writes(self.buckets, sharding.layout, rank=rank, ranks=together) if whole else None
+        self._offsets, size = _places(self.buckets)
+        self._descriptor = _anonymous_file(size) if self._part.rank == 0 else -1
+        self._path: str = broadcast_json(f"/proc/{os.getpid()}/fd/{self._descriptor}", self._part)
+        self._memory: Tensor = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
 
-        A server's `receiver` is needed on the first rank of its host.
-        """
-        self._weights, self._servers, self._hosts = weights, list(servers), list(hosts)
-        self._timeout_s = timeout_s + GRACE_S
-        self._bucket_bytes = bucket_bytes
-        self._open: _Opened | None = None
+    def _send_buckets(self, requests: ServerRequests, servers: Sequence[Server], version: int) -> None:
+        for number in self._written(to_host=bool(servers)):
+            requests.wait()  # for the bucket before this one: the one after this one takes its place
+            if self._writes is not None:
+                self._part.max(torch.zeros(()))  # all ranks of the host have written their parts
+            if requests.servers:
+                self._post(requests, number, version)
+        requests.wait()
 
-    @property
-    def memory_bytes(self) -> int:
-        """Return the bytes of shared memory on this host: two consecutive buckets, or 0 before the first `send`."""
-        return 0 if self._open is None else self._open.memory.numel()
+    def _post(self, requests: ServerRequests, number: int, version: int) -> None:
+        """Start the requests for one bucket, the same bytes for each rank of a server."""
+        bucket, offset = self.buckets[number], self._offsets[number]
+        text = payload(MappedFile(self._path, offset + bucket.nbytes), bucket, self._weights.dtype, offset=offset)
+        last = version if bucket is self.buckets[-1] else None
 
-    def send(self, *, version: int, servers: Sequence[int] | None = None) -> SendReport:
-        started = time.perf_counter()
-        if self._open is None:
-            self._open = _Opened(self._weights, self._hosts, bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s)
-        opened = self._open
-        to = chosen(self._servers, servers)
-        here = [server for server in to if server.host == opened.host_name]
-        with ServerRequests(here if opened.leads else []) as requests:
-            for number in self._written(opened, to_host=bool(here)):
-                requests.wait()  # for the bucket before this one: the one after this one takes its place
-                if opened.parts is not None:
-                    opened.host.max(torch.zeros(()))  # all ranks of the host have written their parts
-                last = version if number == len(opened.buckets) - 1 else None
-                requests.start(partial(_post, opened.payload(number), last))
-            requests.wait()
-            return requests.agree(SendReport.of(opened.buckets), opened.world, started=started)
+        def post(server: Server, receiver: Control) -> None:
+            receiver.update_from_tensor([text] * server.tp, load_format=FORMAT, version=last)
 
-    def _written(self, opened: _Opened, *, to_host: bool) -> Iterator[int]:
+        requests.start(post)
+
+    def _written(self, *, to_host: bool) -> Iterator[int]:
         """Yield the number of each bucket when this rank's part in writing it is done.
 
         Ranks that write no gathered bucket only take part. `to_host`: servers of this host need them.
         """
         weights = self._weights
-        if opened.parts is not None:
+        if self._writes is not None:
             live = weights.live()
-            for number, part in enumerate(opened.parts):
-                if to_host or weights.sharded:
-                    write_parts(part, live, opened.view(number), weights.dtype)
+            for number, part in enumerate(self._writes):
+                if to_host or weights.engine.is_sharded:
+                    write_parts(part, live, self._view(number), weights.dtype)
                 yield number
             return
         stream = weights.export(bucket_bytes=self._bucket_bytes)
-        if to_host and opened.leads:
-            gathered = filled(stream, opened.buckets, lambda number, _: opened.view(number), weights.dtype)
+        if to_host and self._part.rank == 0:
+            gathered = filled(stream, self.buckets, lambda number, _: self._view(number), weights.dtype)
             yield from (number for number, _ in enumerate(gathered))
         deque(stream, maxlen=0)  # gathering takes all ranks
 
-    def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-
-
-def _post(text: str, version: int | None, server: Server, receiver: Control) -> None:
-    """Request one bucket, the same bytes for each rank of the server."""
-    receiver.update_from_tensor([text] * server.tp, load_format=FORMAT, version=version)
-
-
-class _Opened:
-    """Plan, groups and memory, which the first `send` makes collectively and later ones reuse."""
-
-    def __init__(self, weights: TrainerWeights, hosts: Sequence[str], *, bucket_bytes: int, timeout_s: float) -> None:
-        rank = dist.get_rank()
-        layout = weights.engine.sharding.layout
-        self.host_name = hosts[rank]
-        self.buckets: tuple[Bucket, ...] = weights.buckets(bucket_bytes)
-        together = [other for other, host in enumerate(hosts) if host == self.host_name]
-        # The same on all hosts: gathering takes the ranks of all.
-        whole = all(
-            covers(layout, [other for other, host in enumerate(hosts) if host == name], experts=weights.experts)
-            for name in set(hosts)
-        )
-        self.parts: list[list[ParamWrites]] | None = None
-        if whole:
-            self.parts = writes(self.buckets, layout, rank=rank, ranks=together)
-        self.world, self.host = open_host_ranks(hosts, timeout_s=timeout_s)
-        self.leads = self.host.rank == 0
-        self._dtype = weights.dtype
-        self._offsets, size = _places(self.buckets)
-        self._descriptor = _anonymous_file(size) if self.leads else -1
-        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self._path: str = broadcast_json(path, self.host)
-        self.memory: Tensor = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
-        self._payloads: dict[int, str] = {}
-
-    def view(self, number: int) -> Tensor:
+    def _view(self, number: int) -> Tensor:
         """Return the memory of a bucket, [nbytes] uint8."""
         at = self._offsets[number]
-        return self.memory[at : at + self.buckets[number].nbytes]
-
-    def payload(self, number: int) -> str:
-        """Return a bucket's description for servers; the same at every update, since the memory stays in place."""
-        if not self.leads:
-            return ""
-        if number not in self._payloads:
-            bucket, at = self.buckets[number], self._offsets[number]
-            mapped = MappedFile(self._path, at + bucket.nbytes)
-            self._payloads[number] = payload(mapped, bucket, self._dtype, offset=at)
-        return self._payloads[number]
+        return self._memory[at : at + self.buckets[number].nbytes]
 
     def close(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        close_ranks(self.world, self.host)
+        if self._is_open:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+        super().close()
 
 
 def _places(buckets: Sequence[Bucket]) -> tuple[list[int], int]:

@@ -1,4 +1,4 @@
-"""Weights that a recorded step began with: in the record, in a checkpoint of its run, or where the user says."""
+"""Inputs of a replay: its config, and the weights at the begin of the recorded step."""
 
 from __future__ import annotations
 
@@ -8,20 +8,62 @@ from pathlib import Path
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE
 from mega_rl.checkpoint.weights import HEADS, open_weights
+from mega_rl.config.keys import keys_below, value_of, with_settings
+from mega_rl.config.loader import load
+from mega_rl.config.needs import unmet
 from mega_rl.config.schema import Config
 from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
 from mega_rl.converters.offline.writing import WriteOptions
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
-from mega_rl.tracking.records.format import WEIGHTS
+from mega_rl.tracking.records.format import WEIGHTS, RecordDescription
 from mega_rl.tracking.records.reader import Record
 from mega_rl.trainer.assemble.plan import roles_of
+from mega_rl.verify.plan import ReplayPlan
+from mega_rl.verify.rl.inputs import with_layout
 
+ROUTING, SYNC = "rollout.sglang.return_routing", "rollout.sglang.sync.timeout_s"
+KEPT_OF_ENGINE = "engine.megatron.transformer_impl"
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # model.dtype -> server's dtype
 
 
+def recorded_config(description: RecordDescription) -> Config:
+    """Return the recorded run's config. Raises UserErrors if this version does not know it."""
+    return load(None, description.config)
+
+
+def replay_config(recorded: Config, plan: ReplayPlan) -> Config:
+    """Return the recorded config with the plan's layout and models. Raises UserErrors.
+
+    Settings of the run's own layout, engine and servers take their defaults, and so does what has no effect in a
+    replay.
+    """
+    models = plan.models
+    same_engine = recorded.engine.backend == plan.layout.engine == "megatron"
+    defaults = Config()
+    reset = [key for key in keys_below("engine") if not (same_engine and key == KEPT_OF_ENGINE)]
+    servers = [key for key in keys_below("rollout.sglang") if key != ROUTING]
+    kept = {key: value_of(recorded, key) for key in keys_below("engine.megatron.moe") if same_engine}
+    changed: dict[str, object] = {
+        **{key: value_of(defaults, key) for key in (*reset, *servers)},
+        **kept,
+        "engine.backend": plan.layout.engine,
+        "model.path": models["actor"],
+        "model.critic_path": models.get("critic", ""),
+        "model.ref_path": models.get("reference", ""),
+        "algorithm.kl.reference_interval": 0,
+        "metrics.records.interval": 0,
+        "trainer.timeout_s": plan.timeout_s,
+        SYNC: min(defaults.rollout.sglang.sync.timeout_s, plan.timeout_s / 2),
+        "trainer.device": "auto",
+    }
+    config = with_settings(recorded, changed)
+    idle = {entry.key: value_of(defaults, entry.key) for entry in unmet(config)}
+    return with_layout(with_settings(config, idle), plan.layout, run_dir=Path(plan.target))
+
+
 def find_weights(record: Record, config: Config, work: Path, *, given: Path | None = None) -> dict[str, str]:
-    """Return the Hugging Face folder of each role at the begin of a record's step. Raises UserError.
+    """Return each role's Hugging Face folder at the begin of a record's step. Raises UserError.
 
     work: folder for converted weights. given: by the user, a folder of roles, a checkpoint of a run, or the actor.
     """

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from mega_rl.operations.launcher.nodes import END, KILL
-from mega_rl.operations.launcher.outcome import (
+from mega_rl.operations.launcher.ranks import RankEnd
+from mega_rl.operations.launcher.reaper import SAVE_S
+from mega_rl.operations.launcher.supervisor import (
     GIVE_UP_S,
     INNOCENT_S,
     KILL_S,
@@ -20,8 +22,6 @@ from mega_rl.operations.launcher.outcome import (
     failure_of,
     stop_code,
 )
-from mega_rl.operations.launcher.ranks import RankEnd
-from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
 
 KILLED = RunFailure("rank 1 was killed", 137, rank=1)
