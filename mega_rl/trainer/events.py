@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from mega_rl.protocols import CheckpointStore, MetricsSink, Ranks, RolloutSource, Scorer
-from mega_rl.trainer.dumps import ReadResponse, sample_rows
 from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.policy_gradient import Evaluated
-from mega_rl.trainer.rows import Samples
+from mega_rl.trainer.recording import sample_rows
+from mega_rl.trainer.rows import ReadResponse, Samples
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 from mega_rl.trainer.validation import Evaluation, SetOutcome, named
 from mega_rl.types import JsonObject, Metrics
@@ -62,8 +62,7 @@ class DumpRollouts(Event):
     def _rows(self, done: int, samples: Samples, advantages: Tensor | None = None) -> list[Mapping[str, Any]]:
         with self.stage("log"):
             return sample_rows(
-                samples.rollout, samples.rewards, samples.prompts, self.read,
-                render=self.render, step=done, count=self.count, advantages=advantages,
+                samples, self.read, render=self.render, step=done, count=self.count, advantages=advantages
             )  # fmt: skip
 
 

@@ -105,9 +105,6 @@ MANY_FIELDS: dict[str, int] = {
     "parallel/groups.py: Groups": 14,
 }
 MANY_IMPORTS: dict[str, int] = {
-    "trainer/assemble/evaluation_run.py": 28,
-    "trainer/assemble/roles.py": 28,
-    "trainer/assemble/trainer.py": 50,
     "rollout/sglang/build.py": 29,
 }
 MANY_WRAPPERS: dict[str, int] = {}
