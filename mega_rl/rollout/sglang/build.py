@@ -8,38 +8,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
-from types import TracebackType
 from urllib.parse import urlsplit
 
 import torch
 
-from mega_rl.config.facts import divisors, listed
 from mega_rl.config.rules.servers import is_loopback
 from mega_rl.config.schema import RolloutConfig, SglangServerConfig, TrainerConfig
 from mega_rl.converters.architecture import HFConfig
-from mega_rl.converters.plan.parameters import hf_tensors
-from mega_rl.converters.plan.ranks import build_plan
-from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.engines.base import EngineSettings, ModelEngine
 from mega_rl.engines.models.build import DTYPES
 from mega_rl.errors import PeerError, RunError, UserError
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.parallel.layout import ParallelLayout
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.http.keys import Keys
-from mega_rl.rollout.sglang.server.addresses import check_urls, listening_address, ranks_on_this_host
+from mega_rl.rollout.sglang.server.addresses import check_hosts, check_urls, listening_address, ranks_on_this_host
 from mega_rl.rollout.sglang.server.memory import TAGS, DeviceShare, ServersMemory, release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess
 from mega_rl.rollout.sglang.server.settings import ServerSettings
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
 from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
-from mega_rl.rollout.sglang.weights.reshard import sending_bytes
+from mega_rl.rollout.sglang.weights.reshard import num_parameters, policy_bytes, sending_bytes
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
 from mega_rl.rollout.sglang.weights.transport import RanksLost, Server, TrainerWeights, Transport
 from mega_rl.rollout.sglang.weights.transports.choose import Placement, choose_transport, hosts_of, leader_of
@@ -48,8 +41,6 @@ from mega_rl.types import IdRanges
 log = logging.getLogger(__name__)
 
 _COUNT = "rollout.sglang.server.count"
-_TP = "rollout.sglang.server.tp"
-_NODES = "rollout.sglang.server.nodes"
 
 
 def start_servers(
@@ -114,28 +105,17 @@ def start_servers(
     return pool
 
 
-def _close(
-    pool: ServerPool, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-) -> None:
-    """Leave or end the servers.
+def _close(pool: ServerPool, kind: object, error: BaseException | None, *_: object) -> None:
+    """Leave the servers to later ranks, or end them.
 
-    A failure that the run found by itself ends them: they may have a part in it. After a user's mistake, or when the
-    run was stopped, nobody comes for them.
+    A failure that the run found by itself ends them: they may have a part in it. A user error or a stop does too, since
+    no later rank will adopt them.
     """
     is_theirs = isinstance(error, (RunError, UserError)) and not isinstance(error, PeerError | RanksLost)
     if isinstance(error, Exception) and not is_theirs:
         pool.leave()
     else:
         pool.close()
-
-
-def check_hosts(nodes: int, *, hosts: int) -> None:
-    """Raise UserError where servers that span several hosts each do not divide the trainer's."""
-    if hosts % nodes:
-        raise UserError(
-            f"{_NODES}={nodes}: the trainer runs on {hosts} host(s), and each server takes {nodes} of them; "
-            f"legal: {listed(divisors(hosts))}"
-        )
 
 
 def servers_per_host(
@@ -151,7 +131,8 @@ def servers_per_host(
     devices = ranks_per_host if colocated else visible - ranks_per_host
     tp_here = server.tp // server.nodes
     count = server.count or devices // tp_here
-    sizes = f"{_TP}={server.tp}" + (f" over {_NODES}={server.nodes}" if server.nodes > 1 else "")
+    over = f" over rollout.sglang.server.nodes={server.nodes}" if server.nodes > 1 else ""
+    sizes = f"rollout.sglang.server.tp={server.tp}{over}"
     if visible < ranks_per_host or count < 1 or count * tp_here > devices:
         where = "share the devices of" if colocated else "have their own devices (rollout.sglang.placement) next to"
         advice = "lower them" if colocated else "lower them, start fewer ranks per host, or set placement=colocated"
@@ -203,26 +184,12 @@ def device_share(
     rollout: RolloutConfig, settings: EngineSettings, hf: HFConfig, *, total: int, world_size: int
 ) -> DeviceShare:
     """Return how many bytes of a device of `total` bytes the policy and one rank of a colocated server need."""
-    engine, tp, itemsize = settings.engine, rollout.sglang.server.tp, _dtype(rollout, settings).itemsize
-    count = sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
-    if engine.backend == "fsdp":
-        policy = 4 * count // (engine.fsdp.shard_ranks or world_size)  # shards are FP32
-    else:
-        layout = ParallelLayout.of_engine(engine, world_size=world_size)
-        sharding = Sharding(hf, layout)
-        stages = (
-            sum(
-                prod(param.shape)
-                for vp_stage in range(layout.vpp)
-                for param in build_plan(sharding, layout.coordinates(first), vp_stage=vp_stage)
-            )
-            for first in range(0, world_size, layout.stage_size)
-        )
-        policy = max(stages) * DTYPES[settings.model.dtype].itemsize
+    tp, itemsize = rollout.sglang.server.tp, _dtype(rollout, settings).itemsize
+    policy = policy_bytes(settings.engine, hf, world_size=world_size, itemsize=DTYPES[settings.model.dtype].itemsize)
     return DeviceShare(
         total=total,
         policy=policy + sending_bytes(hf, bucket_bytes=rollout.bucket_mib << 20, itemsize=itemsize),
-        weights=count * itemsize // tp,
+        weights=num_parameters(hf) * itemsize // tp,
         tp=tp,
     )
 
@@ -282,11 +249,9 @@ class Connection:
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         with self._resources:
-            if error is None:
+            if kind is None:
                 self._transport.close()
 
 
@@ -335,10 +300,9 @@ def connect(
         request_timeout_s=sglang.request_timeout_s,
         allow_mixed_versions=sglang.partial_rollout,
     )
-    hidden = ids_of(hidden_tokens, hf.vocab_size)
     return Connection(
         router=resources.enter_context(router),
-        sync=_weight_sync(rollout, dtype, transport, router, world, actor=actor, own=own, hidden=hidden),
+        sync=_weight_sync(rollout, dtype, transport, router, world, actor=actor, own=own, hidden=hidden_tokens),
         memory=ServersMemory(
             world, own, servers, released=TAGS if servers.colocated else ()
         ),  # released at their start
@@ -368,11 +332,12 @@ def _weight_sync(
     *,
     actor: ModelEngine,
     own: Mapping[int, Control],
-    hidden: Sequence[int],
+    hidden: IdRanges,
 ) -> SglangWeightSync:
     sync, hf, name = rollout.sglang.sync, actor.sharding.hf, _name_of(dtype)
     limits = (sync.probe_mean_limit or LIMITS[name][0], sync.probe_max_limit or LIMITS[name][1])
-    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, sync.probe_tokens, limits, tuple(hidden))
+    never = tuple(ids_of(hidden, hf.vocab_size))
+    probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, sync.probe_tokens, limits, never)
     return SglangWeightSync(
         transport,
         router,

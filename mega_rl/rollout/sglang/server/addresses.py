@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from mega_rl.config.facts import divisors, listed
 from mega_rl.config.rules.servers import is_loopback
 from mega_rl.errors import UserError
 
@@ -75,6 +76,15 @@ def check_urls(urls: Sequence[str], *, hosts: int) -> None:
     if hosts > 1 and local and not is_loopback(urlsplit(url_of_master()).hostname or ""):
         raise UserError(
             f"rollout.sglang.urls={local[0]}: the run has {hosts} hosts, of which one reaches it; name one for all"
+        )
+
+
+def check_hosts(nodes: int, *, hosts: int) -> None:
+    """Raise UserError if servers that span several hosts each do not divide the trainer's."""
+    if hosts % nodes:
+        raise UserError(
+            f"rollout.sglang.server.nodes={nodes}: the trainer runs on {hosts} host(s), and each server takes {nodes} "
+            f"of them; legal: {listed(divisors(hosts))}"
         )
 
 

@@ -12,9 +12,12 @@ from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
+from mega_rl.config.schema import EngineConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.blocks import Copy
 from mega_rl.converters.plan.export import ExportUnit, export_plan
+from mega_rl.converters.plan.parameters import hf_tensors
+from mega_rl.converters.plan.ranks import build_plan
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 
@@ -114,6 +117,24 @@ def sending_bytes(hf: HFConfig, *, bucket_bytes: int, itemsize: int) -> int:
     together = 2 * hf.ffn_hidden_size * hf.hidden_size * itemsize
     largest = max(hf.vocab_size * hf.hidden_size * itemsize, together)
     return 3 * max(bucket_bytes, largest) + 2 * max(bucket_bytes, together)
+
+
+def num_parameters(hf: HFConfig) -> int:
+    """Return how many parameters a policy of this architecture has."""
+    return sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
+
+
+def policy_bytes(engine: EngineConfig, hf: HFConfig, *, world_size: int, itemsize: int) -> int:
+    """Return the most bytes of a rank that the policy's parameters take; itemsize: bytes of a parameter."""
+    if engine.backend == "fsdp":
+        return 4 * num_parameters(hf) // (engine.fsdp.shard_ranks or world_size)  # shards are FP32
+    layout = ParallelLayout.of_engine(engine, world_size=world_size)
+    sharding = Sharding(hf, layout)
+    stages = [
+        [build_plan(sharding, layout.coordinates(first), vp_stage=vp) for vp in range(layout.vpp)]
+        for first in first_ranks(layout)
+    ]
+    return itemsize * max(sum(prod(param.shape) for part in stage for param in part) for stage in stages)
 
 
 def first_ranks(layout: ParallelLayout) -> list[int]:

@@ -13,7 +13,8 @@ from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.engines.base import EngineSettings
 from mega_rl.errors import RunError, UserError
-from mega_rl.rollout.sglang.build import Connection, check_hosts, device_share, servers_per_host, start_servers
+from mega_rl.rollout.sglang.build import Connection, device_share, servers_per_host, start_servers
+from mega_rl.rollout.sglang.server.addresses import check_hosts
 from mega_rl.rollout.sglang.server.memory import TRAINER_RESIDUE, DeviceShare, ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
