@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mega_rl.protocols import CheckpointStore, MetricsSink, Ranks, RolloutSource, Scorer
+from mega_rl.config.schema import CheckpointConfig
+from mega_rl.protocols import CheckpointStore, MetricsSink
 from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.policy_gradient import Evaluated
 from mega_rl.trainer.recording import sample_rows
@@ -71,9 +72,6 @@ class Validate(Event):
     """Evaluate the policy on held-out prompts: before the first step, every N-th, and after the last."""
 
     evaluation: Evaluation
-    rollout: RolloutSource
-    reward: Scorer
-    ranks: Ranks  # the data-parallel replicas
     dumps: DumpRollouts
     stage: Stages
     log: StepLog
@@ -85,43 +83,29 @@ class Validate(Event):
         if not (due and self.interval and self.evaluation.sets):
             return False
         with self.stage("validate"):
-            outcomes = self.evaluation.run(
-                done, rollout=self.rollout, reward=self.reward, ranks=self.ranks,
-                read=self.dumps.read, hold=self.stage.hold,
-            )  # fmt: skip
+            outcomes = self.evaluation.run(done)
         self.dumps.validation(done, outcomes)
         self.log.add(named(outcomes))
         return False
 
 
-@dataclass(frozen=True)
-class SaveIntervals:
-    """Steps between saves and exports; 0 never."""
-
-    steps: int  # of the run
-    start: int = 0  # steps done when the run began
-    save: int = 0
-    memory: int = 0  # checkpoints in the hosts' memory
-    export: int = 0  # Hugging Face checkpoints
-    save_final: bool = False
-    export_final: bool = False
-
-
 @dataclass
 class SaveAndExport(Event):
-    """Save checkpoints and export the actor where due, and end the run when a stop is requested, after a save."""
+    """Save checkpoints and export the actor when due, and end the run after a save when a stop is requested."""
 
     checkpoints: CheckpointStore
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
     state: Callable[[int], JsonObject]  # of the loop's parts, given the steps done
     stop_requested: Callable[[], bool]  # collective
-    intervals: SaveIntervals
+    settings: CheckpointConfig
     stage: Stages
     log: StepLog
+    steps: int  # of the run
+    start: int  # steps done when the run began
 
     def before(self, step: int) -> None:
         """Save in memory: the steps before are logged by now, and the last one needs no checkpoint in memory."""
-        if step > self.intervals.start and is_due(step, self.intervals.memory):
+        if step > self.start and is_due(step, self.settings.memory.interval):
             with self.stage("checkpoint"):
                 self.stage.hold("save")
                 self.checkpoints.save_in_memory(step, self.state(step))
@@ -129,9 +113,9 @@ class SaveAndExport(Event):
     def after(self, done: int, evaluated: Evaluated | None) -> bool:
         if evaluated is None:
             return False
-        stopping, last = self.stop_requested(), done == self.intervals.steps
-        saves = stopping or (last and self.intervals.save_final) or is_due(done, self.intervals.save)
-        exports = (last and self.intervals.export_final) or is_due(done, self.intervals.export)
+        stopping, last, settings = self.stop_requested(), done == self.steps, self.settings
+        saves = stopping or (last and settings.save_final) or is_due(done, settings.save_interval)
+        exports = (last and settings.hf_final) or is_due(done, settings.hf_interval)
         if saves or exports:
             with self.stage("checkpoint"):
                 if saves:
@@ -145,8 +129,8 @@ class SaveAndExport(Event):
     def finish(self, done: int) -> None:
         """Wait for the save in progress. A run that was finished before still exports, if it is to."""
         with self.stage("checkpoint"):
-            if self.intervals.start >= self.intervals.steps and self.intervals.export_final:
-                self._export(self.intervals.start)
+            if self.start >= self.steps and self.settings.hf_final:
+                self._export(self.start)
             self.checkpoints.finish()
 
     def _export(self, done: int) -> None:

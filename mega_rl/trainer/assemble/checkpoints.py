@@ -20,7 +20,7 @@ from mega_rl.trainer.assemble.data import RunPrompts
 from mega_rl.trainer.assemble.load import LoadedRun
 from mega_rl.trainer.assemble.plan import TRAINED_ROLES
 from mega_rl.trainer.collect import Collector, OrderState
-from mega_rl.trainer.events import SaveAndExport, SaveIntervals
+from mega_rl.trainer.events import SaveAndExport
 from mega_rl.trainer.loop import Stages, StepLog
 from mega_rl.types import JsonObject
 
@@ -97,7 +97,6 @@ def build_saves(
 ) -> SaveAndExport:
     """Return the event that saves and exports; done: steps when the run begins."""
     config, roles = run.config, run.roles
-    settings = config.checkpoint
 
     def state(done: int) -> JsonObject:
         return {
@@ -111,15 +110,8 @@ def build_saves(
         root=Path(config.trainer.run_dir) / "hf",
         source=Path(config.model.path),
         ranks=run.world,
-        on_error=settings.on_error,
+        on_error=config.checkpoint.on_error,
     )
-    intervals = SaveIntervals(
-        steps=config.trainer.steps,
-        start=done,
-        save=settings.save_interval,
-        memory=settings.memory.interval,
-        export=settings.hf_interval,
-        save_final=settings.save_final,
-        export_final=settings.hf_final,
+    return SaveAndExport(
+        checkpoints, export, state, stop_requested, config.checkpoint, stage, log, config.trainer.steps, done
     )
-    return SaveAndExport(checkpoints, export, state, stop_requested, intervals, stage, log)

@@ -27,8 +27,8 @@ from mega_rl.tracking.health.guard import Guard, Investigate
 from mega_rl.tracking.health.heartbeat import Heartbeat
 from mega_rl.tracking.health.interruption import stop_on_signals
 from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data
-from mega_rl.trainer.assemble.inputs import build_evaluation, read_inputs
-from mega_rl.trainer.assemble.load import load_run
+from mega_rl.trainer.assemble.inputs import read_inputs
+from mega_rl.trainer.assemble.load import build_evaluation, load_run
 from mega_rl.trainer.assemble.run import device_bytes, rank_facts, session
 from mega_rl.trainer.rows import ReadResponse, scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when
@@ -67,22 +67,18 @@ def _run(
     _, sets = load_data(config, inputs.tokens, vocab_size=inputs.vocab_size, columns=columns, trains=False)
     run_on_one(partial(inputs.rewards.check, [], sets, source_key=config.data.source_key), world)
     agreed_fingerprint([], sets, world)
-    evaluation = build_evaluation(config, sets, world)
     run = load_run(inputs, accelerator, groups, resources)
-    devices, read = run.rollouts.devices, run.tokens.reader.written
-    devices.publish(run.rollouts.sync)
+    evaluation = build_evaluation(inputs, run, sets, run.rollouts.devices.enter)
+    run.rollouts.devices.publish(run.rollouts.sync)
     prompts = sum(len(one.prompts) for one in sets)
 
     def each(scored: ScoredSamples) -> None:
-        rows = [row for part in run.replicas.gather_json(list(sample_rows(scored, read))) for row in part]
+        rows = [row for part in run.replicas.gather_json(list(sample_rows(scored, evaluation.read))) for row in part]
         samples.append(rows)
         progress.report(samples.count // evaluation.plan.n, prompts, unit="prompts")
 
     with progress.phase("evaluating"):
-        return evaluation.run(
-            0, rollout=run.rollouts.source, reward=run.scorer, ranks=run.replicas, read=read,
-            each=each, hold=devices.enter,
-        )  # fmt: skip
+        return evaluation.run(0, each=each)
 
 
 @dataclass

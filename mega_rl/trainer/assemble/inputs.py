@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +22,7 @@ from mega_rl.rewards.role import UsersAnswers
 from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.trainer.assemble.data import ReadSource, Tokens, load_data_source, load_tokenizer, read_tokens
 from mega_rl.trainer.assemble.plan import RunPlan, plan_run
-from mega_rl.trainer.validation import AnswersOf, Evaluation, EvaluationPlan
-from mega_rl.types import Draws, PromptSet
+from mega_rl.trainer.validation import AnswersOf
 from mega_rl.workers.user_files import load_from_file
 
 MakeSource = Callable[[object], object]  # makes a user's rollout source from its `RolloutContext`
@@ -37,6 +36,7 @@ class Inputs:
     world: Ranks
     tokens: Tokens
     rewards: RunRewards
+    answers_of: AnswersOf  # answers of responses, for evaluations
     rows_as: TokenRows | None  # reading of rollouts by a reward model
     rollouts: MakeSource | None = None  # the user's rollout source
     rows: ReadSource | None = None  # rows of the user's data source
@@ -67,7 +67,7 @@ def read_inputs(
     own = load_rollout_source(config) if trains else None
     rows = load_data_source(config) if trains else None
     rewards = build_rewards(config.reward, reward_function, resources=resources)
-    return Inputs(plan, world, tokens, rewards, _read_rows_as(config, tokens), own, rows)
+    return Inputs(plan, world, tokens, rewards, load_answers(config, world), _read_rows_as(config, tokens), own, rows)
 
 
 def load_rollout_source(config: Config) -> MakeSource | None:
@@ -117,21 +117,16 @@ def _read_rows_as(config: Config, tokens: Tokens) -> TokenRows | None:
     )
 
 
-def build_evaluation(config: Config, sets: Sequence[PromptSet], world: Ranks) -> Evaluation:
-    """Return the evaluation of sets of prompts. Raises UserError for an `answer_of` that cannot be loaded."""
-    val = config.validation
-    draws = None
-    if val.temperature or val.max_new_tokens:
-        draws = Draws(val.n, val.temperature, val.top_p, val.top_k, max_new_tokens=val.max_new_tokens)
-    answers: AnswersOf = lambda responses: [last_answer(response) for response in responses]  # noqa: E731
-    if spec := val.answer_of:
-        function = load_from_file(spec, key="validation.answer_of", kind="function")
-        setting = f"validation.answer_of={spec!r}"
-        if not callable(function):
-            raise UserError(f"{setting}: is of type {type(function).__name__}, not a function")
-        answers = UsersAnswers(function, setting=setting, everyone=world, timeout_s=config.trainer.timeout_s)
-    plan = EvaluationPlan(draws, val.counted, val.right_above, val.right_part, val.chunk)
-    return Evaluation(sets, plan, answers)
+def load_answers(config: Config, world: Ranks) -> AnswersOf:
+    """Return the function that reads the answers that responses vote for. Raises UserError for a user's own."""
+    spec = config.validation.answer_of
+    if not spec:
+        return lambda responses: [last_answer(response) for response in responses]
+    function = load_from_file(spec, key="validation.answer_of", kind="function")
+    setting = f"validation.answer_of={spec!r}"
+    if not callable(function):
+        raise UserError(f"{setting}: is of type {type(function).__name__}, not a function")
+    return UsersAnswers(function, setting=setting, everyone=world, timeout_s=config.trainer.timeout_s)
 
 
 def last_answer(response: str) -> str | None:

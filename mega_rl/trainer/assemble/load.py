@@ -19,7 +19,8 @@ from mega_rl.trainer.assemble.inputs import Inputs
 from mega_rl.trainer.assemble.plan import RunPlan
 from mega_rl.trainer.assemble.roles import Roles, build_roles
 from mega_rl.trainer.assemble.rollouts import Rollouts, build_rollouts
-from mega_rl.types import Prompt
+from mega_rl.trainer.validation import Evaluation, EvaluationPlan
+from mega_rl.types import Draws, Prompt, PromptSet
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,19 @@ def load_run(
     with progress.phase("preparing the rollout engine"):
         rollouts = build_rollouts(inputs, accelerator, servers, roles, resources, prompts=prompts)
     return LoadedRun(plan, world, inputs.tokens, roles, rollouts, _build_scorer(inputs, roles))
+
+
+def build_evaluation(
+    inputs: Inputs, run: LoadedRun, sets: Sequence[PromptSet], hold: Callable[[str], None]
+) -> Evaluation:
+    """Return the evaluation of sets of prompts; hold: brings a stage's state to the devices."""
+    val = run.config.validation
+    draws = None
+    if val.temperature or val.max_new_tokens:
+        draws = Draws(val.n, val.temperature, val.top_p, val.top_k, max_new_tokens=val.max_new_tokens)
+    plan = EvaluationPlan(draws, val.counted, val.right_above, val.right_part, val.chunk)
+    read, source = run.tokens.reader.written, run.rollouts.source
+    return Evaluation(sets, plan, source, run.scorer, run.replicas, read, inputs.answers_of, hold)
 
 
 def _build_scorer(inputs: Inputs, roles: Roles) -> Scorer:

@@ -18,8 +18,8 @@ from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
 from mega_rl.trainer.assemble.checkpoints import build_saves, open_checkpoints, restore
 from mega_rl.trainer.assemble.data import build_prompts, warn_of_date, with_length
-from mega_rl.trainer.assemble.inputs import Inputs, build_evaluation, read_inputs
-from mega_rl.trainer.assemble.load import LoadedRun, load_run
+from mega_rl.trainer.assemble.inputs import Inputs, read_inputs
+from mega_rl.trainer.assemble.load import LoadedRun, build_evaluation, load_run
 from mega_rl.trainer.assemble.metrics import build_meter, open_sink
 from mega_rl.trainer.assemble.records import build_recorder
 from mega_rl.trainer.assemble.steps import build_algorithm, build_collector
@@ -47,7 +47,6 @@ def build_trainer(
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
     prompts = build_prompts(config, inputs.tokens, inputs.rewards, inputs.rows, inputs.vocab_size, inputs.world)
     resources.callback(prompts.order.close)
-    evaluation = build_evaluation(config, prompts.held_out, inputs.world)
     _warn(inputs)
     length = "trainer.epochs" if config.trainer.epochs else "trainer.steps"
     config = with_length(config, len(prompts.train), world_size=inputs.world.size)
@@ -64,6 +63,7 @@ def build_trainer(
     batches = build_collector(run, prompts, stage, steps, drawn=drawn)
     algorithm = build_algorithm(run, stage, steps)
     saves = build_saves(run, checkpoints, batches, stage, steps, done=done, stop_requested=stop_requested)
+    evaluation = build_evaluation(inputs, run, prompts.held_out, stage.hold)
     events = _build_events(run, evaluation, saves, done=done)
     return Trainer(batches, algorithm, run.rollouts.sync, events, stage, steps, config.trainer.steps, done)
 
@@ -86,10 +86,7 @@ def _build_events(run: LoadedRun, evaluation: Evaluation, saves: SaveAndExport, 
         log.sink, tokens.reader.written, tokens.render, stage,
         steps=trainer.steps, interval=metrics.rollout_interval, count=metrics.rollout_samples,
     )  # fmt: skip
-    validate = Validate(
-        evaluation, run.rollouts.source, run.scorer, run.replicas, dumps, stage, log,
-        steps=trainer.steps, interval=trainer.val_interval,
-    )  # fmt: skip
+    validate = Validate(evaluation, dumps, stage, log, trainer.steps, trainer.val_interval)
     recorder = build_recorder(run, stage, done=done)
     return [*([] if recorder is None else [recorder]), dumps, Warn(log), validate, saves]
 
