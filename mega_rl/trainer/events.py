@@ -143,58 +143,43 @@ class Warn(Event):
     """Log hints for a run that has nothing to learn from, or whose gradient one token dominates."""
 
     log: StepLog
-    hints: Sequence[Callable[[Metrics], None]] = field(
-        default_factory=lambda: (FlatRewards(), AbsentRewards(), GradientSpikes())
-    )
+    _said: set[str] = field(default_factory=set, init=False)  # hints that come once
+    # Steps in a row in which all responses to each prompt got the same reward; in which no token has an advantage.
+    _flat: int = field(default=0, init=False)
+    _idle: int = field(default=0, init=False)
+    _norms: list[float] = field(default_factory=list, init=False)  # gradient norms: mean over the updates of each step
 
     def after(self, done: int, evaluated: Evaluated | None) -> bool:
         if evaluated is not None:
-            for hint in self.hints:
-                hint(self.log.metrics)
+            self.hint(self.log.metrics)
         return False
 
-
-class AbsentRewards:
-    """Hint at the first step in which every response was left out: its update learns nothing."""
-
-    def __init__(self) -> None:
-        self._said = False
-
-    def __call__(self, metrics: Metrics) -> None:
-        """Take the metrics of one step."""
-        if self._said or metrics.get(MASKED) != 1.0:
-            return
-        self._said = True
-        log.info(
-            "%s=1: every response of the step was left out, so that there is nothing to learn from; the reward returns "
-            "None for all of them%s",
-            MASKED,
-            " or fails, with reward.pool.on_failure=mask: look at the warnings above" if _failed(metrics) else "",
-        )
-
-
-def _failed(metrics: Metrics) -> bool:
-    return any(metrics.get(f"reward/{kind}") for kind in ("timeouts", "crashes", "errors"))
-
-
-class FlatRewards:
-    """Counter of steps in a row that give the policy nothing to prefer; logs one hint.
-
-    All responses to each prompt got the same reward, or no token of the step that trains has an advantage.
-    """
-
-    def __init__(self) -> None:
-        self._flat = self._idle = 0
-        self._said = False
-
-    def __call__(self, metrics: Metrics) -> None:
-        """Take the metrics of one step; steps without rewards, or without groups of samples, do not count."""
+    def hint(self, metrics: Metrics) -> None:
+        """Log what the metrics of a step show; steps without rewards, or without groups of samples, show nothing."""
+        if metrics.get(MASKED) == 1.0 and self._first("absent"):
+            fails = any(metrics.get(f"reward/{kind}") for kind in ("timeouts", "crashes", "errors"))
+            log.info(
+                "%s=1: every response of the step was left out, so that there is nothing to learn from; the reward "
+                "returns None for all of them%s",
+                MASKED,
+                " or fails, with reward.pool.on_failure=mask: look at the warnings above" if fails else "",
+            )
         self._flat = self._flat + 1 if metrics.get(EQUAL_GROUPS) == 1.0 else 0
         idle = "reward/mean" in metrics and metrics.get("advantage/abs_mean") == 0.0
         self._idle = self._idle + 1 if idle else 0
-        if max(self._flat, self._idle) < FLAT_STEPS or self._said:
-            return
-        self._said = True
+        if max(self._flat, self._idle) >= FLAT_STEPS and self._first("flat"):
+            self._say_flat(metrics)
+        if "actor/grad_norm_max" in metrics:
+            self._watch_gradients(metrics["actor/grad_norm_max"], metrics["actor/grad_norm"])
+
+    def _first(self, hint: str) -> bool:
+        """Return whether a hint has not been logged yet; from now on it has."""
+        is_new = hint not in self._said
+        self._said.add(hint)
+        return is_new
+
+    def _say_flat(self, metrics: Metrics) -> None:
+        """Log why the run learns nothing."""
         filtered = metrics.get("rollout/filtered_fraction", 0.0)
         if filtered == 1.0:
             log.warning(
@@ -217,18 +202,8 @@ class FlatRewards:
                 *(FLAT_STEPS, metrics["reward/mean"]),
             )
 
-
-class GradientSpikes:
-    """Warning at each step with an update whose gradient norm is a hundred times the run's median."""
-
-    def __init__(self) -> None:
-        self._norms: list[float] = []  # mean over the updates of each step
-
-    def __call__(self, metrics: Metrics) -> None:
-        """Take the metrics of one step."""
-        if "actor/grad_norm_max" not in metrics:
-            return
-        largest = metrics["actor/grad_norm_max"]
+    def _watch_gradients(self, largest: float, mean: float) -> None:
+        """Warn of an update whose gradient norm is far above the run's median."""
         usual = median(self._norms) if len(self._norms) >= FLAT_STEPS else 0.0
         if largest > SPIKE * usual > 0.0:
             log.warning(
@@ -237,4 +212,4 @@ class GradientSpikes:
                 "embedding that nothing has trained",
                 *(largest, usual),
             )
-        self._norms.append(metrics["actor/grad_norm"])
+        self._norms.append(mean)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from mega_rl.checkpoint.identity import run_identity
 from mega_rl.checkpoint.random_state import RandomState
@@ -49,15 +48,8 @@ def open_checkpoints(config: Config, groups: Groups, *, fingerprint: str) -> Run
     )
 
 
-class Restored(NamedTuple):
-    """Position that a run starts at."""
-
-    steps: int = 0  # done
-    prompts_drawn: int = 0
-
-
-def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *, length: str) -> Restored:
-    """Restore the latest checkpoint and return its position; zeros when the run starts afresh; collective.
+def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *, length: str) -> tuple[int, int]:
+    """Restore the latest checkpoint; return (steps done, prompts drawn), zeros for a new run; collective.
 
     length: the setting that says how long the run is.
     """
@@ -74,7 +66,7 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *,
     with progress.phase("reading the checkpoint"):
         checkpoint = checkpoints.restore()
     if checkpoint is None:
-        return Restored()
+        return 0, 0
     step, state = checkpoint.step, checkpoint.state
     roles.kl.restore(state["kl"])
     sync.resume_at(state["weight_version"])
@@ -82,7 +74,7 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *,
     if step >= trainer.steps:
         log.info("step %d of %d is done: nothing is left to train; raise %s to train on", step, trainer.steps, length)
     # Versions that drew the same number in each step did not keep it.
-    return Restored(step, int(state.get("prompts_drawn", step * trainer.prompts_per_step)))
+    return step, int(state.get("prompts_drawn", step * trainer.prompts_per_step))
 
 
 def build_saves(
