@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mega_rl.protocols import RolloutSource
     from mega_rl.tracking.progress import show_progress
     from mega_rl.types import Prompt, Rollout
-    from mega_rl.workers.own_rollouts.context import RolloutContext, Trajectory
+    from mega_rl.workers.own_rollouts import RolloutContext, Trajectory
 
 __version__ = "0.1.0"
 
@@ -74,7 +74,7 @@ _MODULES = {
     "DataContext": "mega_rl.data.rows",
     "RolloutSource": "mega_rl.protocols",
     **dict.fromkeys(("Prompt", "Rollout"), "mega_rl.types"),
-    **dict.fromkeys(("RolloutContext", "Trajectory"), "mega_rl.workers.own_rollouts.context"),
+    **dict.fromkeys(("RolloutContext", "Trajectory"), "mega_rl.workers.own_rollouts"),
     "RunError": "mega_rl.errors",
     "UserError": "mega_rl.errors",
     "show_progress": "mega_rl.tracking.progress",

@@ -288,37 +288,6 @@ class RolloutSource(Protocol):
         ...
 
 
-class BackgroundRollouts(Protocol):
-    """Generation of a step's samples while the trainer does something else; one step at a time, the same on all ranks.
-
-    Only `finish`, `drain` and `interrupt` may do collectives: in between, the trainer does its own.
-    """
-
-    def start(self, prompts: Sequence[Prompt], *, step: int) -> None:
-        """Begin a generation with the weights that the engine holds now; returns at once."""
-        ...
-
-    def finish(self) -> Rollout:
-        """Wait for the generation and return this replica's rows. Raises its error on all ranks; collective."""
-        ...
-
-    def drain(self) -> None:
-        """Wait until no rank has a request in flight; an error is left for `finish`; collective."""
-        ...
-
-    def interrupt(self) -> None:
-        """Interrupt every request in flight and keep the tokens received so far; collective."""
-        ...
-
-    def resume(self) -> None:
-        """Continue the interrupted requests with the current weights."""
-        ...
-
-    def close(self) -> None:
-        """Cancel the generation, at the end of the run; no collective, never blocks, may be called twice."""
-        ...
-
-
 class Scorer(Protocol):
     """Reward role: responses in, scores out."""
 

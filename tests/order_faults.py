@@ -21,8 +21,8 @@ ORDER = (
     fault(
         "order",
         "success rates left out of checkpoints",
-        "if prompts.rates is not None or prompts.steps.numbers():",
-        "if prompts.rates is None and prompts.steps.numbers():",
+        "if prompts.rates is not None or prompts.order.numbers():",
+        "if prompts.rates is None and prompts.order.numbers():",
         RESUMED,
     ),
     fault(

@@ -262,7 +262,7 @@ EXPERIENCE = (
     fault(
         "experience",
         "evaluations check no row",
-        "        check_rows(rows, prompts, ranks, samples=self.plan.n)\n",
+        "        check_rows(rows, prompts, self.ranks, samples=self.plan.n)\n",
         "",
         "trainer/test_rows.py",
     ),

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from mega_rl.protocols import CheckpointStore, MetricsSink, Ranks, RolloutSource, Scorer
-from mega_rl.trainer.dumps import ReadResponse, sample_rows
+from mega_rl.config.schema import CheckpointConfig
+from mega_rl.protocols import CheckpointStore, MetricsSink
 from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.policy_gradient import Evaluated
-from mega_rl.trainer.rows import Samples
+from mega_rl.trainer.recording import sample_rows
+from mega_rl.trainer.rows import ReadResponse, Samples
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 from mega_rl.trainer.validation import Evaluation, SetOutcome, named
 from mega_rl.types import JsonObject, Metrics
@@ -62,8 +63,7 @@ class DumpRollouts(Event):
     def _rows(self, done: int, samples: Samples, advantages: Tensor | None = None) -> list[Mapping[str, Any]]:
         with self.stage("log"):
             return sample_rows(
-                samples.rollout, samples.rewards, samples.prompts, self.read,
-                render=self.render, step=done, count=self.count, advantages=advantages,
+                samples, self.read, render=self.render, step=done, count=self.count, advantages=advantages
             )  # fmt: skip
 
 
@@ -72,9 +72,6 @@ class Validate(Event):
     """Evaluate the policy on held-out prompts: before the first step, every N-th, and after the last."""
 
     evaluation: Evaluation
-    rollout: RolloutSource
-    reward: Scorer
-    ranks: Ranks  # the data-parallel replicas
     dumps: DumpRollouts
     stage: Stages
     log: StepLog
@@ -86,43 +83,29 @@ class Validate(Event):
         if not (due and self.interval and self.evaluation.sets):
             return False
         with self.stage("validate"):
-            outcomes = self.evaluation.run(
-                done, rollout=self.rollout, reward=self.reward, ranks=self.ranks,
-                read=self.dumps.read, hold=self.stage.hold,
-            )  # fmt: skip
+            outcomes = self.evaluation.run(done)
         self.dumps.validation(done, outcomes)
         self.log.add(named(outcomes))
         return False
 
 
-@dataclass(frozen=True)
-class SaveIntervals:
-    """Steps between saves and exports; 0 never."""
-
-    steps: int  # of the run
-    start: int = 0  # steps done when the run began
-    save: int = 0
-    memory: int = 0  # checkpoints in the hosts' memory
-    export: int = 0  # Hugging Face checkpoints
-    save_final: bool = False
-    export_final: bool = False
-
-
 @dataclass
 class SaveAndExport(Event):
-    """Save checkpoints and export the actor where due, and end the run when a stop is requested, after a save."""
+    """Save checkpoints and export the actor when due, and end the run after a save when a stop is requested."""
 
     checkpoints: CheckpointStore
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
     state: Callable[[int], JsonObject]  # of the loop's parts, given the steps done
     stop_requested: Callable[[], bool]  # collective
-    intervals: SaveIntervals
+    settings: CheckpointConfig
     stage: Stages
     log: StepLog
+    steps: int  # of the run
+    start: int  # steps done when the run began
 
     def before(self, step: int) -> None:
         """Save in memory: the steps before are logged by now, and the last one needs no checkpoint in memory."""
-        if step > self.intervals.start and is_due(step, self.intervals.memory):
+        if step > self.start and is_due(step, self.settings.memory.interval):
             with self.stage("checkpoint"):
                 self.stage.hold("save")
                 self.checkpoints.save_in_memory(step, self.state(step))
@@ -130,9 +113,9 @@ class SaveAndExport(Event):
     def after(self, done: int, evaluated: Evaluated | None) -> bool:
         if evaluated is None:
             return False
-        stopping, last = self.stop_requested(), done == self.intervals.steps
-        saves = stopping or (last and self.intervals.save_final) or is_due(done, self.intervals.save)
-        exports = (last and self.intervals.export_final) or is_due(done, self.intervals.export)
+        stopping, last, settings = self.stop_requested(), done == self.steps, self.settings
+        saves = stopping or (last and settings.save_final) or is_due(done, settings.save_interval)
+        exports = (last and settings.hf_final) or is_due(done, settings.hf_interval)
         if saves or exports:
             with self.stage("checkpoint"):
                 if saves:
@@ -146,8 +129,8 @@ class SaveAndExport(Event):
     def finish(self, done: int) -> None:
         """Wait for the save in progress. A run that was finished before still exports, if it is to."""
         with self.stage("checkpoint"):
-            if self.intervals.start >= self.intervals.steps and self.intervals.export_final:
-                self._export(self.intervals.start)
+            if self.start >= self.steps and self.settings.hf_final:
+                self._export(self.start)
             self.checkpoints.finish()
 
     def _export(self, done: int) -> None:
@@ -160,58 +143,43 @@ class Warn(Event):
     """Log hints for a run that has nothing to learn from, or whose gradient one token dominates."""
 
     log: StepLog
-    hints: Sequence[Callable[[Metrics], None]] = field(
-        default_factory=lambda: (FlatRewards(), AbsentRewards(), GradientSpikes())
-    )
+    _said: set[str] = field(default_factory=set, init=False)  # hints that come once
+    # Steps in a row in which all responses to each prompt got the same reward; in which no token has an advantage.
+    _flat: int = field(default=0, init=False)
+    _idle: int = field(default=0, init=False)
+    _norms: list[float] = field(default_factory=list, init=False)  # gradient norms: mean over the updates of each step
 
     def after(self, done: int, evaluated: Evaluated | None) -> bool:
         if evaluated is not None:
-            for hint in self.hints:
-                hint(self.log.metrics)
+            self.hint(self.log.metrics)
         return False
 
-
-class AbsentRewards:
-    """Hint at the first step in which every response was left out: its update learns nothing."""
-
-    def __init__(self) -> None:
-        self._said = False
-
-    def __call__(self, metrics: Metrics) -> None:
-        """Take the metrics of one step."""
-        if self._said or metrics.get(MASKED) != 1.0:
-            return
-        self._said = True
-        log.info(
-            "%s=1: every response of the step was left out, so that there is nothing to learn from; the reward returns "
-            "None for all of them%s",
-            MASKED,
-            " or fails, with reward.pool.on_failure=mask: look at the warnings above" if _failed(metrics) else "",
-        )
-
-
-def _failed(metrics: Metrics) -> bool:
-    return any(metrics.get(f"reward/{kind}") for kind in ("timeouts", "crashes", "errors"))
-
-
-class FlatRewards:
-    """Counter of steps in a row that give the policy nothing to prefer; logs one hint.
-
-    All responses to each prompt got the same reward, or no token of the step that trains has an advantage.
-    """
-
-    def __init__(self) -> None:
-        self._flat = self._idle = 0
-        self._said = False
-
-    def __call__(self, metrics: Metrics) -> None:
-        """Take the metrics of one step; steps without rewards, or without groups of samples, do not count."""
+    def hint(self, metrics: Metrics) -> None:
+        """Log what the metrics of a step show; steps without rewards, or without groups of samples, show nothing."""
+        if metrics.get(MASKED) == 1.0 and self._first("absent"):
+            fails = any(metrics.get(f"reward/{kind}") for kind in ("timeouts", "crashes", "errors"))
+            log.info(
+                "%s=1: every response of the step was left out, so that there is nothing to learn from; the reward "
+                "returns None for all of them%s",
+                MASKED,
+                " or fails, with reward.pool.on_failure=mask: look at the warnings above" if fails else "",
+            )
         self._flat = self._flat + 1 if metrics.get(EQUAL_GROUPS) == 1.0 else 0
         idle = "reward/mean" in metrics and metrics.get("advantage/abs_mean") == 0.0
         self._idle = self._idle + 1 if idle else 0
-        if max(self._flat, self._idle) < FLAT_STEPS or self._said:
-            return
-        self._said = True
+        if max(self._flat, self._idle) >= FLAT_STEPS and self._first("flat"):
+            self._say_flat(metrics)
+        if "actor/grad_norm_max" in metrics:
+            self._watch_gradients(metrics["actor/grad_norm_max"], metrics["actor/grad_norm"])
+
+    def _first(self, hint: str) -> bool:
+        """Return whether a hint has not been logged yet; from now on it has."""
+        is_new = hint not in self._said
+        self._said.add(hint)
+        return is_new
+
+    def _say_flat(self, metrics: Metrics) -> None:
+        """Log why the run learns nothing."""
         filtered = metrics.get("rollout/filtered_fraction", 0.0)
         if filtered == 1.0:
             log.warning(
@@ -234,18 +202,8 @@ class FlatRewards:
                 *(FLAT_STEPS, metrics["reward/mean"]),
             )
 
-
-class GradientSpikes:
-    """Warning at each step with an update whose gradient norm is a hundred times the run's median."""
-
-    def __init__(self) -> None:
-        self._norms: list[float] = []  # mean over the updates of each step
-
-    def __call__(self, metrics: Metrics) -> None:
-        """Take the metrics of one step."""
-        if "actor/grad_norm_max" not in metrics:
-            return
-        largest = metrics["actor/grad_norm_max"]
+    def _watch_gradients(self, largest: float, mean: float) -> None:
+        """Warn of an update whose gradient norm is far above the run's median."""
         usual = median(self._norms) if len(self._norms) >= FLAT_STEPS else 0.0
         if largest > SPIKE * usual > 0.0:
             log.warning(
@@ -254,4 +212,4 @@ class GradientSpikes:
                 "embedding that nothing has trained",
                 *(largest, usual),
             )
-        self._norms.append(metrics["actor/grad_norm"])
+        self._norms.append(mean)

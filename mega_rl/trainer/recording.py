@@ -1,7 +1,8 @@
-"""Records of complete steps: every number that a step computed before its updates, by row and token."""
+"""Rows of rollouts for people, and records of complete steps: every number before the updates, by row and token."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,92 @@ from mega_rl.algorithms.kl import RewardKL
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import Ranks
 from mega_rl.tracking.metrics.records import to_json_value
-from mega_rl.trainer.collect import Batch
-from mega_rl.trainer.dumps import ReadResponse, sample_rows
 from mega_rl.trainer.loop import Event, Stages
 from mega_rl.trainer.policy_gradient import Evaluated
-from mega_rl.types import Experience, JsonObject, Rollout, TokenOutputs, row_numbers
+from mega_rl.trainer.rows import ReadResponse, Samples
+from mega_rl.types import Experience, JsonObject, Rewards, Rollout, TokenOutputs, row_numbers
+
+# Columns of a record that sampling gave, with those that not every rollout has; token ids go as int32.
+_SAMPLED = (
+    "prompt_index", "sample_index", "prompt_lengths", "lengths", "finished", "weight_version", "loss_mask",
+    "rollout_logprobs", "failed", "token_versions", "routing",
+)  # fmt: skip
+# Columns of a mini-batch that travel to the rank that sampled its rows.
+_WEIGHTED = (
+    "tokens", "prompt_lengths", "lengths", "prompt_index", "sample_index", "token_weights", "loss_weights",
+)  # fmt: skip
+
+
+def sample_rows(
+    samples: Samples,
+    read: ReadResponse,
+    *,
+    render: Callable[[Sequence[int]], str],
+    step: int,
+    count: int,
+    advantages: Tensor | None = None,
+) -> list[JsonObject]:
+    """Return some rollouts of this rank as readable rows, whole groups of about `count` in all; see `group_rows`.
+
+    advantages: [B, S] float32, 0 off the mask, None for rollouts that do not train. `prompt` is the user's text;
+    `rendered_prompt` is the text of the token ids by `render`, which shows special tokens; `response` is the text that
+    rewards read, by `read`, with the words of tools. `advantage_mean` is over the policy's tokens.
+    """
+    rollout, rows = samples.rollout, list[JsonObject]()
+    for row in group_rows(rollout.prompt_index.tolist(), count):
+        prompt = samples.prompts[int(rollout.prompt_index[row])]
+        start, tokens = int(rollout.prompt_lengths[row]), int(rollout.loss_mask[row].sum())
+        known: dict[str, object] = {}
+        if advantages is not None:
+            known["advantage_mean"] = float(advantages[row].sum()) / max(tokens, 1)
+        if rollout.token_versions is not None:  # versions are 0 off the mask
+            newest = max(int(rollout.token_versions[row].max()), int(rollout.weight_version[row]))
+            known["newest_weight_version"] = newest
+        if rollout.failed is not None:
+            known["failed"] = bool(rollout.failed[row])
+        rows.append(
+            {
+                "step": step,
+                "prompt_index": int(rollout.prompt_index[row]),
+                "sample_index": int(rollout.sample_index[row]),
+                "prompt": prompt.text,
+                "rendered_prompt": render(rollout.tokens[row, :start].tolist()),
+                "response": read(rollout, row)[1],
+                "answer": prompt.answer,
+                "prompt_tokens": start,
+                "response_tokens": tokens,
+                **_rewards_of(samples.rewards, row),
+                "finished": bool(rollout.finished[row]),
+                "weight_version": int(rollout.weight_version[row]),
+                **known,
+            }
+        )
+    return rows
+
+
+def group_rows(prompt_index: Sequence[int], count: int) -> list[int]:
+    """Return row numbers, ascending: all samples of prompts that are spread over the batch.
+
+    There are as many prompts as `count` samples fill, at least one unless `count` is 0. prompt_index: of each row.
+    """
+    samples: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompt_index):
+        samples.setdefault(prompt, []).append(row)
+    groups = list(samples.values())
+    taken = min(len(groups), max(count // max(map(len, groups), default=1), min(count, 1)))
+    return sorted(row for position in range(taken) for row in groups[position * len(groups) // taken])
+
+
+def _rewards_of(rewards: Rewards, row: int) -> dict[str, float | None]:
+    """Return a row's reward and its parts, as "reward_correct"; empty for a run without rewards.
+
+    None stands for the reward of a sample that is left out, and for a part that it does not have.
+    """
+    if not rewards.scored:
+        return {}
+    names = () if rewards.parts is None else rewards.parts.names
+    columns = zip(("reward", *(f"reward_{name}" for name in names)), rewards.columns()[row].tolist(), strict=True)
+    return {name: None if math.isnan(value) else value for name, value in columns}
 
 
 @dataclass(frozen=True)
@@ -41,7 +123,8 @@ class StepColumns:
         rollout, experience = step.batch.samples.rollout, step.experience
         old, ref, critic = step.outputs
         assert old.logprobs is not None
-        columns = _sampled(rollout)
+        columns = {name: column for name in _SAMPLED if (column := getattr(rollout, name)) is not None}
+        columns["tokens"] = rollout.tokens.to(torch.int32)
         if self.policy is not None:
             outputs = self.policy(rollout)
             assert outputs.logprobs is not None
@@ -57,7 +140,13 @@ class StepColumns:
         if self.reward_kl is not None:
             reference = old.logprobs if ref.logprobs is None else ref.logprobs
             columns["kl_penalty"] = self.reward_kl.penalty(old.logprobs, reference) * rollout.loss_mask
-        columns |= _rewards(step.batch) | _weights(rollout, step.minibatches, self.ranks)
+        rewards, batch = step.batch.samples.rewards, step.batch
+        columns |= {"rewards": rewards.totals, "shaped_rewards": batch.rewards.totals}
+        if rewards.parts is not None:
+            columns["reward_parts"] = rewards.parts.values
+        if batch.greedy is not None:
+            columns["greedy_rewards"] = batch.greedy[batch.rollout.prompt_index]
+        columns |= _weights(rollout, step.minibatches, self.ranks)
         if self.correction is not None:
             columns["correction_weights"] = self._correction(experience, columns)
         return {name: column.detach().to("cpu").contiguous() for name, column in columns.items()}
@@ -105,7 +194,7 @@ class StepRecorder(Event):
         samples, texts = evaluated.batch.samples, dict[int, str]()
         rollout = samples.rollout
         shown = sample_rows(
-            rollout, samples.rewards, samples.prompts, self.read, render=self.render,
+            samples, self.read, render=self.render,
             step=step + 1, count=len(rollout.tokens), advantages=evaluated.experience.advantages,
         )  # fmt: skip
         rows: list[JsonObject] = []
@@ -116,28 +205,6 @@ class StepRecorder(Event):
             index = samples.prompts[int(rollout.prompt_index[number])].index
             rows.append({**plain, "data_row": index, "token_texts": [texts[token] for token in ids]})
         return rows
-
-
-def _sampled(rollout: Rollout) -> dict[str, Tensor]:
-    """Return what sampling gave; token ids as int32."""
-    names = ("prompt_index", "sample_index", "prompt_lengths", "lengths", "finished", "weight_version", "loss_mask")
-    optional = {name: getattr(rollout, name) for name in ("failed", "token_versions", "routing")}
-    return {
-        **{name: getattr(rollout, name) for name in (*names, "rollout_logprobs")},
-        **{name: column for name, column in optional.items() if column is not None},
-        "tokens": rollout.tokens.to(torch.int32),
-    }
-
-
-def _rewards(batch: Batch) -> dict[str, Tensor]:
-    """Return the rewards, their components, the shaped rewards and those of greedy responses."""
-    rewards = batch.samples.rewards
-    columns = {"rewards": rewards.totals, "shaped_rewards": batch.rewards.totals}
-    if rewards.parts is not None:
-        columns["reward_parts"] = rewards.parts.values
-    if batch.greedy is not None:
-        columns["greedy_rewards"] = batch.greedy[batch.rollout.prompt_index]
-    return columns
 
 
 def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> dict[str, Tensor]:
@@ -154,7 +221,8 @@ def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> d
     }
     epochs, seen = [torch.full((count,), -1)], set[tuple[int, int]]()
     for number, minibatch in enumerate(minibatches):
-        everywhere = ranks.gather_rows(_weights_alone(minibatch))
+        bare: Experience = Experience.from_rows(**{name: getattr(minibatch, name) for name in _WEIGHTED})
+        everywhere = ranks.gather_rows(bare)
         keys = _keys(everywhere)
         if seen.intersection(keys):  # the next epoch: every rank sees the same rows
             epochs.append(torch.full((count,), -1))
@@ -169,20 +237,6 @@ def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> d
             columns[name][mine, : weights.size(1)] = weights
     later = {"epoch_minibatches": torch.stack(epochs, dim=1)} if len(epochs) > 1 else {}
     return {"minibatch": epochs[0], **columns, **later}
-
-
-def _weights_alone(minibatch: Experience) -> Experience:
-    """Return a mini-batch without what need not travel."""
-    bare: Experience = Experience.from_rows(
-        minibatch.tokens,
-        prompt_lengths=minibatch.prompt_lengths,
-        lengths=minibatch.lengths,
-        prompt_index=minibatch.prompt_index,
-        sample_index=minibatch.sample_index,
-        token_weights=minibatch.token_weights,
-        loss_weights=minibatch.loss_weights,
-    )
-    return bare
 
 
 def _keys(rows: Rollout | Experience) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,9 @@ from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks
 from mega_rl.types import Experience, Prompt, Rewards, Rollout, row_numbers
+
+# (rollout, row) -> the response as rewards read it, and the same with what others wrote between the policy's turns.
+ReadResponse = Callable[[Rollout, int], tuple[str, str]]
 
 
 class Samples(NamedTuple):

@@ -13,8 +13,7 @@ from torch import Tensor
 from mega_rl.algorithms.evaluation import Estimate, maj_at_k, mean_with_interval, pass_at_k
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
-from mega_rl.trainer.dumps import ReadResponse
-from mega_rl.trainer.rows import check_rows, scored_rows
+from mega_rl.trainer.rows import ReadResponse, check_rows, scored_rows
 from mega_rl.trainer.step_metrics import AnswerTable
 from mega_rl.types import Draws, Metrics, Prompt, PromptSet, RewardParts, Rewards, Rollout
 
@@ -26,9 +25,9 @@ class EvaluationPlan:
     """Samples of each prompt and what is measured of them."""
 
     draws: Draws | None = None  # None: one greedy response, as long as those of training
-    counted: Sequence[int] = ()  # numbers of samples that pass@k and maj@k are of; (): rewards and lengths alone
+    counted: Sequence[int] = ()  # k of pass@k and maj@k; (): only rewards and lengths
     right_above: float = 0.5
-    right_part: str = ""  # of the reward; "": the reward itself
+    right_part: str = ""  # part of the reward that says what is right; "": the reward itself
     chunk: int = 1 << 62  # samples that are drawn and scored together, whole prompts
 
     @property
@@ -65,37 +64,34 @@ def stripped(responses: Sequence[str]) -> list[str | None]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation of a policy on sets of prompts; what it samples depends on step, set, prompt and sample alone."""
+    """Evaluation of a policy on sets of prompts; its samples depend only on step, set, prompt and sample.
 
-    sets: Sequence[PromptSet] = ()
-    plan: EvaluationPlan = EvaluationPlan()
-    # [B] -> [B], the answer that each response votes for; None: it has none. Collective over all ranks; raises a
-    # UserError on all of them for a user's function that fails on one.
+    answers_of: [B] -> [B], the answer that each response votes for, None without one; collective over all ranks. Raises
+    a UserError on all of them for a user's function that fails on one.
+    hold: brings the state that the stages "validate" and "reward" need to the devices.
+    """
+
+    sets: Sequence[PromptSet]
+    plan: EvaluationPlan
+    rollout: RolloutSource
+    reward: Scorer
+    ranks: Ranks  # the data-parallel replicas
+    read: ReadResponse
     answers_of: AnswersOf = stripped
+    hold: Callable[[str], None] = lambda stage: None
 
-    def run(
-        self,
-        step: int,
-        *,
-        rollout: RolloutSource,
-        reward: Scorer,
-        ranks: Ranks,
-        read: ReadResponse,
-        each: Callable[[ScoredSamples], None] = lambda samples: None,
-        hold: Callable[[str], None] = lambda stage: None,
-    ) -> list[SetOutcome]:
+    def run(self, step: int, *, each: Callable[[ScoredSamples], None] = lambda samples: None) -> list[SetOutcome]:
         """Return the outcome on each set; collective over all ranks.
 
-        ranks: the data-parallel replicas. each: takes the samples in the order of sets and prompts; collective.
-        hold: brings what the stages "validate" and "reward" need to the devices.
+        each: takes the samples in the order of sets and prompts; collective.
         """
-        outcomes = []
+        # With twice the replicas no replica is ever without a prompt.
+        most, outcomes = max(self.plan.chunk // self.plan.n, 2 * self.ranks.size), []
         for one in self.sets:
-            table = AnswerTable(ranks)
+            table = AnswerTable(self.ranks)
             shown: ScoredSamples | None = None
-            for part in parts_of(len(one.prompts), most=self._prompts_at_once(ranks)):
-                rows = self._generate(one, part, step=step, rollout=rollout, ranks=ranks, hold=hold)
-                samples = self._score(one, part, rows, reward=reward, read=read, hold=hold)
+            for part in parts_of(len(one.prompts), most=most):
+                samples = self._sample(one, part, step)
                 table.add(samples.rollout, samples.rewards, first=samples.first)
                 if self.plan.counted:
                     table.add_votes(_judged_votes(samples))
@@ -112,61 +108,34 @@ class Evaluation:
             outcomes.append(SetOutcome(one, shown, metrics, estimates))
         return outcomes
 
-    def _prompts_at_once(self, ranks: Ranks) -> int:
-        """Return the most prompts of a part: with twice the replicas, none of them is ever without a prompt."""
-        return max(self.plan.chunk // self.plan.n, 2 * ranks.size)
-
-    def _generate(
-        self,
-        one: PromptSet,
-        part: range,
-        *,
-        step: int,
-        rollout: RolloutSource,
-        ranks: Ranks,
-        hold: Callable[[str], None],
-    ) -> Rollout:
-        """Return the responses to a part of a set; collective over all ranks."""
-        hold("validate")
+    def _sample(self, one: PromptSet, part: range, step: int) -> ScoredSamples:
+        """Return responses to a part of a set with rewards and votes; collective over all ranks."""
         prompts, draws = one.prompts[part.start : part.stop], self.plan.draws
+        self.hold("validate")
         if draws is None:
-            rows = rollout.generate(prompts, step=step, greedy=True)
+            rows = self.rollout.generate(prompts, step=step, greedy=True)
         else:
             own = replace(draws, stream=crc32(one.name.encode()), first=part.start)
-            rows = rollout.generate(prompts, step=step, draws=own)
-        check_rows(rows, prompts, ranks, samples=self.plan.n)
-        return rows
-
-    def _score(
-        self,
-        one: PromptSet,
-        part: range,
-        rows: Rollout,
-        *,
-        reward: Scorer,
-        read: ReadResponse,
-        hold: Callable[[str], None],
-    ) -> ScoredSamples:
-        """Return responses with their rewards and votes; collective over all ranks."""
-        hold("reward")
-        prompts = one.prompts[part.start : part.stop]
-        rewards = reward.score(rows, prompts)
+            rows = self.rollout.generate(prompts, step=step, draws=own)
+        check_rows(rows, prompts, self.ranks, samples=self.plan.n)
+        self.hold("reward")
+        rewards = self.reward.score(rows, prompts)
         votes: Sequence[str | None] = ()
         right: Sequence[bool | None] = ()
         if self.plan.counted:
-            votes = self._votes(rows, read)
+            votes = self._votes(rows)
             right = right_samples(rows, rewards, above=self.plan.right_above, part=self.plan.right_part)
         return ScoredSamples(one.name, part.start, prompts, rows, rewards, votes, right)
 
-    def _votes(self, rows: Rollout, read: ReadResponse) -> list[str | None]:
+    def _votes(self, rows: Rollout) -> list[str | None]:
         """Return [B] the answer of each response, None of failed samples; collective over all ranks."""
         answered = range(len(rows.lengths)) if rows.failed is None else (~rows.failed).nonzero().flatten().tolist()
-        answers = dict(zip(answered, self.answers_of([read(rows, row)[0] for row in answered]), strict=True))
+        answers = dict(zip(answered, self.answers_of([self.read(rows, row)[0] for row in answered]), strict=True))
         return [answers.get(row) for row in range(len(rows.lengths))]
 
 
 def parts_of(count: int, *, most: int) -> list[range]:
-    """Return neighbouring parts of so many prompts, as even as can be, none of more than `most`."""
+    """Return neighbouring parts of `count` prompts, as even as possible, none of more than `most`."""
     number = -(-count // most)
     return [range(count * part // number, count * (part + 1) // number) for part in range(number)]
 

@@ -1,4 +1,4 @@
-"""Rollouts one step ahead of training."""
+"""Rollouts one step ahead of training: generation on a background thread."""
 
 from __future__ import annotations
 
@@ -6,18 +6,134 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor
 
 from mega_rl.errors import RunError, UserError
-from mega_rl.protocols import BackgroundRollouts, RolloutSource, WeightSync
+from mega_rl.parallel.agreement import raise_together
+from mega_rl.protocols import Ranks, RolloutSource, Samples, WeightSync
+from mega_rl.threads import Running
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
 CHECKED = "rollout/logprob_diff"  # metrics of a comparison
+
+
+class BackgroundRolloutError(RunError):
+    """Generation in the background failed or did not end in time; `__cause__` is the error of its thread."""
+
+
+class Requests(Protocol):
+    """Requests of a generation in progress, controlled from another thread. Any state allows any call."""
+
+    def interrupt(self) -> None:
+        """Interrupt requests in flight, keep their tokens, send no more; returns when none is in flight."""
+        ...
+
+    def resume(self) -> None:
+        """Send requests again, the interrupted ones first."""
+        ...
+
+
+class ThreadedRollouts(Generic[Samples]):
+    """Generation of one step's samples while the trainer does something else, the same on all ranks.
+
+    Only `finish`, `drain` and `interrupt` are collective: in between, the trainer has its own collectives.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[Sequence[Prompt], int], Samples],
+        collect: Callable[[Samples], Rollout],
+        *,
+        everyone: Ranks,
+        timeout_s: float,
+        requests: Requests | None = None,
+        beat_s: float = 5.0,
+    ) -> None:
+        """generate: (prompts, step) -> this rank's samples; runs on the thread and does no collective.
+        collect: from the samples of all ranks this replica's rows, on the caller's thread; collective.
+        timeout_s: deadline of one wait. requests: None if generation cannot be interrupted. beat_s: the ranks meet
+        this often while one waits, so that the deadline of a collective does not bound generation.
+        """
+        self._generate = generate
+        self._collect = collect
+        self._everyone = everyone
+        self._timeout_s = timeout_s
+        self._requests = requests
+        self._beat_s = beat_s
+        self._job: Running[Samples] | None = None
+        self._step = 0  # step of the job
+
+    def start(self, prompts: Sequence[Prompt], *, step: int) -> None:
+        """Begin a generation with the weights that the engine holds now; returns at once."""
+        assert self._job is None, f"step {step} starts while the rollout of step {self._step} is not taken"
+        self._step = step
+        self._job = Running(lambda: self._generate(prompts, step), name=f"rollout of step {step}")
+
+    def finish(self) -> Rollout:
+        """Wait for the generation and return this replica's rows; collective.
+
+        Raises on all ranks: BackgroundRolloutError after the deadline or an unexpected error on any rank; RunError and
+        UserError of the generation unchanged.
+        """
+        self.drain()
+        job, self._job = self._job, None
+        assert job is not None, "finish() without start()"
+        failure = job.error
+        if failure is not None and not isinstance(failure, (RunError, UserError)):
+            failure = BackgroundRolloutError(
+                f"the generation of step {self._step} failed in the background: {type(failure).__name__}: {failure}"
+            )
+            failure.__cause__ = job.error
+        raise_together(failure, self._everyone, error=BackgroundRolloutError)
+        assert job.result is not None
+        return self._collect(job.result)
+
+    def drain(self) -> None:
+        """Wait until the generation has ended or failed on all ranks; `finish` raises its error; collective."""
+        if self._job is None:
+            return
+        begin = time.monotonic()
+        while True:
+            running = self._job.wait(min(self._beat_s, max(0.0, begin + self._timeout_s - time.monotonic())))
+            late = running and time.monotonic() - begin >= self._timeout_s
+            some_running, some_late = self._everyone.max(torch.tensor([int(running), int(late)])).tolist()
+            if some_late:
+                raise BackgroundRolloutError(
+                    f"waited {self._timeout_s:g} s for the generation of step {self._step} in the background, and it "
+                    "has not ended on every rank"
+                )
+            if not some_running:
+                return
+
+    def interrupt(self) -> None:
+        """Interrupt the requests of all ranks and keep their tokens; collective. Raises a rank's error on all ranks."""
+        assert self._requests is not None, "this generation cannot be interrupted"
+        failure: Exception | None = None
+        if self._job is not None:
+            try:
+                self._requests.interrupt()
+            except RunError as error:
+                failure = error
+        raise_together(failure, self._everyone, error=BackgroundRolloutError)
+
+    def resume(self) -> None:
+        """Continue the interrupted requests with the current weights."""
+        assert self._requests is not None, "this generation cannot be interrupted"
+        if self._job is not None:
+            self._requests.resume()
+
+    def close(self) -> None:
+        """Cancel the generation and log an error that `finish` has not raised; no collective, never blocks."""
+        job, self._job = self._job, None
+        if job is not None and job.wait(0.0):
+            log.warning("the background generation of step %d is cancelled", self._step)
+        elif job is not None and job.error is not None:
+            log.error("the background generation of step %d had failed", self._step, exc_info=job.error)
 
 
 @dataclass
@@ -28,16 +144,15 @@ class OneStepAhead:
     update: its samples are one version old when they train. Only the first rollout of a run does not overlap with
     training, and is of the current version. The last step starts no generation.
 
-    A publish waits for the generation (`partial` false), so that every response is of one version, and sends the
-    weights to idle servers; or interrupts it, and responses go on under the new weights. Both happen here, around the
-    sync, so that neither the loop nor the sync depends on generation in the background.
+    A publish waits for the generation, so that every response is of one version, and sends the weights to idle servers.
+    With `partial` it interrupts the generation, and responses continue under the new weights.
 
-    A checkpoint (this is a `protocols.RankState`) keeps the rollout in progress, once complete: a resumed run could not
-    generate it again, since its weights are newer, and trains on the same tokens.
+    A checkpoint (`protocols.RankState`) keeps the rollout in progress, once complete: a resumed run has newer weights
+    and could not generate it again.
     """
 
     source: RolloutSource  # for validation, which is not ahead
-    background: BackgroundRollouts
+    background: ThreadedRollouts[Any]
     sync: WeightSync
     prompts: Callable[[int], Sequence[Prompt]]  # of a step; a pure function
     steps: int  # of the run, in all
@@ -88,18 +203,16 @@ class OneStepAhead:
 
     def publish(self) -> Metrics:
         """Send the weights between requests; `rollout/ahead_wait_s` is the time that training waited for generation."""
-        if self._started is None or self._result is not None:  # nothing is in flight
-            return self._with_wait(self.sync.publish())
+        in_flight = self._started is not None and self._result is None
         begin = self.clock()
-        if self.partial:
-            self.background.interrupt()
-        else:
-            self.background.drain()
-        self._waited_s += self.clock() - begin
+        if in_flight:
+            (self.background.interrupt if self.partial else self.background.drain)()
+            self._waited_s += self.clock() - begin
         metrics = self.sync.publish()
-        if self.partial:
+        if in_flight and self.partial:
             self.background.resume()
-        return self._with_wait(metrics)
+        waited, self._waited_s = self._waited_s, 0.0
+        return metrics | {"rollout/ahead_wait_s": waited}
 
     def state(self) -> dict[str, Tensor]:
         """Return the rollout in progress, once complete, with its step and prompts; empty without one; collective.
@@ -149,7 +262,3 @@ class OneStepAhead:
     def _start(self, prompts: Sequence[Prompt], step: int) -> None:
         self.background.start(prompts, step=step)
         self._started = step
-
-    def _with_wait(self, metrics: Metrics) -> Metrics:
-        waited, self._waited_s = self._waited_s, 0.0
-        return metrics | {"rollout/ahead_wait_s": waited}

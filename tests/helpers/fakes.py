@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Inspect
-from mega_rl.trainer.validation import Evaluation
+from mega_rl.trainer.validation import Evaluation, EvaluationPlan
 from mega_rl.types import (
     Draws,
     Experience,
@@ -62,9 +63,9 @@ class FakePrompts:
         return 4 * done
 
 
-def held_out(prompts: Sequence[Prompt], **changes: Any) -> Evaluation:
-    """A greedy validation on these prompts."""
-    return Evaluation([PromptSet("", prompts)], **changes)
+def held_out(prompts: Sequence[Prompt]) -> Callable[..., Evaluation]:
+    """Return the maker of a greedy validation on these prompts, given the parts of a run."""
+    return partial(Evaluation, [PromptSet("", prompts)] if prompts else [], EvaluationPlan())
 
 
 class FakePolicy:

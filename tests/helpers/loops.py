@@ -10,13 +10,14 @@ from mega_rl.algorithms.advantages.groups import GRPO
 from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.kl import FixedKL
 from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.config.schema import CheckpointConfig
+from mega_rl.config.schema.output import MemoryCheckpointConfig
 from mega_rl.trainer.collect import Batch, Collector, SamplingPlan
-from mega_rl.trainer.events import DumpRollouts, SaveAndExport, SaveIntervals, Validate, Warn
+from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
 from mega_rl.trainer.filters import Overlong
 from mega_rl.trainer.loop import Resident, Stages, StepLog, Trainer
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradient, PolicyGradientRules
-from mega_rl.trainer.validation import Evaluation
 from mega_rl.types import Metrics, Rollout
 from mega_rl.workers.models import ReferenceUpdates
 from tests.helpers.fakes import (
@@ -28,6 +29,7 @@ from tests.helpers.fakes import (
     FakeSink,
     FakeStore,
     FakeTimer,
+    held_out,
 )
 
 
@@ -105,7 +107,7 @@ class FakeRun:
             "settings": RunSettings(steps=3),
             "prompts": FakePrompts(),
             "plan": SamplingPlan(),
-            "validation": Evaluation(),
+            "validation": held_out([]),
             "rollout": policy,
             "reward": FakeReward(self.events),
             "actor": policy,
@@ -156,22 +158,25 @@ class FakeRun:
             self.metrics, read_ids, lambda ids: "+".join(map(str, ids)), stage,
             steps=settings.steps, interval=settings.rollout_interval, count=settings.rollout_samples,
         )  # fmt: skip
-        validate = Validate(
-            self.validation, self.rollout, self.reward, self.ranks, dumps, stage, log,
-            steps=settings.steps, interval=settings.val_interval,
-        )  # fmt: skip
+        evaluation = self.validation(self.rollout, self.reward, self.ranks, read_ids, hold=stage.hold)
+        validate = Validate(evaluation, dumps, stage, log, settings.steps, settings.val_interval)
         save = SaveAndExport(
             self.checkpoints,
             export=lambda done: self.events.append(f"export {done}"),
             state=lambda done: {"kl": self.kl.state(), "weight_version": self.sync.weight_version, "prompts_drawn": 0},
             stop_requested=self.stop_requested,
-            intervals=SaveIntervals(
-                settings.steps, self.start, settings.save_interval, settings.memory_interval, settings.hf_interval,
-                save_final=settings.save_final, export_final=settings.hf_final,
+            settings=CheckpointConfig(
+                save_interval=settings.save_interval,
+                save_final=settings.save_final,
+                hf_interval=settings.hf_interval,
+                hf_final=settings.hf_final,
+                memory=MemoryCheckpointConfig(settings.memory_interval),
             ),
             stage=stage,
             log=log,
-        )  # fmt: skip
+            steps=settings.steps,
+            start=self.start,
+        )
         events = [dumps, Warn(log), validate, save, *self.more_events]
         return Trainer(batches, algorithm, self.sync, events, stage, log, settings.steps, self.start)
 

@@ -94,7 +94,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
     from mega_rl.rollout.sglang.build import connect, start_servers
     from mega_rl.trainer.assemble import build_actor, session
     from mega_rl.trainer.assemble.plan import plan_run
-    from mega_rl.trainer.assemble.rollouts import _sglang_engine
+    from mega_rl.trainer.assemble.rollouts import build_sglang_engine
 
     settings = [*SMALL, f"model.path={model}", f"trainer.run_dir={folder}/run"]
     config = load(packaged.file_of(recipe), settings)
@@ -112,7 +112,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
             hidden_tokens=plan.engine.hidden_tokens,
         )  # fmt: skip
         resources.enter_context(connection)
-        rollouts = _sglang_engine(plan, world, connection)
+        rollouts = build_sglang_engine(plan, world, connection)
         rows = []
         for step in range(2):
             connection.sync.publish()

@@ -19,8 +19,9 @@ def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], voc
     accelerator = prepare("cpu")
     from mega_rl.plan.preflight import preflight
     from mega_rl.trainer.assemble import session
+    from mega_rl.trainer.assemble.metrics import role_facts
     from mega_rl.trainer.assemble.plan import plan_run
-    from mega_rl.trainer.assemble.roles import build_roles, role_facts
+    from mega_rl.trainer.assemble.roles import build_roles
 
     actual = {}
     for name, (recipe, overrides) in runs.items():

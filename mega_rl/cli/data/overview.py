@@ -15,6 +15,7 @@ from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.converters.hf.config import read_hf_config
+from mega_rl.data.build import ONLY, build_order, build_streams
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
 from mega_rl.data.sampling.mixture import shares_of
@@ -22,11 +23,8 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.preflight.run import check_data, check_validation
 from mega_rl.plan.setup import smallest_world
 from mega_rl.tracking.progress import printable
-from mega_rl.trainer.assemble.data import Tokens, load_data, read_tokens, with_length
-from mega_rl.trainer.assemble.prompts.order import prompt_order
-from mega_rl.trainer.assemble.prompts.stream import ONLY, stream_readers
-from mega_rl.trainer.assemble.sources import load_data_source
-from mega_rl.types import Prompt
+from mega_rl.trainer.assemble.data import Tokens, load_data, load_data_source, read_tokens, with_length
+from mega_rl.types import JsonObject, Prompt
 
 LINE = 240  # characters of a prompt, or of an answer, that are shown: half from each end
 HEAD = ("set", "prompts", "mean tokens", "longest", "weight", "share", "draws", "epochs")
@@ -75,9 +73,7 @@ def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int, as_jso
     steps, draws = config.trainer.steps, config.trainer.steps * config.trainer.prompts_per_step
     first = {title: [_shown(prompt, tokens) for prompt in own[:prompts]] for _, title, own in sets if title}
     if as_json:
-        keys = ("prompt", "answer", "last_token_ids")
-        shown = {title: [dict(zip(keys, one, strict=True)) for one in own] for title, own in first.items()}
-        facts = {"steps": steps, "draws": draws, "first": shown, "sets": [asdict(one) for one, _, _ in sets]}
+        facts = {"steps": steps, "draws": draws, "first": first, "sets": [asdict(one) for one, _, _ in sets]}
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
         return
     print_table(HEAD, [one.cells() for one, _, _ in sets])
@@ -88,10 +84,10 @@ def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int, as_jso
         typer.echo(f"within a set prompts are drawn by their success: {prefer} ones more often")
     for name, own in first.items():
         typer.echo(f"\n{name}:")
-        for number, (prompt, answer, last) in enumerate(own, start=1):
-            typer.echo(f"  {number}. {_cut(prompt)}")
-            typer.echo(f"     last token ids: {' '.join(map(str, last))}")
-            typer.echo(f"     answer: {_cut(answer)}")
+        for number, shown in enumerate(own, start=1):
+            typer.echo(f"  {number}. {_cut(shown['prompt'])}")
+            typer.echo(f"     last token ids: {' '.join(map(str, shown['last_token_ids']))}")
+            typer.echo(f"     answer: {_cut(shown['answer'])}")
 
 
 def _inputs(recipe: Path, overrides: Sequence[str]) -> tuple[Config, Tokens, int]:
@@ -112,15 +108,16 @@ def _inputs(recipe: Path, overrides: Sequence[str]) -> tuple[Config, Tokens, int
 
 def _in_memory(config: Config, train: Sequence[Prompt]) -> Sets:
     """Yield the sources of training prompts in the order of the files, then the whole."""
-    order = prompt_order(config, train).steps
+    order, _ = build_order(config.data, config.trainer, train)
     drawn = order.drawn_after(config.trainer.steps)
     metrics = order.metrics(drawn)
     sources = config.data.mixture.named()
     for name, source in sources.items():
         own = [prompt for prompt in train if prompt.source == name]
         count, epochs = int(metrics[f"data/{name}/prompts"]), metrics[f"data/{name}/epochs"]
-        one = replace(_of_prompts(name, "train", own), weight=source.weight or None)
-        yield replace(one, share=count / drawn, draws=count, epochs=epochs), name, own
+        weight, share = source.weight or None, count / drawn
+        one = replace(_of_prompts(name, "train", own), weight=weight, share=share, draws=count, epochs=epochs)
+        yield one, name, own
     whole = _of_prompts("all" if sources else "train", "train", train)
     whole = replace(whole, share=1.0, draws=drawn, epochs=metrics["data/epochs"])
     yield whole, "" if sources else "train", train
@@ -128,15 +125,18 @@ def _in_memory(config: Config, train: Sequence[Prompt]) -> Sets:
 
 def _streams(config: Config, tokens: Tokens, vocab_size: int, columns: RewardColumns) -> Sets:
     """Yield the streams of training prompts, each with its first block."""
-    sources = config.data.mixture.named()
-    shares = shares_of({name: source.weight for name, source in sources.items()}) if sources else {ONLY: 1}
+    weights = {name: source.weight for name, source in config.data.mixture.named().items()}
+    shares = shares_of(weights) if weights else {ONLY: 1}
     drawn = config.trainer.steps * config.trainer.prompts_per_step
-    for name, reader in stream_readers(config, tokens, vocab_size, columns):
+    streams = build_streams(config.data, config.trainer, tokens.tokenizer, vocab_size=vocab_size, columns=columns)
+    for name, reader in streams:
         title, own = name or "train", reader.first_block()
         share = shares[name] / sum(shares.values())
-        one = replace(_of_prompts(title, "train", own), prompts=None, shards=len(reader.shards))
-        weight = sources[name].weight if name else None
-        yield replace(one, weight=weight, share=share, draws=round(share * drawn)), title, own
+        one = replace(
+            _of_prompts(title, "train", own), prompts=None, shards=len(reader.shards),
+            weight=weights.get(name), share=share, draws=round(share * drawn),
+        )  # fmt: skip
+        yield one, title, own
 
 
 def _of_prompts(name: str, role: str, own: Sequence[Prompt]) -> SetOverview:
@@ -144,10 +144,10 @@ def _of_prompts(name: str, role: str, own: Sequence[Prompt]) -> SetOverview:
     return SetOverview(name, role, len(own), sum(lengths) / max(len(lengths), 1), max(lengths, default=0))
 
 
-def _shown(prompt: Prompt, tokens: Tokens) -> tuple[str, str, Sequence[int]]:
+def _shown(prompt: Prompt, tokens: Tokens) -> JsonObject:
     """Return the prompt as the model sees it, the answer, and the prompt's last token ids."""
     answer = prompt.answer if isinstance(prompt.answer, str) else json.dumps(prompt.answer, ensure_ascii=False)
-    return tokens.render(prompt.token_ids), answer, prompt.token_ids[-10:]
+    return {"prompt": tokens.render(prompt.token_ids), "answer": answer, "last_token_ids": prompt.token_ids[-10:]}
 
 
 def _cut(text: str) -> str:

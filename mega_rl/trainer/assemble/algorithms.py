@@ -1,82 +1,138 @@
-"""The advantage estimator, policy loss and correction of a run: built-in ones, or a user's own from a file."""
+"""The algorithm of a run by its settings: estimator, losses, correction, KL, mini-batches, limits."""
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.corrections import CORRECTIONS, Correction
-from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
+from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController, RewardKL
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.algorithms.losses.objectives import OBJECTIVES, PolicyObjective
-from mega_rl.config.needs import kl_estimator
-from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects, settings_of
-from mega_rl.config.schema import Config
+from mega_rl.config.needs import is_on_policy, kl_estimator
+from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects
+from mega_rl.config.schema import Config, KlConfig
 from mega_rl.config.schema.algorithms import AdvantageSettings, LossSettings, Settings
-from mega_rl.config.values import shown
-from mega_rl.errors import UserError
-from mega_rl.workers.user_files import load_from_file
+from mega_rl.ddp.optimizer import learning_rate
+from mega_rl.protocols import ModelPasses, Ranks
+from mega_rl.trainer.assemble.choices import build_choice
+from mega_rl.trainer.filters import Overlong
+from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
+from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
+from mega_rl.workers.models import LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
 
 log = logging.getLogger(__name__)
 
 
 def build_estimator(config: Config) -> AdvantageEstimator:
-    """Return the advantage estimator that the recipe chooses. Raises UserError: see `_build`, `_check_needs`."""
-    estimator: AdvantageEstimator = _build(config, ADVANTAGE, ESTIMATORS)
-    _check_needs(config, ADVANTAGE, AdvantageSettings, estimator)
+    """Return the advantage estimator that the recipe chooses. Raises UserError as `build_choice` does."""
+    estimator: AdvantageEstimator = build_choice(config, ADVANTAGE, ESTIMATORS, _traits(AdvantageSettings))
     return estimator
 
 
 def build_objective(config: Config) -> PolicyObjective:
-    """Return the policy loss that the recipe chooses. Raises UserError: see `_build`, `_check_needs`."""
-    objective: PolicyObjective = _build(config, LOSS, OBJECTIVES)
-    _check_needs(config, LOSS, LossSettings, objective)
+    """Return the policy loss that the recipe chooses. Raises UserError as `build_choice` does."""
+    objective: PolicyObjective = build_choice(config, LOSS, OBJECTIVES, _traits(LossSettings))
     return objective
 
 
+def _traits(area: type[Settings]) -> list[str]:
+    """Return the class variables that say what a choice needs of a run."""
+    return [name for name in vars(area) if name.startswith(("needs_", "takes_"))]
+
+
 def build_correction(config: Config) -> Correction | None:
-    """Return the correction that the recipe chooses, None for none. Raises UserError: see `_build`."""
+    """Return the correction that the recipe chooses, None for none. Raises UserError as `build_choice` does."""
     if config.algorithm.correction == "auto":
         log.info("algorithm.correction=auto takes %s", chosen(config, CORRECTION))
-    return _build(config, CORRECTION, CORRECTIONS) if corrects(config) else None
+    return build_choice(config, CORRECTION, CORRECTIONS) if corrects(config) else None
 
 
 def build_reward_kl(config: Config, controller: KLController) -> RewardKL | None:
-    """Return the KL penalty in token rewards; None where the KL is a term of the loss, or there is none."""
+    """Return the KL penalty in token rewards; None if the KL is a term of the loss, or there is none."""
     kl = config.algorithm.kl
     return RewardKL(controller, KL_ESTIMATORS[kl_estimator(kl)]) if kl.placement == "reward" else None
 
 
-def _build(config: Config, choice: Choice, registry: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return the chosen one with its settings.
-
-    Raises UserError for a user's class that refuses its settings, and for one that is not called with one argument.
-    """
-    name, settings = chosen(config, choice), settings_of(config, choice)
-    if name in registry:
-        return registry[name](**settings)
-    made = choice.registered.get(name) or load_from_file(name, key=choice.key, kind="class")
-    if isinstance(made, type):
-        try:
-            made = made(**settings)
-        except (TypeError, ValueError, AssertionError) as error:
-            raise UserError(f"{choice.settings_key}={shown(settings)}: {name} refuses it: {error}") from error
-    try:
-        inspect.signature(made).bind(None)
-    except TypeError as error:
-        raise UserError(f"{choice.key}={name!r}: it is called with one {choice.argument}, but {error}") from error
-    return made
+def build_kl(kl: KlConfig) -> KLController:
+    """Return the controller of the KL coefficient."""
+    if kl.control == "adaptive":
+        return AdaptiveKL(kl.coef, target=kl.target, horizon=kl.horizon)
+    return FixedKL(kl.coef if kl.placement != "none" else 0.0)
 
 
-def _check_needs(config: Config, choice: Choice, area: type[Settings], made: object) -> None:
-    """Raise UserError where class variables that say what a class needs of a run are not in its own text."""
-    for need in (name for name in vars(area) if name.startswith(("needs_", "takes_"))):
-        if getattr(made, need, False) != choice.needs(config, need):
-            value = bool(getattr(made, need))
-            raise UserError(
-                f"{choice.key}={chosen(config, choice)!r}: its {need} is not what the text of its class says; write "
-                f"{need} = {value} into the body of the class, where it is read before anything runs"
-            )
+def build_actor_role(
+    config: Config,
+    engine: ModelPasses,
+    kl: KLController,
+    lessons: Lessons | None = None,
+    meter: RoleMeter | None = None,
+) -> LearningWorker:
+    """Return the role of the policy on its engine: it learns when the critic's warm-up is over."""
+    algorithm, objective = config.algorithm, build_objective(config)
+    loss = PolicyLoss(
+        objective,
+        kl=kl if algorithm.kl.placement == "loss" else None,
+        kl_estimator=KL_ESTIMATORS[kl_estimator(algorithm.kl)],
+        entropy_coef=algorithm.entropy_coef,
+        drift_coef=getattr(objective, "drift_coef", 0.0),
+        correction=build_correction(config),
+        on_policy=is_on_policy(config),
+    )
+    first_step, skipped = algorithm.critic_warmup_steps, config.optim.max_skipped_steps
+    rate = _learning_rate(config, config.optim.lr, steps=config.trainer.steps - first_step)
+    return LearningWorker("actor", engine, loss, rate, first_step, skipped, lessons, meter)
+
+
+def build_critic_role(config: Config, engine: ModelPasses, meter: RoleMeter | None = None) -> LearningWorker:
+    """Return the role of the critic on its engine."""
+    loss, skipped = ValueLoss(value_clip=config.algorithm.value_clip), config.optim.max_skipped_steps
+    rate = _learning_rate(config, config.optim.critic_lr, steps=config.trainer.steps)
+    return LearningWorker("critic", engine, loss, rate, max_skipped_steps=skipped, meter=meter)
+
+
+def _learning_rate(config: Config, peak: float, *, steps: int) -> Callable[[int], float]:
+    """Return the learning rate by step of a role that learns in the last `steps` steps of the run."""
+    return partial(learning_rate, peak=peak, optim=config.optim, total_steps=steps)
+
+
+def build_rules(config: Config) -> PolicyGradientRules:
+    """Return the choices of a policy gradient. A single on-policy update uses its own forward's old log-probs."""
+    return PolicyGradientRules(
+        recompute_old_logprobs=not (config.algorithm.old_logprobs == "rollout" or is_on_policy(config)),
+        filter_truncated=config.reward.overlong.filter,
+        skip_zero_advantages=config.trainer.microbatch.skip_zero_advantages,
+    )
+
+
+def build_overlong(config: Config) -> Overlong:
+    """Return the treatment of responses that reach the length limit."""
+    return Overlong(config.rollout.max_new_tokens, **asdict(config.reward.overlong))
+
+
+def build_minibatches(config: Config, ranks: Ranks) -> MinibatchPlan:
+    """Return how a step's batch is cut."""
+    return MinibatchPlan(
+        minibatch_size=config.trainer.minibatch_size,
+        epochs=config.algorithm.epochs,
+        aggregation=AGGREGATIONS[config.algorithm.loss_aggregation],
+        max_response_tokens=config.rollout.max_new_tokens,
+        seed=config.trainer.seed,
+        ranks=ranks,
+    )
+
+
+def build_guard(config: Config, ranks: Ranks, version: Callable[[], int]) -> MismatchGuard:
+    """Return the comparison of the sampler's log-probs with the trainer's; version: of the published weights."""
+    rollout = config.rollout
+    limits = usual_limits(
+        in_fp32=config.model.dtype == "fp32" and rollout.dtype in ("auto", "fp32"),
+        mean=rollout.mismatch.mean_limit,
+        share=rollout.mismatch.share_limit,
+        largest=rollout.mismatch.max_limit,
+    )
+    return MismatchGuard(limits, ranks, current=version if config.trainer.async_steps else None)

@@ -1,16 +1,18 @@
-"""The tokenizer and the prompts of a run."""
+"""Tokenizer and prompts of a run: training prompts in memory or streamed, and held-out sets."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jinja2 import TemplateError
 from jinja2 import nodes as nodes_of
@@ -18,26 +20,38 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mega_rl.config.keys import with_settings
-from mega_rl.config.plugins.choices import DATA
+from mega_rl.config.plugins.choices import DATA, chosen
 from mega_rl.config.rules import check
 from mega_rl.config.rules.validation import files_of
-from mega_rl.config.schema import ChatConfig, Config, DataConfig, SourceConfig
+from mega_rl.config.schema import ChatConfig, Config, SourceConfig
 from mega_rl.config.values import shown
-from mega_rl.data.chat import ChatTemplate
-from mega_rl.data.columns import RewardColumns, RowColumns
+from mega_rl.data.build import (
+    build_order,
+    build_reading,
+    build_stream_order,
+    build_streams,
+    chat_template,
+    read_mixture,
+)
+from mega_rl.data.columns import RewardColumns
 from mega_rl.data.prompts import fingerprint, load_prompts, split
-from mega_rl.data.rows import RowSource
+from mega_rl.data.rows import DataContext, RowSource
+from mega_rl.data.sampling.epochs import StepOrder
+from mega_rl.data.sampling.success import SuccessRates
+from mega_rl.data.stream import StreamReader
 from mega_rl.data.tokenizer_identity import check_bounds
 from mega_rl.errors import UserError, UserErrors
-from mega_rl.parallel.agreement import broadcast_json, first_failure
+from mega_rl.parallel.agreement import broadcast_json, first_failure, run_on_one
 from mega_rl.protocols import Ranks
+from mega_rl.rewards.build import RunRewards, check_tests
 from mega_rl.rewards.responses import ResponseReader
 from mega_rl.rollout.stop_tokens import check_stop_tokens
 from mega_rl.tracking import progress
+from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.types import Prompt, PromptSet
+from mega_rl.workers.user_files import users_code
 
 log = logging.getLogger(__name__)
-
 
 _REFUSED = (nodes_of.Pow, nodes_of.Import, nodes_of.FromImport, nodes_of.Include, nodes_of.Extends, nodes_of.Const)
 MAX_CONSTANT = 10**7  # largest whole number in a chat template
@@ -67,15 +81,12 @@ class Tokens:
 
 def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
     """Return the actor's tokenizer. Raises UserError when no token ends a response."""
+    folder = Path(config.model.path)
     with progress.phase("reading the tokenizer"):
-        tokenizer = load_tokenizer(Path(config.model.path))
-        stop_ids = check_stop_tokens(
-            Path(config.model.path),
-            tokenizer,
-            extra=config.rollout.stop_token_ids,
-            chat_template=config.data.chat.template != "false",
-            is_writer=is_writer,
-        )
+        tokenizer = load_tokenizer(folder)
+        has_template = config.data.chat.template != "false"
+        extra = config.rollout.stop_token_ids
+        stop_ids = check_stop_tokens(folder, tokenizer, extra=extra, chat_template=has_template, is_writer=is_writer)
     return Tokens(tokenizer, stop_ids, config.reward.skip_special_tokens)
 
 
@@ -105,6 +116,70 @@ Split = Literal["train", "validation"]
 ReadSource = Callable[[Tokens, Split], RowSource]
 
 
+def load_data_source(config: Config) -> ReadSource | None:
+    """Return the function that gives the user's rows of a split; None if all prompts come from files.
+
+    Raises UserError as `source_maker` does; when rows are read, for code that raises.
+    """
+    name = chosen(config, DATA)
+    if name in DATA.builtin:
+        return None
+    _, make = source_maker(config, DATA)
+    setting = f"data.source={name!r}"
+
+    def iterated(rows: Iterable[object]) -> Iterator[object]:
+        with users_code(f"{setting} fails while it yields rows"):
+            yield from rows
+
+    def rows(tokens: Tokens, split: Split) -> RowSource:
+        with users_code(f"{setting} cannot be made"):
+            made = make(DataContext(split, config.trainer.seed, tokens.tokenizer))
+        if not isinstance(made, Iterable):
+            raise UserError(f"{setting}: made {type(made).__name__}, which yields no rows; give it __iter__")
+        return RowSource(f"{setting} ({split})", iterated(made))
+
+    return rows
+
+
+class RunPrompts(NamedTuple):
+    """Prompts of a run, with the order of those that train."""
+
+    train: list[Prompt]  # empty for a run that streams them
+    held_out: list[PromptSet]
+    order: StepOrder
+    rates: SuccessRates | None  # success rates that the order follows; None if it does not depend on samples
+    fingerprint: str
+
+
+def build_prompts(
+    config: Config, tokens: Tokens, rewards: RunRewards, source: ReadSource | None, vocab_size: int, world: Ranks
+) -> RunPrompts:
+    """Read the prompts of a run, and check that its rewards can score them; collective.
+
+    Raises UserError and UserErrors on all ranks.
+    """
+    data, trainer = config.data, config.trainer
+    columns = rewards.columns(data.answer_key)
+    train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
+    check_rewards = partial(rewards.check, held_out=held_out, source_key=data.source_key)
+    identity = agreed_fingerprint(train, held_out, world)
+    if data.stream.rows:
+        readers, identity = open_streams(
+            config, tokens, vocab_size=vocab_size, columns=columns, ranks=world, check=check_rewards
+        )
+        share = partial(run_on_one, ranks=world)
+        order = build_stream_order(data, trainer, readers, share)
+        return RunPrompts(train, held_out, order, None, identity)
+    run_on_one(partial(check_rewards, train), world)
+    if world.rank == 0 and len(train) < trainer.prompts_per_step:
+        log.warning(
+            "the data have %d prompts, fewer than trainer.prompts_per_step=%d: a step has some of them more than once",
+            *(len(train), trainer.prompts_per_step),
+        )
+    order, rates = build_order(data, trainer, train)
+    return RunPrompts(train, held_out, order, rates, identity)
+
+
 def load_data(
     config: Config,
     tokens: Tokens,
@@ -116,43 +191,34 @@ def load_data(
 ) -> tuple[list[Prompt], list[PromptSet]]:
     """Return (training prompts, sets of held-out prompts), each with the columns that the reward reads.
 
-    Without training prompts of a run that streams them.
-
-    source: gives the rows of a split, of a user's own data, in place of data.train_files. trains: False of an
-    evaluation, which has no training prompts.
+    A run that streams its training prompts, or does not train, gets none of them. source: gives the rows of a split of
+    a user's own data, in place of data.train_files.
     """
     data = config.data
-    load_with = partial(
-        load_prompts,
-        tokenizer=tokens.tokenizer,
-        max_prompt_tokens=data.max_prompt_tokens,
-        overlong=data.overlong_prompts,
-        malformed=data.malformed_rows,
-        vocab_size=vocab_size,
-    )
-    source_key = data.source_key if config.reward.sources else ""
-    of_rows = RowColumns(data.prompt_key, data.answer_key, columns, source=source_key)
-    to_train = replace(of_rows, difficulty=data.curriculum.key)
-    load = partial(
-        load_with,
-        columns=of_rows,
-        template=chat_template(tokens.tokenizer, data.chat),
-    )
+    key = data.source_key if config.reward.sources else ""
+
+    def load(rows: Sequence[str] | RowSource, *, difficulty: str = "") -> list[Prompt]:
+        reading = build_reading(
+            data, tokens.tokenizer, SourceConfig(),
+            vocab_size=vocab_size, columns=columns, source_key=key, difficulty=difficulty,
+        )  # fmt: skip
+        return load_prompts(rows, **vars(reading))
+
     with progress.phase("reading and tokenizing the data", announce=True):
         prompts: list[Prompt] = []
         if data.stream.rows:
             log.info("data.stream.rows=%d: training prompts are read while the run goes on", data.stream.rows)
         elif data.mixture.sources:
-            prompts = _load_mixture(data, tokens, columns, load_with)
+            prompts = read_mixture(data, tokens.tokenizer, vocab_size=vocab_size, columns=columns)
         elif trains:
-            prompts = load(data.train_files if source is None else source(tokens, "train"), columns=to_train)
+            rows = data.train_files if source is None else source(tokens, "train")
+            prompts = load(rows, difficulty=data.curriculum.key)
+        held_out: Sequence[Prompt] = []
         if source is not None and config.trainer.val_interval and DATA.needs(config, "has_validation"):
-            held_out: Sequence[Prompt] = load(source(tokens, "validation"))
+            held_out = load(source(tokens, "validation"))
         elif data.val_files:
             held_out = load(data.val_files)
-        elif data.stream.rows or not trains:
-            held_out = []
-        else:
+        elif trains and not data.stream.rows:
             prompts, held_out = split(prompts, data.val_size, seed=config.trainer.seed)
         warn_of_prompts(tokens, data.chat, [*prompts, *held_out])
         main = [PromptSet("", held_out)] if held_out else []
@@ -161,46 +227,64 @@ def load_data(
         ]
 
 
-def _load_mixture(
-    data: DataConfig, tokens: Tokens, columns: RewardColumns, load: Callable[..., list[Prompt]]
-) -> list[Prompt]:
-    """Return the prompts of all sources, one source after the other, each with its name; rows are numbered over all.
+def open_streams(
+    config: Config,
+    tokens: Tokens,
+    *,
+    vocab_size: int,
+    columns: RewardColumns,
+    ranks: Ranks,
+    check: Callable[[list[Prompt]], None],
+) -> tuple[dict[str, StreamReader], str]:
+    """Read the first block of each stream on rank 0; return the streams there and their fingerprint; collective.
 
-    Raises UserErrors with the problems of every source.
+    check: raises UserError for prompts of the first blocks that the reward cannot score. Every block has its tests of
+    programs tried. Raises UserErrors on all ranks.
     """
-    prompts: list[Prompt] = []
-    problems: list[str] = []
-    for name, source in data.mixture.named().items():
-        prompt_key, answer_key = source.prompt_key or data.prompt_key, source.answer_key or data.answer_key
-        chat = chat_of(data.chat, source)
-        try:
-            own = load(
-                source.files,
-                columns=RowColumns(prompt_key, answer_key, columns, data.curriculum.key),
-                template=chat_template(tokens.tokenizer, chat),
-            )
-        except UserError as error:
-            problems += [f"data.mixture.sources.{name}: {line}" for line in str(error).splitlines()]
-            continue
-        first = prompts[-1].index + 1 if prompts else 0
-        prompts += [replace(prompt, index=first + prompt.index, source=name) for prompt in own]
-    if problems:
-        raise UserErrors(problems)
-    return prompts
+    data, readers = config.data, dict[str, StreamReader]()
+
+    def read() -> str:
+        digest, first = hashlib.sha256(), list[Prompt]()
+        own = copy.deepcopy(tokens.tokenizer)  # readers have a thread
+        try_tests = partial(check_tests, config.reward)
+        for name, reader in build_streams(
+            data, config.trainer, own, vocab_size=vocab_size, columns=columns, check=try_tests
+        ):
+            readers[name] = reader
+            prompts = reader.first_block()
+            first += prompts
+            content = [name, str(reader.plan), *(shard.identity() for shard in reader.shards), fingerprint(prompts)]
+            digest.update("\n".join(content).encode() + b"\n")
+        warn_of_prompts(tokens, data.chat, first)
+        check(first)
+        return digest.hexdigest()
+
+    with progress.phase("reading the first rows of the data", announce=True):
+        identity = run_on_one(read, ranks)
+    return readers, identity
 
 
-def chat_of(chat: ChatConfig, source: SourceConfig) -> ChatConfig:
-    """Return how conversations of a source of a mixture are rendered."""
-    system_prompt = chat.system_prompt if source.system_prompt is None else source.system_prompt
-    return replace(
-        chat, system_prompt=system_prompt, template_kwargs={**chat.template_kwargs, **source.template_kwargs}
-    )
+def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:
+    """Return the fingerprint of the training prompts; collective. Raises UserError on all ranks for ranks that differ.
+
+    Every rank reads the data, and each generates for its part of one list.
+    """
+    own = [fingerprint(train), *(fingerprint(one.prompts) for one in held_out)]
+    message = None
+    if own != broadcast_json(own, ranks):
+        message = (
+            f"rank {ranks.rank} and rank 0 read different prompts; give every host the same files, and let a "
+            "data.source draw from context.seed alone"
+        )
+    if (message := first_failure(message, ranks)) is not None:
+        raise UserError(message)
+    return own[0]
 
 
 def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
-    """Return the config of a run whose length is known with its data: trainer.steps in place of trainer.epochs.
+    """Return the config with trainer.steps in place of trainer.epochs, now that the number of prompts is known.
 
-    Raises UserErrors for settings that do not fit this length, as a warm-up that outlasts it.
+    Raises UserErrors for settings that do not fit this length, such as a warm-up that outlasts it.
     """
     trainer = config.trainer
     if not trainer.epochs:
@@ -211,33 +295,6 @@ def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
     if problems := check(config, world_size=world_size):
         raise UserErrors([f"trainer.epochs={trainer.epochs:g} is trainer.steps={steps}: {line}" for line in problems])
     return config
-
-
-def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:
-    """Return the fingerprint of the training prompts; collective. Raises UserError on all ranks for ranks that differ.
-
-    Every rank reads the data for itself, and each generates for its own prompts of what must be one list.
-    """
-    own = [fingerprint(train), *(fingerprint(one.prompts) for one in held_out)]
-    message = None
-    if own != broadcast_json(own, ranks):
-        message = (
-            f"rank {ranks.rank} and rank 0 read different prompts; give every host the same files, and let a "
-            "data.source draw from context.seed alone"
-        )
-    message = first_failure(message, ranks)
-    if message is not None:
-        raise UserError(message)
-    return own[0]
-
-
-def chat_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> ChatTemplate | None:
-    """Return the rendering of conversations, None without a chat template."""
-    if chat.template == "false" or (chat.template == "auto" and not tokenizer.chat_template):
-        return None
-    day = date.fromisoformat(chat.date) if chat.date else None
-    of_strings = chat.template == "true"
-    return ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt, day, of_strings=of_strings)
 
 
 def warn_of_prompts(tokens: Tokens, chat: ChatConfig, prompts: Sequence[Prompt]) -> None:
@@ -275,13 +332,4 @@ def warn_of_date(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
             "the chat template writes today's date into the prompts, so a checkpoint cannot be resumed on another day; "
             "set data.chat.date=%s",
             date.today().isoformat(),
-        )
-
-
-def warn_of_few(prompts: Sequence[Prompt], *, prompts_per_step: int) -> None:
-    """Log a warning where a step has some prompts more than once."""
-    if len(prompts) < prompts_per_step:
-        log.warning(
-            "the data have %d prompts, fewer than trainer.prompts_per_step=%d: a step has some of them more than once",
-            *(len(prompts), prompts_per_step),
         )

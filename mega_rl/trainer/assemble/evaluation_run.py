@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,36 +15,21 @@ from typing import Any
 from mega_rl import __version__
 from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
-from mega_rl.disk import (
-    make_folder,
-    open_again,
-    open_new,
-    remove_file,
-    rename,
-    replace_text,
-    sync,
-    write_at,
-)
+from mega_rl.disk import make_folder, open_again, open_new, remove_file, rename, replace_text, sync, write_at
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
 from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Ranks
-from mega_rl.rewards.build import build_rewards
-from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.flight_recorder import FlightRecorder
 from mega_rl.tracking.health.guard import Guard, Investigate, stop_on_signals
 from mega_rl.tracking.health.heartbeat import Heartbeat
-from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data, read_tokens
-from mega_rl.trainer.assemble.evaluation import build_evaluation
-from mega_rl.trainer.assemble.plan import plan_run
-from mega_rl.trainer.assemble.rewards import read_rows_as, reward_role
-from mega_rl.trainer.assemble.roles import build_roles
-from mega_rl.trainer.assemble.rollouts import RolloutInputs, build_rollouts
+from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data
+from mega_rl.trainer.assemble.inputs import read_inputs
+from mega_rl.trainer.assemble.load import build_evaluation, load_run
 from mega_rl.trainer.assemble.run import device_bytes, rank_facts, session
-from mega_rl.trainer.dumps import ReadResponse
-from mega_rl.trainer.rows import scored_rows
+from mega_rl.trainer.rows import ReadResponse, scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when
 from mega_rl.types import JsonObject
 from mega_rl.versions import installed_version
@@ -76,40 +61,23 @@ def _run(
 ) -> list[SetOutcome]:
     """Return the outcomes on each set, whose samples are written as they come."""
     world = ranks_of(groups.host_world)
-    plan = plan_run(config, accelerator)
-    plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
-    tokens = read_tokens(config, is_writer=world.rank == 0)
-    rewards, rows_as = build_rewards(config.reward, resources=resources), read_rows_as(config, tokens)
-    columns = rewards.columns(config.data.answer_key)
-    _, sets = load_data(config, tokens, vocab_size=plan.models["actor"].hf.vocab_size, columns=columns, trains=False)
-    run_on_one(partial(rewards.check, [], sets, source_key=config.data.source_key), world)
+    inputs = read_inputs(config, accelerator, world, resources, trains=False)
+    columns = inputs.rewards.columns(config.data.answer_key)
+    _, sets = load_data(config, inputs.tokens, vocab_size=inputs.vocab_size, columns=columns, trains=False)
+    run_on_one(partial(inputs.rewards.check, [], sets, source_key=config.data.source_key), world)
     agreed_fingerprint([], sets, world)
-    evaluation = build_evaluation(config, sets, world)
-    servers = start_servers(
-        config.rollout, config.trainer, plan.engine, plan.models["actor"].hf, accelerator, world, resources
-    )
-    colocated = servers is not None and servers.colocated
-    roles = build_roles(plan, accelerator, groups, colocated=colocated)
-    with progress.phase("preparing the rollout engine"):
-        rollouts = build_rollouts(
-            plan, accelerator, world, servers, roles,
-            inputs=RolloutInputs(lambda step: []), resources=resources,
-        )  # fmt: skip
-    scorer = reward_role(config, rewards, rows_as, roles, tokens=tokens, everyone=world)
-    rollouts.devices.publish(rollouts.sync)
-    replicas = roles.actor_engine.data_parallel
+    run = load_run(inputs, accelerator, groups, resources)
+    evaluation = build_evaluation(inputs, run, sets, run.rollouts.devices.enter)
+    run.rollouts.devices.publish(run.rollouts.sync)
     prompts = sum(len(one.prompts) for one in sets)
 
     def each(scored: ScoredSamples) -> None:
-        rows = [row for part in replicas.gather_json(list(sample_rows(scored, tokens.reader.written))) for row in part]
+        rows = [row for part in run.replicas.gather_json(list(sample_rows(scored, evaluation.read))) for row in part]
         samples.append(rows)
         progress.report(samples.count // evaluation.plan.n, prompts, unit="prompts")
 
     with progress.phase("evaluating"):
-        return evaluation.run(
-            0, rollout=rollouts.source, reward=scorer, ranks=replicas, read=tokens.reader.written,
-            each=each, hold=rollouts.devices.enter,
-        )  # fmt: skip
+        return evaluation.run(0, each=each)
 
 
 @dataclass

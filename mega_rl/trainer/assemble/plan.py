@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,21 +44,14 @@ def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
         UserError: a model cannot run as the config asks, or not beside the others in one process.
     """
     settings, device_type = engine_settings(config), accelerator.device.type
-    models = {
-        role: resolve_model(
-            role,
-            checkpoint_of(config, role),
-            head=_HEADS[role],
-            trainable=role in TRAINED_ROLES,
-            settings=settings,
-            attention=requested_attention(config, role),
-            device_type=device_type,
-        )
-        for role in roles_of(config)
-    }
+    models = {role: _model_of(config, role, settings, device_type, _HEADS[role]) for role in roles_of(config)}
     if any(model.impl == "te" for model in models.values()):
         check_one_backend({role: requested_attention(config, role) for role in models})
-    elif device_type == "cuda" and _own_layers_by_default(config):
+    elif (
+        device_type == "cuda"
+        and config.engine.backend == "megatron"
+        and config.engine.megatron.transformer_impl == "auto"
+    ):
         log.info("Transformer Engine is not installed: Megatron-Core's own layers run instead, which are slower")
     rollout_dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
     return RunPlan(config, settings, models, DTYPES[rollout_dtype])
@@ -67,23 +60,28 @@ def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
 def build_actor(
     config: Config, groups: Groups, accelerator: Accelerator, *, head: Head = "lm", trainable: bool = True
 ) -> ModelEngine:
-    """Return the engine of `config.model.path` alone, with its weights loaded; collective. Raises UserError."""
+    """Return the engine of `config.model.path` only, with its weights loaded; collective. Raises UserError."""
     settings = engine_settings(config)
-    model = resolve_model(
-        "actor",
-        Path(config.model.path),
+    model = _model_of(config, "actor", settings, accelerator.device.type, head)
+    return build_engine(replace(model, trainable=trainable), settings=settings, groups=groups, accelerator=accelerator)
+
+
+def _model_of(config: Config, role: Role, settings: EngineSettings, device_type: str, head: Head) -> ModelRequest:
+    """Return the model of a role as its engine is asked for it. Raises UserError."""
+    return resolve_model(
+        role,
+        checkpoint_of(config, role),
         head=head,
-        trainable=trainable,
+        trainable=role in TRAINED_ROLES,
         settings=settings,
-        attention=requested_attention(config, "actor"),
-        device_type=accelerator.device.type,
+        attention=requested_attention(config, role),
+        device_type=device_type,
     )
-    return build_engine(model, settings=settings, groups=groups, accelerator=accelerator)
 
 
 def engine_settings(config: Config) -> EngineSettings:
     """Return the settings of a run that its engines read."""
-    own_sampler = config.rollout.backend == "none"  # a user's engine, which samples what it samples
+    own_sampler = config.rollout.backend == "none"  # a user's engine may sample any token
     hidden = () if own_sampler else hidden_tokens(Path(config.model.path), config.rollout.stop_token_ids)
     return EngineSettings(
         engine=config.engine,
@@ -119,8 +117,3 @@ def checkpoint_of(config: Config, role: Role) -> Path:
         "reward": config.reward.model.path,
     }
     return Path(paths[role])
-
-
-def _own_layers_by_default(config: Config) -> bool:
-    """Return whether Megatron-Core's own layers run only because Transformer Engine is not installed."""
-    return config.engine.backend == "megatron" and config.engine.megatron.transformer_impl == "auto"

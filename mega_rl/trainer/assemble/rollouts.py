@@ -1,4 +1,4 @@
-"""Rollouts of a run and the way of its weights there: the embedded engine, or SGLang servers."""
+"""Rollouts of a run and the way of its weights there: the embedded engine, SGLang servers, or a user's source."""
 
 from __future__ import annotations
 
@@ -7,43 +7,40 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from transformers import AutoConfig
 
-from mega_rl.config.schema import Config
+from mega_rl.config.plugins.choices import ROLLOUT, chosen
+from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.protocols import Ranks, RankState, RolloutSource, WeightSync
+from mega_rl.protocols import Ranks, RankState, RolloutEngine, RolloutSource, WeightSync
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
 from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.build import Connection, connect
-from mega_rl.rollout.sglang.generation.engine import (
-    FailedSamples,
-    Sampled,
-    SglangRolloutEngine,
-    SglangRolloutSettings,
-)
+from mega_rl.rollout.sglang.generation.engine import FailedSamples, Sampled, SglangRolloutEngine, SglangRolloutSettings
 from mega_rl.rollout.sglang.generation.samples import Progress, RoutedLayers, Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.tracking import progress
+from mega_rl.trainer.assemble.inputs import Inputs, check_draws
 from mega_rl.trainer.assemble.plan import RunPlan
 from mega_rl.trainer.assemble.roles import Roles
-from mega_rl.trainer.assemble.sources import OwnRollouts, make_rollout_source
 from mega_rl.types import Draws, Prompt
-from mega_rl.workers.ahead import OneStepAhead
-from mega_rl.workers.background import ThreadedRollouts
-from mega_rl.workers.own_rollouts.weights import WeightsToSource
+from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
+from mega_rl.workers.own_rollouts import CheckedRollouts, RolloutContext, RowRules, WeightsToSource
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
+from mega_rl.workers.user_files import users_code
 
 CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The parts of a run that know where responses come from."""
+    """Source of a run's responses, the way of the weights there, and the state of the devices by stage."""
 
     source: RolloutSource
     sync: WeightSync
@@ -51,103 +48,103 @@ class Rollouts:
     pending: RankState | None = None  # state that a checkpoint keeps
 
 
-@dataclass(frozen=True)
-class RolloutInputs:
-    """Inputs of rollouts that a run reads before its models."""
-
-    prompts: Callable[[int], Sequence[Prompt]]  # of a step
-    own: OwnRollouts | None = None  # the user's source in place of one response to each prompt
-
-
 def build_rollouts(
-    plan: RunPlan,
+    inputs: Inputs,
     accelerator: Accelerator,
-    world: Ranks,
     servers: ServerPool | None,
     roles: Roles,
-    *,
-    inputs: RolloutInputs,
     resources: ExitStack,
+    *,
+    prompts: Callable[[int], Sequence[Prompt]],
 ) -> Rollouts:
-    """Return source and weight sync of a run, and the state of its devices by stage. Waits for servers; collective."""
-    config, actor = plan.config, roles.actor_engine
-    if config.rollout.backend == "none":
-        return _engineless_rollouts(plan, world, roles, inputs)
+    """Return the rollouts of a run; waits for servers; collective. prompts: of a step."""
+    plan, world, actor = inputs.plan, inputs.world, roles.actor_engine
+    config, rollout = plan.config, plan.config.rollout
+    own = (actor.data_parallel, actor.replica, rollout.n, config.trainer.seed)
+    if rollout.backend == "none":
+        to_source = WeightsToSource(actor.export_weights)
+        made = _make_source(inputs, roles, None, to_source)
+        to_source.receive = getattr(made.source, "receive_weights", None)
+        return Rollouts(made, to_source, Residency(roles.models, world), _pending(made))
     if servers is None:
-        return _embedded_rollouts(plan, accelerator, world, roles, inputs)
+        embedded = _embedded_engine(plan, accelerator)
+        sync = EmbeddedWeightSync(
+            actor.export_weights,
+            embedded,
+            bucket_bytes=rollout.bucket_mib << 20,
+            verify_interval=rollout.verify_interval,
+        )
+        source = _source(inputs, roles, RolloutWorker(embedded, *own), sync)
+        return Rollouts(source, sync, Residency(roles.models, world), _pending(source))
     servers.wait_ready()
-    connection = connect(
-        config.rollout,
-        plan.rollout_dtype,
-        servers,
-        actor=actor,
-        world=world,
-        hidden_tokens=plan.engine.hidden_tokens,
-    )
+    hidden = plan.engine.hidden_tokens
+    connection = connect(rollout, plan.rollout_dtype, servers, actor=actor, world=world, hidden_tokens=hidden)
     resources.enter_context(connection)
-    engine = _sglang_engine(plan, world, connection)
-    worker = BackgroundRolloutWorker(
-        engine=engine,
-        data_parallel=actor.data_parallel,
-        replica=actor.replica,
-        n=config.rollout.n,
-        seed=config.trainer.seed,
-    )
+    engine = build_sglang_engine(plan, world, connection)
+    worker = BackgroundRolloutWorker(engine, *own)
     if config.trainer.async_steps:
-        ahead = _ahead(config, world, worker, engine, connection, inputs.prompts)
+        ahead = _ahead(inputs, worker, engine, connection.sync, prompts)
         resources.callback(ahead.close)
         return Rollouts(ahead, ahead, Residency(roles.models, world, while_generating=PARAMETERS), ahead)
-    source, pending = _source(plan, world, roles, inputs, worker, connection.sync)
+    source = _source(inputs, roles, worker, connection.sync)
     shared = connection.memory if servers.colocated else None
     devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
     if shared is not None:
         connection.sync.add_listener(devices.after_send)
-    return Rollouts(source, connection.sync, devices, pending)
+    return Rollouts(source, connection.sync, devices, _pending(source))
 
 
-def _embedded_rollouts(
-    plan: RunPlan,
-    accelerator: Accelerator,
-    world: Ranks,
-    roles: Roles,
-    inputs: RolloutInputs,
-) -> Rollouts:
-    """Return rollouts of the engine in this process."""
-    rollout, actor, engine = plan.config.rollout, roles.actor_engine, _embedded_engine(plan, accelerator)
-    worker = RolloutWorker(
+def _source(inputs: Inputs, roles: Roles, worker: RolloutWorker, sync: WeightSync) -> RolloutSource:
+    """Return the worker, or the user's source over its engine."""
+    return worker if inputs.rollouts is None else _make_source(inputs, roles, worker.engine, sync)
+
+
+def _pending(source: RolloutSource) -> RankState | None:
+    """Return the user's source if it has state for checkpoints."""
+    made = getattr(source, "source", None)
+    return made if hasattr(made, "state") and hasattr(made, "restore") else None
+
+
+def _make_source(inputs: Inputs, roles: Roles, engine: RolloutEngine | None, sync: WeightSync) -> CheckedRollouts:
+    """Return a user's rollout source over an engine, or over none, with checks of its rows. Raises UserError."""
+    assert inputs.rollouts is not None, "a rule refuses rollout.backend=none with rollout.source=single_turn"
+    config, actor, tokens = inputs.plan.config, roles.actor_engine, inputs.tokens
+    rollout, name = config.rollout, f"rollout.source={chosen(config, ROLLOUT)!r}"
+    context = RolloutContext(
+        tokenizer=tokens.tokenizer,
+        engine=engine,
+        sampling=Sampling(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_new_tokens=rollout.max_new_tokens,
+            stop_token_ids=tokens.stop_ids,
+        ),
+        n=rollout.n,
+        seed=config.trainer.seed,
+        data_parallel=actor.data_parallel,
+        replica=actor.replica,
+        weight_version=lambda: sync.weight_version,
+    )
+    with users_code(f"{name} cannot be made"):
+        made = inputs.rollouts(context)
+    if not (hasattr(made, "generate") and hasattr(made, "metrics")):
+        raise UserError(f"{name}: made {type(made).__name__}; a rollout source has the methods generate and metrics")
+    check_draws(made.generate, config, name)
+    if hasattr(made, "receive_weights") and engine is not None:
+        raise UserError(
+            f"{name}: its receive_weights has no effect with rollout.backend={rollout.backend}, whose engine takes the "
+            "weights; set rollout.backend=none, or leave it out"
+        )
+    return CheckedRollouts(
+        cast(RolloutSource, made),
+        name,
+        RowRules(config.data.max_prompt_tokens, rollout.max_new_tokens, inputs.vocab_size, rollout.n),
         engine=engine,
         data_parallel=actor.data_parallel,
         replica=actor.replica,
-        n=rollout.n,
-        seed=plan.config.trainer.seed,
+        everyone=inputs.world,
     )
-    sync = EmbeddedWeightSync(
-        actor.export_weights,
-        engine,
-        bucket_bytes=rollout.bucket_mib << 20,
-        verify_interval=rollout.verify_interval,
-    )
-    source, pending = _source(plan, world, roles, inputs, worker, sync)
-    return Rollouts(source, sync, Residency(roles.models, world), pending)
-
-
-def _engineless_rollouts(plan: RunPlan, world: Ranks, roles: Roles, inputs: RolloutInputs) -> Rollouts:
-    """Return rollouts of a user's source without an engine, which gets the weights itself where it takes them."""
-    assert inputs.own is not None, "rollout.backend=none with rollout.source=single_turn, which a rule refuses"
-    sync = WeightsToSource(roles.actor_engine.export_weights)
-    made = make_rollout_source(inputs.own, plan, roles, everyone=world, engine=None, sync=sync)
-    sync.receiver = made.receiver
-    return Rollouts(made.source, sync, Residency(roles.models, world), made.state)
-
-
-def _source(
-    plan: RunPlan, world: Ranks, roles: Roles, inputs: RolloutInputs, worker: RolloutWorker, sync: WeightSync
-) -> tuple[RolloutSource, RankState | None]:
-    """Return the worker, or the user's source over its engine with the state that a checkpoint keeps."""
-    if inputs.own is None:
-        return worker, None
-    made = make_rollout_source(inputs.own, plan, roles, everyone=world, engine=worker.engine, sync=sync)
-    return made.source, made.state
 
 
 def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine:
@@ -165,8 +162,8 @@ def _embedded_engine(plan: RunPlan, accelerator: Accelerator) -> HFRolloutEngine
     )
 
 
-def _sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> SglangRolloutEngine:
-    """The servers as this rank's rollout engine."""
+def build_sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> SglangRolloutEngine:
+    """Return the servers as this rank's rollout engine."""
     rollout, sglang = plan.config.rollout, plan.config.rollout.sglang
     path, moe = Path(plan.config.model.path), plan.models["actor"].hf.moe
     hf = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
@@ -197,7 +194,7 @@ def _sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> Sglan
 
 
 class _ShownSamples:
-    """Shows a generation of servers as a phase of its own, beside what the trainer does meanwhile."""
+    """Shows a generation of servers as a phase, next to the work of the trainer."""
 
     def __init__(self) -> None:
         self._phase: progress.Phase | None = None
@@ -206,38 +203,38 @@ class _ShownSamples:
         """Take one report; all of a generation come from the same thread."""
         if self._phase is None:
             self._phase = progress.begin("samples")
-        note = f"{generation.tokens_per_second:.0f} tok/s"
-        self._phase.report(generation.done, generation.total, note=note)
+        self._phase.report(generation.done, generation.total, note=f"{generation.tokens_per_second:.0f} tok/s")
         if generation.ended:
             self._phase.end()
             self._phase = None
 
 
 def _ahead(
-    config: Config,
-    world: Ranks,
+    inputs: Inputs,
     worker: BackgroundRolloutWorker[Sampled],
     engine: SglangRolloutEngine,
-    connection: Connection,
+    sync: WeightSync,
     prompts: Callable[[int], Sequence[Prompt]],
 ) -> OneStepAhead:
-    """Generation of the next step beside training."""
-    rows = math.ceil(config.trainer.prompts_per_step / world.size) * config.rollout.n
+    """Return the generation of the next step while this one trains."""
+    config, world = inputs.plan.config, inputs.world
+    rollout, partial = config.rollout, config.rollout.sglang.partial_rollout
+    rows = math.ceil(config.trainer.prompts_per_step / world.size) * rollout.n
     background = ThreadedRollouts(
         worker.sample,
         worker.collect,
         everyone=world,
-        timeout_s=engine.deadline_s(rows) + config.rollout.sglang.sync.timeout_s,
-        requests=engine if config.rollout.sglang.partial_rollout else None,
+        timeout_s=engine.deadline_s(rows) + rollout.sglang.sync.timeout_s,
+        requests=engine if partial else None,
     )
     return OneStepAhead(
         source=worker,
         background=background,
-        sync=connection.sync,
+        sync=sync,
         prompts=prompts,
         steps=config.trainer.steps,
-        partial=config.rollout.sglang.partial_rollout,
-        check_interval=config.rollout.verify_interval,
+        partial=partial,
+        check_interval=rollout.verify_interval,
         check_prompts=world.size,
-        check_draws=Draws(1, config.rollout.temperature, stream=CHECK),
+        check_draws=Draws(1, rollout.temperature, stream=CHECK),
     )

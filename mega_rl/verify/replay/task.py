@@ -23,16 +23,15 @@ from mega_rl.tracking.metrics.sinks import NullSink
 from mega_rl.tracking.metrics.steps import PhaseTimer
 from mega_rl.tracking.records.format import MODEL_OUTPUTS
 from mega_rl.tracking.records.reader import Record, read_record
-from mega_rl.trainer.assemble.algorithms import build_estimator, build_reward_kl
+from mega_rl.trainer.assemble.algorithms import build_overlong
 from mega_rl.trainer.assemble.plan import RunPlan, plan_run
 from mega_rl.trainer.assemble.records import record_writer, step_columns
 from mega_rl.trainer.assemble.roles import Roles, build_roles
 from mega_rl.trainer.assemble.run import session
-from mega_rl.trainer.assemble.trainer import build_overlong, minibatch_plan, policy_gradient_rules
+from mega_rl.trainer.assemble.steps import build_policy_gradient
 from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.filters import leave_unscored_out
 from mega_rl.trainer.loop import Stages, StepLog
-from mega_rl.trainer.policy_gradient import PolicyGradient
 from mega_rl.trainer.rows import Samples, check_rows
 from mega_rl.types import Experience, Metrics, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from mega_rl.verify.plan import ReplayPlan
@@ -65,20 +64,13 @@ def _replay_step(record: Record, run: RunPlan, roles: Roles, groups: Groups, tar
     columns = replace(columns, policy=policy)
     timer = PhaseTimer()
     stage = Stages(timer)
-    algorithm = PolicyGradient(
+    computing = replace(
+        roles,
         actor=_Computed(roles.actor, rows, "old_logprobs", computed),
         critic=_recorded(roles.critic, rows, "values", computed),
         reference=_recorded(roles.reference, rows, "ref_logprobs", computed),
-        estimator=build_estimator(config),
-        minibatches=minibatch_plan(config, ranks),
-        guard=lambda rollout, old: {},
-        reward_kl=build_reward_kl(config, roles.kl),
-        kl=roles.kl,
-        update_reference=lambda done: {},
-        rules=replace(policy_gradient_rules(config), recompute_old_logprobs=not columns.from_sampler),
-        stage=stage,
-        log=StepLog(NullSink(), timer),
     )
+    algorithm = build_policy_gradient(config, computing, lambda rollout, old: {}, stage, StepLog(NullSink(), timer))
     samples = rows.samples()
     check_rows(samples.rollout, samples.prompts, ranks)
     rollout, rewards = leave_unscored_out(samples.rollout, samples.rewards)

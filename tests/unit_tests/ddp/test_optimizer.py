@@ -95,7 +95,7 @@ def run_one_rank(rank: int, checkpoint: str) -> dict[str, Any]:
 def role_rates() -> dict[str, list[float]]:
     """Learning rates of the roles' updates over a run with a critic's warm-up, each on an engine that only listens."""
     from mega_rl.algorithms.kl import FixedKL
-    from mega_rl.trainer.assemble.roles import build_actor_role, build_critic_role
+    from mega_rl.trainer.assemble.algorithms import build_actor_role, build_critic_role
     from tests.unit_tests.workers.test_models import BATCH, RecordingEngine
 
     config = Config(

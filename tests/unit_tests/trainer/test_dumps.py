@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.trainer.dumps import group_rows, sample_rows
+from mega_rl.trainer.recording import group_rows, sample_rows
+from mega_rl.trainer.rows import Samples
 from mega_rl.types import Prompt, RewardParts, Rewards, Rollout
 from tests.helpers.rollouts import make_rollout
 
@@ -44,7 +45,7 @@ def test_a_row_says_what_became_of_a_sample() -> None:
     advantages = torch.tensor([[0.0, 0.0, 1.0, 2.0, 6.0], [0.0, 0.0, -1.0, 0.5, 0.0]])
     given = {"render": str, "step": 7, "count": 2}
     first, second = sample_rows(
-        rollout, Rewards(torch.tensor([1.0, -1.0])), PROMPTS, read_row, advantages=advantages, **given
+        Samples(PROMPTS, rollout, Rewards(torch.tensor([1.0, -1.0]))), read_row, advantages=advantages, **given
     )  # type: ignore[arg-type]
     assert (first["response"], first["response_tokens"], first["finished"]) == ("all of row 0", 3, True)
     assert (second["response"], second["response_tokens"], second["finished"]) == ("all of row 1", 2, False)
@@ -52,7 +53,7 @@ def test_a_row_says_what_became_of_a_sample() -> None:
     assert (first["reward"], first["weight_version"], first["step"]) == (1.0, 4, 7)
     assert "newest_weight_version" not in first
     rollout.token_versions = torch.tensor([[0, 0, 4, 5, 5], [0, 0, 4, 4, 0]])
-    first, second = sample_rows(rollout, Rewards(torch.zeros(2)), PROMPTS, read_row, **given)  # type: ignore[arg-type]
+    first, second = sample_rows(Samples(PROMPTS, rollout, Rewards(torch.zeros(2))), read_row, **given)  # type: ignore[arg-type]
     assert (first["newest_weight_version"], second["newest_weight_version"]) == (5, 4)
     assert "advantage_mean" not in first
 
@@ -63,7 +64,12 @@ def test_a_tools_answer_is_no_response_token() -> None:
     rollout.loss_mask[0, 3:5] = False
     advantages = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0, 3.0]])
     (row,) = sample_rows(
-        rollout, Rewards(torch.zeros(1)), PROMPTS, read_row, render=str, step=1, count=1, advantages=advantages
+        Samples(PROMPTS, rollout, Rewards(torch.zeros(1))),
+        read_row,
+        render=str,
+        step=1,
+        count=1,
+        advantages=advantages,
     )
     assert row["response_tokens"] == 2
     assert row["advantage_mean"] == 2.0
@@ -71,5 +77,5 @@ def test_a_tools_answer_is_no_response_token() -> None:
 
 def test_parts_of_a_reward_are_of_their_row() -> None:
     rewards = Rewards(torch.tensor([1.0, 2.0]), RewardParts(("a", "b"), (1.0, 1.0), torch.tensor([[0.5, 0.5], [2, 0]])))
-    rows = sample_rows(make_rollout([1, 1]), rewards, PROMPTS, read_row, render=str, step=1, count=2)
+    rows = sample_rows(Samples(PROMPTS, make_rollout([1, 1]), rewards), read_row, render=str, step=1, count=2)
     assert [(row["reward"], row["reward_a"], row["reward_b"]) for row in rows] == [(1.0, 0.5, 0.5), (2.0, 2.0, 0.0)]

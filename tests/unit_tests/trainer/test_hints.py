@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from mega_rl.trainer.events import FLAT_STEPS, AbsentRewards, FlatRewards, GradientSpikes
+from mega_rl.trainer.events import FLAT_STEPS, Warn
+from mega_rl.trainer.loop import StepLog
 from mega_rl.trainer.step_metrics import EQUAL_GROUPS
 from mega_rl.types import Metrics
+from tests.helpers.fakes import FakeSink, FakeTimer
 
 MEAN = {"reward/mean": 0.25}
 FLAT, SPREAD = {EQUAL_GROUPS: 1.0, **MEAN}, {EQUAL_GROUPS: 0.5, **MEAN}
@@ -26,41 +26,38 @@ ALL_FLAT = f"in each of {FLAT_STEPS} steps all responses to a prompt got the sam
 
 
 @pytest.mark.parametrize(
-    ("hint", "silent", "steps", "line"),
+    ("silent", "steps", "line"),
     [
-        (FlatRewards, [*[FLAT] * (FLAT_STEPS - 1), SPREAD, *[FLAT] * (FLAT_STEPS - 1)], [FLAT] * 9, ALL_FLAT),
-        (FlatRewards, [*[CUT] * (FLAT_STEPS - 1), LEARNS], [CUT] * 9, "reward.overlong.filter=true"),
-        (FlatRewards, [*[HALF] * (FLAT_STEPS - 1), LEARNS], [HALF] * 9, "(rollout/filtered_fraction=0.75"),
+        ([*[FLAT] * (FLAT_STEPS - 1), SPREAD, *[FLAT] * (FLAT_STEPS - 1)], [FLAT] * 9, ALL_FLAT),
+        ([*[CUT] * (FLAT_STEPS - 1), LEARNS], [CUT] * 9, "reward.overlong.filter=true"),
+        ([*[HALF] * (FLAT_STEPS - 1), LEARNS], [HALF] * 9, "(rollout/filtered_fraction=0.75"),
         # By the largest update of a step, however small the step's mean; not before the run has a median.
         (
-            GradientSpikes,
             [SPIKE, *[USUAL] * FLAT_STEPS, {}],
             [SPIKE, USUAL],
             "an update's gradient norm is 201, the run's median is 2:",
         ),
         (
-            AbsentRewards,
             [{}, {"reward/masked_fraction": 0.75, "reward/mean": 1.0}],
             [{**MASKED, "reward/errors": 0.0}] * 3,
             "so that there is nothing to learn from; the reward returns None for all of them",
         ),
         (
-            AbsentRewards,
             [],
             [{**MASKED, "reward/crashes": 3.0}],
             " or fails, with reward.pool.on_failure=mask: look at the warnings above",
         ),
     ],
 )
-def test_a_hint_is_logged_once(
-    caplog: pytest.LogCaptureFixture, hint: Callable[[], Any], silent: list[Metrics], steps: list[Metrics], line: str
+def test_hint_is_logged_once(
+    caplog: pytest.LogCaptureFixture, silent: list[Metrics], steps: list[Metrics], line: str
 ) -> None:
     caplog.set_level(logging.INFO)
-    say = hint()
+    hints = Warn(StepLog(FakeSink(), FakeTimer()))
     for metrics in silent:
-        say(metrics)
+        hints.hint(metrics)
     assert caplog.messages == []
     for metrics in steps:
-        say(metrics)
+        hints.hint(metrics)
     [message] = caplog.messages
     assert line in message

@@ -14,9 +14,10 @@ from torch import Tensor
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.kl import k1
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
-from mega_rl.trainer.dumps import sample_rows
 from mega_rl.trainer.filters import leave_unscored_out
 from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
+from mega_rl.trainer.recording import sample_rows
+from mega_rl.trainer.rows import Samples
 from mega_rl.trainer.step_metrics import experience_metrics, part_metrics, rollout_metrics
 from mega_rl.types import Experience, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
@@ -152,7 +153,7 @@ def test_a_batch_without_any_reward_trains_on_nothing() -> None:
 
 def test_dumps_show_which_samples_do_not_count() -> None:
     def rows(kind: str) -> Any:
-        return sample_rows(*batch(kind), PROMPTS, read_ids, render=str, step=1, count=12)
+        return sample_rows(Samples(PROMPTS, *batch(kind)), read_ids, render=str, step=1, count=12)
 
     unscored, failed = rows("unscored"), rows("failed")
     assert [row["reward"] is None for row in unscored] == LEFT_OUT.tolist()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,9 +27,9 @@ from tests.helpers.loops import FakeRun, RunSettings, read_ids
 PLAN = EvaluationPlan(Draws(4, 1.0), counted=(1, 4), right_above=0.2)
 
 
-def sets() -> Evaluation:
+def sets() -> Callable[..., Evaluation]:
     prompts = FakePrompts().batch(0)
-    return Evaluation([PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
+    return partial(Evaluation, [PromptSet("", prompts), PromptSet("few", prompts[:2])], PLAN)
 
 
 def test_each_set_has_its_numbers_and_dumps() -> None:
@@ -62,13 +63,11 @@ def test_each_set_has_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_votes_are_for_what_rewards_read() -> None:
     """Text that a tool wrote wins no vote."""
-    evaluation = Evaluation([PromptSet("", FakePrompts().batch(0)[:1])], PLAN)
     seen: list[Sequence[str | None]] = []
-    evaluation.run(
-        0, rollout=FakePolicy([]), reward=FakeReward([]), ranks=FakeRanks(),
+    Evaluation(
+        [PromptSet("", FakePrompts().batch(0)[:1])], PLAN, FakePolicy([]), FakeReward([]), FakeRanks(),
         read=lambda rollout, row: (f"own {row}", f"own {row} of a tool"),
-        each=lambda samples: seen.append(samples.votes),
-    )  # fmt: skip
+    ).run(0, each=lambda samples: seen.append(samples.votes))  # fmt: skip
     assert seen == [["own 0", "own 1", "own 2", "own 3"]]
 
 
@@ -83,8 +82,8 @@ class MaskingReward(FakeReward):
 
 def test_samples_without_a_reward_are_in_no_estimate() -> None:
     """Of four samples two are left: pass@4 is of no prompt, and both are right."""
-    evaluation = Evaluation([PromptSet("", FakePrompts().batch(0))], PLAN)
-    (outcome,) = evaluation.run(0, rollout=FakePolicy([]), reward=MaskingReward([]), ranks=FakeRanks(), read=read_ids)
+    sets = [PromptSet("", FakePrompts().batch(0))]
+    (outcome,) = Evaluation(sets, PLAN, FakePolicy([]), MaskingReward([]), FakeRanks(), read_ids).run(0)
     record = outcome.metrics
     assert (record["val/avg_at_4"], record["val/pass_at_1"]) == (1.0, 1.0)
     assert record["val/reward_masked_fraction"] == 0.5
@@ -155,9 +154,8 @@ def test_parts_of_a_set_change_no_number(chunk: int) -> None:
             places = zip(samples.rollout.prompt_index.tolist(), samples.rollout.sample_index.tolist(), strict=True)
             seen += [(samples.first + prompt, number, samples.prompts[prompt].text) for prompt, number in places]
 
-        (outcome,) = Evaluation([PromptSet("one", prompts)], plan).run(
-            3, rollout=policy, reward=reward, ranks=FakeRanks(), read=read_ids, each=note
-        )
+        evaluation = Evaluation([PromptSet("one", prompts)], plan, policy, reward, FakeRanks(), read_ids)
+        (outcome,) = evaluation.run(3, each=note)
         assert seen == [(prompt, number, str(prompt)) for prompt in range(7) for number in range(4)]
         results[most] = outcome.metrics
         if most == chunk:

@@ -13,8 +13,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits, StalenessGuard
 from mega_rl.types import Experience, Metrics, Prompt, Rollout
-from mega_rl.workers.ahead import OneStepAhead
-from mega_rl.workers.background import ThreadedRollouts
+from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
 from tests.helpers.fakes import FakePolicy, FakePrompts, held_out
 from tests.helpers.loops import FakeRun, RunSettings
 

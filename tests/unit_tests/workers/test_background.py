@@ -13,7 +13,7 @@ import pytest
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Prompt, Rollout
-from mega_rl.workers.background import BackgroundRolloutError, ThreadedRollouts
+from mega_rl.workers.ahead import BackgroundRolloutError, ThreadedRollouts
 from tests.helpers.rollouts import make_rollout
 from tests.helpers.threads import OneRank, ThreadGroup
 

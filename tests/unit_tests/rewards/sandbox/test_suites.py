@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from mega_rl.config.schema import Config, DataConfig, RewardConfig
 from mega_rl.config.schema.data import StreamConfig
+from mega_rl.data.build import ONLY
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.stream import Position
 from mega_rl.errors import UserError
@@ -19,8 +20,7 @@ from mega_rl.parallel.comm import SingleRank
 from mega_rl.rewards.build import check_tests
 from mega_rl.rewards.code import AssertCase
 from mega_rl.rewards.sandbox.suites import UnknownTestsError, suite_of, unfit
-from mega_rl.trainer.assemble.data import Tokens
-from mega_rl.trainer.assemble.prompts.stream import ONLY, open_streams
+from mega_rl.trainer.assemble.data import Tokens, open_streams
 from mega_rl.types import Prompt
 from tests.helpers.models import write_digit_tokenizer
 from tests.helpers.sandboxes import local_sandbox
@@ -101,11 +101,10 @@ def test_later_blocks_of_a_stream_are_tried(tmp_path: Path) -> None:
     data = DataConfig(train_files=[str(file)], shuffle=False, stream=StreamConfig(rows=2))
     config = Config(data=data, reward=RewardConfig(function="code_tests"))
     tokens = Tokens(AutoTokenizer.from_pretrained(tmp_path), (1,), skip_special_tokens=True)
-    streams = open_streams(
+    streams, _ = open_streams(
         config, tokens, vocab_size=50, columns=RewardColumns(), ranks=SingleRank(), check=lambda prompts: None
     )
-    assert streams is not None
-    blocks = streams.readers[ONLY].blocks(Position())
+    blocks = streams[ONLY].blocks(Position())
     assert len(next(blocks).prompts) == 2
     with pytest.raises(UserError, match=r"check nothing|row 2:"):
         next(blocks)

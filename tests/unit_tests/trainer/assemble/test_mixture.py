@@ -10,12 +10,13 @@ import pytest
 
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
+from mega_rl.data.build import build_order, source_lines
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.prompts import fingerprint
+from mega_rl.data.sampling.epochs import StepOrder
 from mega_rl.data.sampling.mixture import MixtureSampler
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.trainer.assemble.data import Tokens, load_data, read_tokens
-from mega_rl.trainer.assemble.prompts.order import prompt_sampler, source_lines
 from mega_rl.types import Prompt
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
@@ -67,9 +68,13 @@ def test_each_source_has_columns_and_a_template_of_its_own(folder: Path) -> None
     assert (prompts[2].answer, prompts[7].answer) == ("3", "3")
 
 
+def order_of(config: Config, prompts: list[Prompt]) -> StepOrder:
+    return build_order(config.data, config.trainer, prompts)[0]
+
+
 def test_shares_follow_the_sizes_unless_something_else_is_said(folder: Path) -> None:
     def shares(config: Config) -> dict[str, int]:
-        sampler = prompt_sampler(config, loaded(config)[1])
+        sampler = order_of(config, loaded(config)[1])
         assert isinstance(sampler, MixtureSampler)
         return sampler.shares
 
@@ -84,11 +89,11 @@ def test_shares_follow_the_sizes_unless_something_else_is_said(folder: Path) -> 
 def test_what_a_run_draws_of_each_source_is_said(folder: Path) -> None:
     config = two(folder)
     prompts = loaded(config)[1]
-    assert list(source_lines(prompts, prompt_sampler(config, prompts), steps=8)) == [
+    assert list(source_lines(prompts, order_of(config, prompts), steps=8)) == [
         "data source sums: 4 prompts of 28 tokens, 25.0% of all draws, 2 epochs in 8 steps",
         "data source words: 12 prompts of 98 tokens, 75.0% of all draws, 2 epochs in 8 steps",
     ]
-    assert list(source_lines(prompts[:0], prompt_sampler(config, prompts), steps=8)) == []
+    assert list(source_lines(prompts[:0], order_of(config, prompts), steps=8)) == []
 
 
 def _plain(folder: Path) -> dict[str, Any]:
@@ -108,7 +113,7 @@ def test_problems_of_every_source_are_listed(folder: Path) -> None:
 def test_a_source_keeps_a_prompt_to_train_on(folder: Path) -> None:
     config = two(folder, **{"data.val_size": 15, "trainer.val_interval": 1})
     with pytest.raises(UserError, match=f"data.val_size=15: leaves {KEY}.sums no prompt to train on"):
-        prompt_sampler(config, loaded(config)[1])
+        order_of(config, loaded(config)[1])
 
 
 def test_a_source_is_part_of_what_a_checkpoint_knows_its_prompts_by(folder: Path) -> None:
@@ -126,6 +131,6 @@ def test_a_curriculum_reads_its_column_and_orders_by_it(folder: Path, mixed: boo
     data: dict[str, Any] = {KEY: {"rated": {"files": str(file)}}} if mixed else {"data.train_files": [str(file)]}
     curriculum = {"data.curriculum.key": "rate", "data.curriculum.easy": "high", "data.curriculum.start": 0.4}
     config = load(None, {**_plain(folder), **data, **curriculum, "data.curriculum.steps": 5})
-    order = prompt_sampler(config, loaded(config)[1])
+    order = order_of(config, loaded(config)[1])
     assert sorted(prompt.difficulty for prompt in order.batch(0)) == [0.6, 0.7, 0.8, 0.9]
     assert {prompt.index for prompt in order.take(20, 10)} == set(range(10))

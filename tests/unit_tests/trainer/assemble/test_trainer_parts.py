@@ -11,7 +11,8 @@ from mega_rl.config.loader import load
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.tracking.metrics.steps import WorkMeter
-from mega_rl.trainer.assemble.trainer import _watch, policy_gradient_rules
+from mega_rl.trainer.assemble.algorithms import build_rules
+from mega_rl.trainer.assemble.steps import watch_samples
 from mega_rl.trainer.policy_gradient import PolicyGradientRules
 from tests.helpers.rollouts import make_rollout
 
@@ -34,7 +35,7 @@ ONE_UPDATE = ("trainer.prompts_per_step=8", "trainer.minibatch_size=8", "algorit
     ids=["two updates", "the sampler's log-probs", "one update", "overlong filter", "zero advantages"],
 )
 def test_rules_follow_from_settings(settings: tuple[str, ...], rules: PolicyGradientRules) -> None:
-    assert policy_gradient_rules(load(None, settings)) == rules
+    assert build_rules(load(None, settings)) == rules
 
 
 @pytest.mark.parametrize(("async_steps", "counted"), [(0, 2.5), (1, 0.0)])
@@ -56,7 +57,7 @@ def test_sampled_tokens_are_counted_and_known_to_every_reader(async_steps: int, 
 
     config = load(None, [f"trainer.async_steps={async_steps}", "rollout.backend=sglang"])
     known = roles(largest + 1)
-    _watch(config, known, SingleRank())(rollout)
+    watch_samples(config, known, SingleRank())(rollout)
     assert known.work.take_tokens()[0] == counted
     with pytest.raises(RunError, match=f"sampled token id {largest}, and the reference has a vocabulary of {largest}"):
-        _watch(config, roles(largest), SingleRank())(rollout)
+        watch_samples(config, roles(largest), SingleRank())(rollout)

@@ -12,9 +12,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.types import Draws, Prompt, Rollout
-from mega_rl.workers.own_rollouts.checks import CheckedRollouts, RowRules
-from mega_rl.workers.own_rollouts.context import End, RolloutContext
-from mega_rl.workers.own_rollouts.weights import WeightsToSource
+from mega_rl.workers.own_rollouts import CheckedRollouts, End, RolloutContext, RowRules, WeightsToSource
 from mega_rl.workers.rollout import EVALUATION
 
 PROMPTS = [Prompt(index=7, token_ids=(3, 4), text="a", answer=""), Prompt(index=8, token_ids=(5,), text="b", answer="")]
@@ -267,7 +265,8 @@ def test_weights_go_to_a_source_that_takes_them_and_are_all_gathered() -> None:
     sync = WeightsToSource(export)
     assert sync.publish() == {"rollout/weight_version": 1.0}
     assert gathered == []
-    sync.receiver = receiver = Receiver()
+    receiver = Receiver()
+    sync.receive = receiver.receive_weights
     sync.resume_at(5)
     assert sync.publish() == {"rollout/weight_version": 5.0}
     assert (receiver.version, gathered, sync.weight_version) == (5, ["a", "b"], 5)

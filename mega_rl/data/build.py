@@ -1,0 +1,173 @@
+"""Training prompts from the section `data`: how rows are read, and the order in which a run draws prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from mega_rl.config.schema import ChatConfig, DataConfig, SourceConfig, TrainerConfig
+from mega_rl.data.chat import ChatTemplate
+from mega_rl.data.columns import RewardColumns, RowColumns
+from mega_rl.data.hub.names import dataset_name
+from mega_rl.data.hub.rows import hub_shards
+from mega_rl.data.prompts import PromptReading, Tokenizer, load_prompts
+from mega_rl.data.sampling.epochs import Growth, StepOrder
+from mega_rl.data.sampling.mixture import MixtureSampler, OrderPlan, key_of, mixture_of, shares_of, weights_by_size
+from mega_rl.data.sampling.success import Preference, SuccessRates
+from mega_rl.data.stream import FileShard, Share, StreamPlan, StreamReader, StreamSampler, StreamShard
+from mega_rl.errors import UserError, UserErrors
+from mega_rl.types import Prompt
+
+ONLY = ""  # name of the stream of a run without a mixture
+
+
+def chat_template(tokenizer: Any, chat: ChatConfig) -> ChatTemplate | None:
+    """Return the rendering of conversations by a Hugging Face tokenizer, None without a chat template."""
+    if chat.template == "false" or (chat.template == "auto" and not tokenizer.chat_template):
+        return None
+    day = date.fromisoformat(chat.date) if chat.date else None
+    of_strings = chat.template == "true"
+    return ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt, day, of_strings=of_strings)
+
+
+def build_reading(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    source: SourceConfig,
+    *,
+    vocab_size: int,
+    columns: RewardColumns,
+    source_key: str = "",
+    difficulty: str = "",
+) -> PromptReading:
+    """Return how the rows of a source are read: its own settings in place of those of `data`.
+
+    source_key, difficulty: columns that are read, too.
+    """
+    chat = data.chat
+    if source.system_prompt is not None:
+        chat = replace(chat, system_prompt=source.system_prompt)
+    chat = replace(chat, template_kwargs={**chat.template_kwargs, **source.template_kwargs})
+    keys = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key)
+    return PromptReading(
+        tokenizer,
+        vocab_size,
+        RowColumns(*keys, columns, difficulty, source=source_key),
+        chat_template(tokenizer, chat),
+        data.max_prompt_tokens,
+        data.overlong_prompts,
+        data.malformed_rows,
+    )
+
+
+def read_mixture(data: DataConfig, tokenizer: Tokenizer, *, vocab_size: int, columns: RewardColumns) -> list[Prompt]:
+    """Return the prompts of all sources, one source after the other, each with its name; rows are numbered over all.
+
+    Raises UserErrors with the problems of every source.
+    """
+    prompts: list[Prompt] = []
+    problems: list[str] = []
+    for name, source in data.mixture.named().items():
+        reading = build_reading(
+            data, tokenizer, source, vocab_size=vocab_size, columns=columns, difficulty=data.curriculum.key
+        )
+        try:
+            own = load_prompts(source.files, **vars(reading))
+        except UserError as error:
+            problems += [f"data.mixture.sources.{name}: {line}" for line in str(error).splitlines()]
+            continue
+        first = prompts[-1].index + 1 if prompts else 0
+        prompts += [replace(prompt, index=first + prompt.index, source=name) for prompt in own]
+    if problems:
+        raise UserErrors(problems)
+    return prompts
+
+
+def build_order(
+    data: DataConfig, trainer: TrainerConfig, prompts: Sequence[Prompt]
+) -> tuple[StepOrder, SuccessRates | None]:
+    """Return the order in which a run draws prompts, and the success rates that it follows, none measured yet.
+
+    Raises UserError for a source of a mixture that has no prompts left.
+    """
+    curriculum, success, batch_size = data.curriculum, data.curriculum.success, trainer.prompts_per_step
+    rates = None if success.prefer == "none" else SuccessRates(prompts, memory=success.memory)
+    growth = None
+    if curriculum.key:
+        growth = Growth(curriculum.start, curriculum.steps * batch_size, easy_is_high=curriculum.easy == "high")
+    preference = None if rates is None else Preference(success.prefer, success.explore)
+    plan = OrderPlan(shuffle=data.shuffle, seed=trainer.seed, growth=growth, preference=preference)
+    sources = data.mixture.named()
+    if not sources:
+        return plan.order(prompts, rates, batch_size=batch_size), rates
+    by_source = {name: [prompt for prompt in prompts if prompt.source == name] for name in sources}
+    if empty := [name for name, own in by_source.items() if not own]:
+        raise UserError(
+            f"data.val_size={data.val_size}: leaves data.mixture.sources.{empty[0]} no prompt to train on; make it "
+            "smaller, or name data.val_files"
+        )
+    weights = {name: source.weight for name, source in sources.items()}
+    if not any(weights.values()):
+        weights = weights_by_size({name: len(own) for name, own in by_source.items()}, data.mixture.temperature)
+    return mixture_of(by_source, weights, plan, batch_size=batch_size, rates=rates), rates
+
+
+def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> Iterator[str]:
+    """Yield a line for each source of a mixture: its prompts, their tokens, and its share of a run's draws."""
+    drawn = order.drawn_after(steps)
+    counts = order.metrics(drawn)
+    for name in dict.fromkeys(prompt.source for prompt in prompts):
+        if f"data/{name}/prompts" not in counts:  # a name that only rewards read
+            continue
+        own = [len(prompt.token_ids) for prompt in prompts if prompt.source == name]
+        share, epochs = counts[f"data/{name}/prompts"] / drawn, counts[f"data/{name}/epochs"]
+        yield (
+            f"data source {name}: {len(own):,} prompts of {sum(own):,} tokens, {share:.1%} of all draws, {epochs:.3g} "
+            f"epochs in {steps} steps"
+        )
+
+
+def build_streams(
+    data: DataConfig,
+    trainer: TrainerConfig,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    columns: RewardColumns,
+    check: Callable[[Sequence[Prompt]], None] | None = None,
+) -> Iterator[tuple[str, StreamReader]]:
+    """Yield the readers of all streams by the name of their source. Raises UserError.
+
+    tokenizer: used on a thread of its own. check: raises UserError for unusable prompts of a block.
+    """
+    sources = data.mixture.named() or {ONLY: SourceConfig(files=data.train_files)}
+    for name, source in sources.items():
+        reading = build_reading(data, tokenizer, source, vocab_size=vocab_size, columns=columns)
+        shards: list[StreamShard] = []
+        for file in source.files:
+            hub = dataset_name(file)
+            shards += [FileShard(Path(file))] if hub is None else hub_shards(hub)
+        plan = StreamPlan(data.stream.rows, data.shuffle, trainer.seed, key_of(name) if name else ())
+        setting = f"data.mixture.sources.{name}" if name else "data.train_files"
+        yield name, StreamReader(setting, shards, reading, plan, source=name, check=check)
+
+
+def build_stream_order(
+    data: DataConfig, trainer: TrainerConfig, readers: Mapping[str, StreamReader], share: Share
+) -> StepOrder:
+    """Return the order of streamed prompts; readers: of the rank that reads, none on others."""
+
+    batch_size = trainer.prompts_per_step
+
+    def sampler(name: str) -> StreamSampler:
+        return StreamSampler(readers.get(name), share, batch_size=batch_size, timeout_s=data.stream.timeout_s)
+
+    sources = data.mixture.named()
+    if not sources:
+        return sampler(ONLY)
+    samplers: dict[str, StepOrder] = {name: sampler(name) for name in sources}
+    shares = shares_of({name: source.weight for name, source in sources.items()})
+    return MixtureSampler(samplers, shares, batch_size=batch_size)
