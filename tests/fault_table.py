@@ -713,8 +713,8 @@ REWARDS = (
     fault(
         "rewards",
         "scores out of their rows",
-        "columns[rows] = torch.tensor(found, dtype=torch.float32)",
-        "columns[: len(rows)] = torch.tensor(found, dtype=torch.float32)",
+        "columns[rows] = torch.tensor(numbers, dtype=torch.float32)",
+        "columns[: len(rows)] = torch.tensor(numbers, dtype=torch.float32)",
         REWARDS,
     ),
     fault(

@@ -47,8 +47,8 @@ PARTS = (
     fault(
         "parts",
         "parts of the row before",
-        "columns[rows] = torch.tensor(found, dtype=torch.float32)",
-        "columns[[row - 1 for row in rows]] = torch.tensor(found, dtype=torch.float32)",
+        "columns[rows] = torch.tensor(numbers, dtype=torch.float32)",
+        "columns[[row - 1 for row in rows]] = torch.tensor(numbers, dtype=torch.float32)",
         WORKER,
     ),
     fault(

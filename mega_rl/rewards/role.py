@@ -84,8 +84,10 @@ class TextScorer:
         self._measure_latency(len(rows), seconds)
         columns = torch.zeros(len(rollout.lengths), self._components.width, dtype=torch.float32)
         if rows:
-            found = [self._components.columns(score, prompt) for (prompt, _), score in zip(items, scores, strict=True)]
-            columns[rows] = torch.tensor(found, dtype=torch.float32)
+            numbers = [
+                self._components.columns(score, prompt) for (prompt, _), score in zip(items, scores, strict=True)
+            ]
+            columns[rows] = torch.tensor(numbers, dtype=torch.float32)
         return self._components.rewards(self._replica.sum(columns.to(rollout.tokens.device)))
 
     def metrics(self) -> Metrics:

@@ -65,6 +65,7 @@ READ_THE_ENVIRONMENT = [
     "operations/schedulers/ray/node.py",
     "operations/schedulers/ray/placement.py",
     "operations/schedulers/slurm/tasks.py",
+    "parallel/accelerator/__init__.py",
     "parallel/accelerator/cuda.py",
     "parallel/groups.py",
     "plan/preflight/host.py",
