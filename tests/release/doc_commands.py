@@ -24,7 +24,6 @@ from tests.helpers.hub_server import Hub, dataset_card, folder_files, parquet_by
 from tests.release.sources import ROOT, copy_sources
 
 PAGES = ("README.md", "CONTRIBUTING.md", "tests/special_distributed/README.md", "docs/own_data.md", "docs/data.md")
-PAGES += ("docs/hub.md",)
 PAGES += ("docs/checkpoint.md", "docs/converters.md", "docs/package.md", "docs/trackers.md", "docs/verify.md")
 PAGES += ("docs/versions.md", "docs/workers/fsdp_workers.md", "docs/workers/megatron_workers.md")
 PAGES += ("docs/workers/trainer.md", "docs/workers/sglang_worker.md", "docs/report.md", "docs/gsm8k.md")
