@@ -52,8 +52,8 @@ class GAESettings(AdvantageSettings):
     gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
     gae_lambda: float = setting(
         1.0,
-        "Decay of later errors of the values, per token: in the critic's targets, and in the policy's advantages "
-        "unless one of the next two is set.",
+        "Decay of later errors per token: in the critic's targets, and in the advantages unless one of the next "
+        "two is set.",
         min=0.0,
         max=1.0,
     )
@@ -62,8 +62,8 @@ class GAESettings(AdvantageSettings):
     )
     length_alpha: float = setting(
         0.0,
-        "Decay of 1 - 1 / (length_alpha * tokens of the response) for the policy's advantages, as in VAPO, where it is "
-        "0.05; 0: a constant one.",
+        "Decay 1 - 1 / (length_alpha * tokens of the response) of the advantages, as in VAPO (0.05); 0: a constant "
+        "one.",
         min=0.0,
     )
     whiten: bool = setting(True, "Whiten the advantages over the global batch.")
@@ -82,8 +82,8 @@ class GRPOSettings(AdvantageSettings):
 
     std: str = setting(
         "group",
-        "Deviation that centred rewards are divided by: of the prompt's samples (group), of all samples (batch), or "
-        "none as in Dr. GRPO.",
+        "Deviation that centred rewards are divided by: of the prompt's samples, of all samples, or none as in Dr. "
+        "GRPO.",
         choices=("group", "batch", "none"),
     )
 
@@ -188,8 +188,8 @@ class PPOSettings(_MultipleOfAdvantage):
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
     dual_clip: float = setting(
         3.0,
-        "Lower bound of the objective for negative advantages, as a ratio above 1: beyond it a token gives no "
-        "gradient, which would grow with the ratio; 0 turns it off.",
+        "Lower bound for negative advantages, as a ratio above 1, beyond which a token gives no gradient; 0 turns "
+        "it off.",
         min=0.0,
     )
 
@@ -292,7 +292,7 @@ class TeacherDivergenceSettings(LossSettings):
     beta: float = setting(
         1.0,
         "Divergence of student p and teacher q: 1 is KL(p || q), 0 is KL(q || p), between them the generalised "
-        "Jensen-Shannon divergence with the mixture beta q + (1 - beta) p.",
+        "Jensen-Shannon divergence.",
         min=0.0,
         max=1.0,
     )

@@ -34,13 +34,13 @@ class MixtureConfig:
 
     sources: dict[str, Any] = setting(
         {},
-        "Sources by name, in the place of data.train_files, as {math: {files: [math.jsonl], weight: 3}}. Each has "
-        "files, and may have weight, prompt_key, answer_key, system_prompt and template_kwargs.",
+        "Sources by name instead of data.train_files: {math: {files: [math.jsonl], weight: 3}}. Each may have "
+        "prompt_key, answer_key, system_prompt and template_kwargs.",
     )
     temperature: float = setting(
         1.0,
         "Without weights a source's share is its number of prompts to the power 1/temperature: 1 draws all prompts "
-        "alike, a large one all sources alike.",
+        "alike.",
         above=0.0,
     )
 
@@ -59,8 +59,8 @@ class StreamConfig:
 
     rows: int = setting(
         0,
-        "Rows that are in memory at a time and shuffled with one another; two more blocks are read ahead. 0: all "
-        "training prompts are read at the start.",
+        "Rows in memory at a time, shuffled together; two more blocks are read ahead. 0 reads all prompts at the "
+        "start.",
         unit="rows",
         min=0,
     )
@@ -75,8 +75,7 @@ class SuccessConfig:
 
     prefer: str = setting(
         "none",
-        "Prompts that are drawn more often: learnable ones, by p(1 - p) of their success rate p, or unsolved ones, by "
-        "1 - p; none: nothing is measured.",
+        "Prompts that are drawn more often: learnable, by p(1 - p) of the success rate p, or unsolved, by 1 - p.",
         choices=("none", "learnable", "unsolved"),
     )
     explore: float = setting(

@@ -24,8 +24,8 @@ class DdpConfig:
     )
     bucket_size: int = setting(
         0,
-        "Parameters of a bucket when reduction overlaps with the backward; 0: 40 million, or 1 million per "
-        "data-parallel rank if that is more.",
+        "Parameters of a bucket when reduction overlaps with the backward; 0: the larger of 40 million and 1 "
+        "million per data-parallel rank.",
         unit="parameters",
         min=0,
     )
@@ -49,8 +49,7 @@ class MoeConfig:
 
     dispatcher: str = setting(
         "alltoall",
-        "How tokens reach their experts: sent to the ranks that have them (alltoall; deepep: by the kernels of the "
-        "package deep_ep), or gathered on all.",
+        "How tokens reach their experts: sent (alltoall; deepep: by package deep_ep), or gathered on all ranks.",
         choices=("alltoall", "allgather", "deepep"),
     )
     grouped_experts: bool = setting(
@@ -58,8 +57,8 @@ class MoeConfig:
     )
     permute_fusion: bool = setting(
         True,
-        "Rearrange tokens for their experts in fused kernels where the layers are Transformer Engine's and "
-        "trainer.deterministic is false; false: by torch's operators.",
+        "Rearrange tokens for experts in Transformer Engine's fused kernels unless trainer.deterministic; false: "
+        "by torch's operators.",
     )
     router_fusion: bool = setting(
         False, "Choose experts and weigh them in one kernel of Transformer Engine, whose layers it needs."
@@ -174,8 +173,8 @@ class FsdpConfig:
     )
     reduce_every_microbatch: bool = setting(
         True,
-        "Reduce gradients after every micro-batch, so that each rank keeps its share of them; false reduces once for "
-        "each optimizer step, for less traffic, and keeps the whole of them in FP32 until then.",
+        "Reduce gradients after every micro-batch; false: once per optimizer step, with less traffic and whole "
+        "FP32 gradients in memory.",
     )
     grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
     cpu_offload: bool = setting(
@@ -189,15 +188,14 @@ class EngineConfig:
 
     backend: str = setting(
         "megatron",
-        "What runs the models: Megatron-Core with tensor, pipeline, context and expert parallelism (megatron), or "
-        "Hugging Face's models under PyTorch FSDP2 (fsdp).",
+        "Megatron-Core with tensor, pipeline, context and expert parallelism, or Hugging Face's models under "
+        "PyTorch FSDP2.",
         choices=("megatron", "fsdp"),
     )
     resident_roles: str = setting(
         "auto",
-        "Models on the device while the trainer works: those of all roles (all), or that of the role at work alone, "
-        "the others waiting in pinned host memory (one). auto takes one where servers share the trainer's devices and "
-        "all elsewhere.",
+        "Models on the device while the trainer works: of all roles, or only of the role at work (one; others wait "
+        "in pinned host memory). auto takes one if servers share the devices.",
         choices=("auto", "all", "one"),
     )
     megatron: MegatronConfig = dataclasses.field(default_factory=MegatronConfig)

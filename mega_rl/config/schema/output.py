@@ -14,8 +14,7 @@ class MemoryCheckpointConfig:
 
     interval: int = setting(
         0,
-        "Keep the state of every N-th step in the hosts' memory (/dev/shm), each host's on the next one too, so that a "
-        "lost process costs at most N steps; 0: never.",
+        "Keep every N-th step's state in the hosts' memory (/dev/shm), each host's on the next one too; 0: never.",
         unit="steps",
         min=0,
     )
@@ -45,8 +44,8 @@ class CheckpointConfig:
     )
     resume: str = setting(
         "auto",
-        "auto (newest in the run folder, if any), never, or a checkpoint directory. What an earlier run left in the "
-        "folder and is not resumed is moved to its previous/.",
+        "auto (newest in the run folder, if any), never, or a checkpoint directory. What is not resumed moves to "
+        "previous/.",
     )
     fallback: bool = setting(
         False, "When the newest checkpoint is damaged, resume from the newest one before it that is whole."
@@ -64,26 +63,25 @@ class RecordsConfig:
 
     interval: int = setting(
         0,
-        "Record every N-th step, from the first on, in records/ of the run folder: tokens, log-probs, values, "
-        "advantages, rewards; 0: never.",
+        "Record every N-th step in records/ of the run folder: tokens, log-probs, values, advantages, rewards; 0: "
+        "never.",
         unit="steps",
         min=0,
     )
     max_mib: int = setting(
         1024,
-        "Most that the records of a run take together: the oldest go first, and a step that is larger alone is not "
-        "recorded.",
+        "Limit of all records of a run: the oldest go first, and a larger step is not recorded.",
         unit="MiB",
         min=1,
     )
     entropy: bool = setting(
         False,
-        "Also record the entropy of the distribution that predicts each token, by one forward of the policy more; "
-        "where old log-probs are the sampler's recording makes that forward anyway, and has it.",
+        "Also record the entropy of each token's distribution, by one more forward of the policy unless recording "
+        "makes it anyway.",
     )
     weights: bool = setting(
         False,
-        "Also keep the weights that the step began with in each record, so that it needs no checkpoint to be replayed.",
+        "Also keep the weights before the step, so that a replay needs no checkpoint.",
     )
 
 

@@ -17,22 +17,21 @@ class ChatConfig:
 
     template: str = setting(
         "auto",
-        "Whether the tokenizer's chat template renders prompts. auto: only lists of messages; true: strings too, each "
-        "as a message of the user; false: strings stay as they are, and lists are errors.",
+        "Whether the chat template renders prompts. auto: only lists of messages; true: strings too, as user "
+        "messages; false: lists are errors.",
         choices=("auto", "true", "false"),
     )
     template_kwargs: dict[str, Any] = setting(
         {},
-        "Variables of the chat template, as {enable_thinking: false}, or tools: [...] for templates that take tools. "
-        "An argument sets one as data.chat.template_kwargs.enable_thinking=false.",
+        "Variables of the chat template, such as {enable_thinking: false}, or tools: [...].",
     )
     system_prompt: str = setting(
         "", "System message before every conversation that begins with none of its own; empty adds none."
     )
     date: str = setting(
         "",
-        "Date that chat templates such as Llama's and GPT-OSS's write into prompts, as 2026-01-31; empty takes the "
-        "start's, so that a checkpoint cannot be resumed on another day.",
+        "Date that templates such as Llama's write into prompts, as 2026-01-31; empty takes the start's, so a run "
+        "cannot resume on another day.",
     )
 
     def __post_init__(self) -> None:
@@ -91,8 +90,7 @@ class SglangServerConfig:
 
     count: int = setting(
         0,
-        "Servers to start on each host of the trainer, or on each group of hosts that one spans (nodes); 0 takes as "
-        "many as its devices hold, one on a CPU.",
+        "Servers to start on each host, or on each group of hosts that one spans; 0: as many as devices hold.",
         unit="servers",
         min=0,
     )
@@ -102,21 +100,21 @@ class SglangServerConfig:
     )
     host: str = setting(
         "127.0.0.1",
-        "Address that started servers bind to, or the network interface whose address each host takes; on several "
-        "hosts loopback stands for each host's address towards MASTER_ADDR.",
+        "Address or network interface that started servers bind to; on several hosts loopback stands for each "
+        "host's address towards MASTER_ADDR.",
     )
     max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
     mem_fraction: float = setting(
         0.0,
-        "Share of a device's memory for weights and KV cache; 0 lets SGLang choose for servers with devices of their "
-        "own, and takes what the trainer leaves for colocated ones.",
+        "Share of a device's memory for weights and KV cache; 0: SGLang's choice on separate devices, what the "
+        "trainer leaves on shared ones.",
         min=0.0,
         max=0.95,
     )
     args: dict[str, object] = setting(
         {},
-        "Further arguments of SGLang, by the names of its ServerArgs: {ep_size: 8, kv_cache_dtype: fp8_e5m2}. true "
-        "sets a flag. Arguments that a setting of mega_rl decides, or that no weight update can follow, are refused.",
+        "Further arguments of SGLang by their ServerArgs names: {ep_size: 8}; true sets a flag. Arguments that "
+        "mega_rl decides are refused.",
     )
 
 
@@ -126,8 +124,8 @@ class SglangSyncConfig:
 
     transport: str = setting(
         "auto",
-        "How weights travel: by memory that servers share with ranks on their host (CUDA IPC on the same GPUs), or by "
-        "process groups with the servers; auto takes the first that is possible.",
+        "How weights travel: shared memory on one host (CUDA IPC on the same GPUs), or process groups; auto takes "
+        "the first possible.",
         choices=("auto", "shared_memory", "distributed"),
     )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
@@ -156,8 +154,8 @@ class SglangConfig:
     )
     placement: str = setting(
         "auto",
-        "Whether servers share the trainer's devices and so take turns with it (colocated) or have devices of their "
-        "own (separate); auto is colocated for started servers without trainer.async_steps, else separate.",
+        "Servers share the trainer's devices in turns (colocated) or have other devices (separate); auto is "
+        "colocated for started servers without trainer.async_steps.",
         choices=("auto", "colocated", "separate"),
     )
     start_timeout_s: float = setting(600.0, "Deadline of a server's start.", unit="seconds", above=0.0)
@@ -201,8 +199,7 @@ class MismatchConfig:
     )
     max_limit: float = setting(
         0.0,
-        "Largest |trainer - rollout| log-prob of one token; 0 takes 1 where both are fp32, else none: bf16 has rare "
-        "large differences, and mixtures of experts route a token otherwise now and then.",
+        "Largest |trainer - rollout| log-prob of one token; 0 takes 1 if both are fp32, else none.",
         unit="nats",
         min=0.0,
     )
@@ -214,8 +211,8 @@ class DynamicSamplingConfig:
 
     max_generations: int = setting(
         0,
-        "Generations of a step at most; when they run out, prompts of equal rewards fill it. 0 trains on whatever one "
-        "generation gives.",
+        "Generations of a step at most; then prompts of equal rewards fill it. 0: one generation, and all its "
+        "prompts train.",
         unit="generations",
         min=0,
     )
@@ -228,14 +225,14 @@ class RolloutConfig:
 
     backend: str = setting(
         "hf",
-        "Rollout engine, which holds the actor's weights and samples: Hugging Face generate in the trainer's own "
-        "processes (hf), SGLang servers (sglang), or none, where a rollout.source of one's own needs no engine.",
+        "Rollout engine: Hugging Face generate in the trainer's processes (hf), SGLang servers (sglang), or none "
+        "if your rollout.source needs no engine.",
         choices=("hf", "sglang", "none"),
     )
     source: str = setting(
         "single_turn",
-        "How prompts become rollouts: one response of the engine to each (single_turn), or path/to/file.py:class, as "
-        "for several turns with tools, recorded rollouts, or an inference server of one's own.",
+        "How prompts become rollouts: one response each (single_turn), or path/to/file.py:class, such as for "
+        "several turns with tools.",
     )
     source_settings: dict[str, object] = setting({}, "Settings of a class that makes rollouts, by name.")
     n: int = setting(8, "Samples per prompt.", unit="samples", min=1)
@@ -294,9 +291,9 @@ class RewardPoolConfig:
 
     workers: int = setting(
         -1,
-        "Worker processes of each rank. 0 calls the function in the rank itself, one response after the other, without "
-        "deadlines; -1 does so for built-in functions but math_verify and for functions of a Python program, and else "
-        "takes all but one of the rank's share of the host's cores, at most 8.",
+        "Worker processes of each rank. 0 calls the function in the rank, without deadlines; -1 does so for "
+        "built-in functions except math_verify and for functions of a Python program, else it takes the rank's "
+        "cores minus one, at most 8.",
         unit="processes",
         min=-1,
     )
@@ -314,8 +311,8 @@ class RewardPoolConfig:
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(
         "score",
-        "Treatment of a response whose function raises, gives no usable number, takes longer than the deadline or "
-        "crashes its worker: score gives it reward.pool.failure_score, mask leaves it out as if it had not been drawn.",
+        "If a function raises, gives no usable number, takes too long or crashes: score gives "
+        "reward.pool.failure_score, mask leaves the response out.",
         choices=("score", "mask"),
     )
     failure_score: float = setting(0.0, "Reward of such a response; the lowest one is right.")
@@ -333,8 +330,7 @@ class OverlongConfig:
 
     filter: bool = setting(
         False,
-        "Leave responses that the length limit cut off out of every loss; their rewards still count in the statistics "
-        "that the other samples are compared with.",
+        "Leave responses that the length limit cut out of every loss; their rewards still count in group statistics.",
     )
     buffer_tokens: int = setting(
         0,
@@ -351,8 +347,8 @@ class RewardConfig:
 
     source: str = setting(
         "function",
-        "Who scores: a Python function, a sequence-classification checkpoint on the run's engine, an HTTP service, or "
-        "none, where a run learns from a teacher alone.",
+        "Who scores: a Python function, a sequence-classification checkpoint, an HTTP service, or none, for "
+        "learning from a teacher only.",
         choices=("function", "model", "http", "none"),
     )
     function: str = setting(
@@ -362,22 +358,22 @@ class RewardConfig:
     )
     functions: dict[str, str] = setting(
         {},
-        "Several functions in the place of reward.function, as {correct: math_verify, format: rewards.py:has_boxes}; "
-        "each gives the part of the reward that has its name.",
+        "Several functions instead of reward.function, as {correct: math_verify, format: rewards.py:has_boxes}: "
+        "named parts of the reward.",
     )
     sources: dict[str, list[str]] = setting(
         {},
-        "Names of reward.functions that score the rows of each data source, as {gsm8k: [correct, format], "
-        "chat: [polite]}; empty: all functions score every row.",
+        "Names of reward.functions that score each data source, as {gsm8k: [correct, format]}; empty: all score "
+        "every row.",
     )
     weights: dict[str, float] = setting(
         {},
-        "Weights of named parts of the reward, as {format: 0.2}; a part without one has 1, and one of 0 is only shown.",
+        "Weights of named parts of the reward, as {format: 0.2}; default 1; 0 only shows a part.",
     )
     skip_special_tokens: bool = setting(
         True,
-        "Leave the tokenizer's special tokens out of the text that is scored; false shows those that the model wrote, "
-        "such as tags of boxes, channels or tool calls. The stop token that ended the response is in neither.",
+        "Leave special tokens out of the scored text; false shows those that the model wrote, except the final "
+        "stop token.",
     )
     pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)

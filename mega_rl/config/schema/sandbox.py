@@ -26,7 +26,7 @@ class RewardSandboxConfig:
     kind: str = setting(
         "local",
         "Where programs run: under bubblewrap on the rank's host, or at a service that speaks SandboxFusion's "
-        "protocol. There is no way to run them unlocked.",
+        "protocol.",
         choices=("local", "remote"),
     )
     url: str = setting("", "Address of the service, as http://127.0.0.1:8080/run_code.")
@@ -45,8 +45,8 @@ class RewardSandboxConfig:
     tmp_mib: int = setting(16, "Size of a case's temporary files, and of its shared memory.", unit="MiB", min=1)
     interpreter: str = setting(
         "",
-        "Absolute path of the Python inside, whose folder is visible there, to read; empty takes the one that this "
-        "environment was made of, without the environment's packages.",
+        "Absolute path of the Python inside; its folder is readable there. Empty takes this environment's base "
+        "Python, without packages.",
     )
     parallel: int = setting(1, "Cases of a response at a time.", min=1, max=64)
     score: str = setting(

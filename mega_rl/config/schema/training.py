@@ -15,21 +15,19 @@ class ModelConfig:
 
     path: str = setting(
         "",
-        "Checkpoint of the actor: a directory in Hugging Face's format (config.json, safetensors, tokenizer), or a "
-        "model of the Hub as org/name or org/name@revision.",
+        "Checkpoint of the actor: a Hugging Face directory, or a model of the Hub as org/name or org/name@revision.",
     )
     ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
     critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
     dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
     fp32_head: bool = setting(
         False,
-        "Compute the output layer's logits in FP32, in training and in passes for log-probs: bf16 logits are rounded "
-        "to 8 bits, by up to 1/16 at 16 and above. They take twice the memory.",
+        "Compute logits in FP32, at twice their memory: bf16 rounds them to 8 bits, by up to 1/16 at 16 and above.",
     )
     attn_implementation: str = setting(
         "auto",
-        "Attention kernel of every role that names no other: plain matrix products (eager), torch's fused attention "
-        "(sdpa), FlashAttention, or the best that is there (auto).",
+        "Attention kernel of every role that names no other: plain matrix products (eager), torch's fused one "
+        "(sdpa), FlashAttention, or the best available.",
         choices=ATTENTION,
     )
     critic_attn_implementation: str = setting(
@@ -52,8 +50,8 @@ class ModelConfig:
     )
     frozen: list[str] = setting(
         [],
-        "Weights that do not train: shell patterns of the engine's parameter names, Megatron-Core's as embedding.* or "
-        "decoder.layers.0.*, Hugging Face's as model.embed_tokens.*; layers are numbered over the whole model.",
+        "Weights that do not train: shell patterns of parameter names, such as embedding.* or decoder.layers.0.* "
+        "(Megatron), model.embed_tokens.* (FSDP).",
     )
 
 
@@ -83,8 +81,7 @@ class OptimConfig:
     )
     max_skipped_steps: int = setting(
         3,
-        "Steps in a row that a model may skip because its gradient norm is not finite; one more ends the run. 0 ends "
-        "it at the first.",
+        "Steps in a row that a model may skip because its gradient norm is not finite; one more ends the run.",
         unit="optimizer steps",
         min=0,
     )
@@ -97,7 +94,7 @@ class KlConfig:
     placement: str = setting("none", "Where the KL to the reference policy enters.", choices=("none", "reward", "loss"))
     estimator: str = setting(
         "auto",
-        "KL estimator; auto takes k1 in the reward, k3 in the loss. In the loss k2 and k3 have one gradient.",
+        "KL estimator; auto takes k1 in the reward, k3 in the loss.",
         choices=("auto", "k1", "k2", "k3"),
     )
     coef: float = setting(0.001, "KL coefficient (the initial one if adaptive).", min=0.0)
@@ -132,14 +129,14 @@ class AlgorithmConfig:
     loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
     correction: str = setting(
         "auto",
-        "Weights of token losses for what sampled the tokens, other weights or another engine: a built-in one, as tis "
-        "(truncated importance sampling), none, path/to/file.py:class, or auto: tis for SGLang's samples in bf16 or of "
-        "older weights, icepop for those of a mixture of experts, else none.",
+        "Weights of token losses if other weights or another engine sampled: a built-in name, "
+        "path/to/file.py:class, or auto: tis for SGLang in bf16 or with older weights, icepop for mixtures of "
+        "experts, else none.",
     )
     correction_settings: dict[str, object] = setting({}, "Settings of the correction by name, as cap.")
     entropy_coef: float = setting(
         0.0,
-        "Weight of the entropy bonus; at 0 no entropy is computed, and its metric is the sampled tokens' mean -log p.",
+        "Weight of the entropy bonus; 0 computes no entropy.",
         min=0.0,
     )
     loss_aggregation: str = setting(
@@ -149,9 +146,8 @@ class AlgorithmConfig:
     )
     old_logprobs: str = setting(
         "auto",
-        "Log-probs before the update: from a forward of their own (recompute); where a step makes one optimizer step "
-        "and they enter nothing before it, from that step's forward (auto); or the sampler's own (rollout), so that "
-        "ratios are to what sampled, whatever its age and engine, and no forward is needed.",
+        "Log-probs before the update: from a separate forward (recompute), from the update's own forward if a step "
+        "makes one optimizer step (auto), or the sampler's (rollout).",
         choices=("auto", "recompute", "rollout"),
     )
     value_clip: float = setting(
@@ -171,8 +167,8 @@ class MicrobatchConfig:
     size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
     skip_zero_advantages: bool = setting(
         False,
-        "Leave responses whose advantages are all 0, as of a group of equal rewards, out of the policy's updates: the "
-        "gradient is the same, metrics of the update are of the others.",
+        "Leave responses whose advantages are all 0 out of the policy's updates: equal gradient, metrics of the "
+        "others only.",
     )
 
 
@@ -198,8 +194,7 @@ class TrainerConfig:
     steps: int = setting(100, "Trainer steps.", unit="steps", min=1)
     epochs: float = setting(
         0.0,
-        "Length of the run in passes over the training prompts, in place of trainer.steps, which the run computes from "
-        "it, rounded up; 0: by trainer.steps.",
+        "Length of the run in passes over the training prompts, instead of trainer.steps; 0: by trainer.steps.",
         unit="epochs",
         min=0.0,
     )

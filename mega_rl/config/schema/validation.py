@@ -25,20 +25,18 @@ class ValidationConfig:
         unit="samples",
         min=1,
     )
-    k: list[int] = setting(
-        [], "Numbers of samples that pass@k and maj@k are of; empty takes 1 and n where n is above 1, else none."
-    )
+    k: list[int] = setting([], "Values of k for pass@k and maj@k; empty takes 1 and n if n is above 1.")
     sets: dict[str, object] = setting(
         {},
-        "Further sets of held-out prompts by name, each one of data.val_files or a list of such: {gsm8k: a.jsonl, "
-        "math: [b.jsonl, c.jsonl]}. Their metrics are val/gsm8k/... and val/math/...",
+        "Further held-out sets by name: {gsm8k: a.jsonl, math: [b.jsonl, c.jsonl]}. Their metrics are "
+        "val/gsm8k/... and val/math/...",
     )
     right_above: float = setting(0.5, "A sample with a reward, or a part of it, above this is right.")
     right_part: str = setting("", "Named part of the reward that says whether a sample is right; empty: the reward.")
     answer_of: str = setting(
         "",
-        "Function path/to/file.py:name of a response that returns the answer it votes for in maj@k, or None; empty "
-        "takes what stands in the last \\boxed{} or after the last ####, else the whole response.",
+        "Function path/to/file.py:name that returns a response's answer for maj@k, or None; empty takes the last "
+        "\\boxed{}, else the text after ####, else the response.",
     )
 
     @property
