@@ -76,12 +76,12 @@ def launchers() -> str:
 
 
 def peer_names() -> str:
-    """Return a table for each peer."""
-    tables = []
+    """Return a list for each peer: its name, then ours."""
+    lists = []
     for peer, names in NAMES.items():
-        rows = [f"| {name} | {_setting(setting)} |" for name, setting in sorted(names.items())]
-        tables.append("\n".join([f"\n## {peer}\n", f"| {peer} | here |", "|---|---|", *rows]))
-    return "\n".join(tables) + "\n"
+        lines = [f"- {name}: {_setting(setting)}" for name, setting in sorted(names.items())]
+        lists.append("\n".join([f"\n## {peer}\n", *lines]))
+    return "\n".join(lists) + "\n"
 
 
 def _setting(text: str) -> str:
