@@ -17,8 +17,6 @@ from mega_rl.config.recipe import parse_value
 from mega_rl.config.schema import Config
 from mega_rl.config.values import describe_range
 
-_HEAD = ("| key | default and range | meaning |", "|---|---|---|")
-
 
 def resolved_yaml(config: Config) -> str:
     """Return the whole config as YAML that `load` reads back to an equal Config; Hub names stand with their commits."""
@@ -35,13 +33,13 @@ def config_markdown() -> str:
     lines = [Path(__file__).with_name("page.md").read_text(encoding="utf-8")]
     for section, area in SECTIONS.items():
         summary = (area.__doc__ or "").strip().partition("\n")[0]
-        lines += [f"## {section}", "", summary, "", *_HEAD]
+        lines += [f"## {section}", "", summary, ""]
         lines += [_row(key, flat(Config())[key], FIELDS[key]) for key in keys_in(section)] + [""]
     for choice in ALGORITHM_CHOICES:
-        lines += [f"## Choices of {choice.key}", "", *_HEAD]
+        lines += [f"## Choices of {choice.key}", ""]
         for name, area in choice.builtin.items():
-            lines.append(f"| **{name}** | | {(area.__doc__ or '').strip().partition(chr(10))[0]} |")
-            lines += [_row(field.name, field.default, field) for field in dataclasses.fields(area)]
+            lines.append(f"- **{name}**: {(area.__doc__ or '').strip().partition(chr(10))[0]}")
+            lines += ["  " + _row(field.name, field.default, field) for field in dataclasses.fields(area)]
         lines.append("")
     return "\n".join(lines)
 
@@ -70,9 +68,9 @@ def _scalar(value: object) -> str:
 
 
 def _row(name: str, default: object, field: dataclasses.Field[Any]) -> str:
-    """Return the reference of one setting: name, default and range, meaning."""
-    value = ": ".join(filter(None, (f"`{_scalar(default)}`", _legal(field))))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", value, field.metadata["doc"])) + " |"
+    """Return the reference of one setting: name, default, range, meaning."""
+    value = "; ".join(filter(None, (f"`{_scalar(default)}`", _legal(field))))
+    return f"- `{name}` ({value}): {field.metadata['doc']}"
 
 
 def _legal(field: dataclasses.Field[Any]) -> str:
