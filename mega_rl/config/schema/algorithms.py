@@ -161,7 +161,7 @@ class DistillationSettings(AdvantageSettings):
         0.0, "Discount per token of later tokens' log ratios; 0: every token answers for itself.", min=0.0, max=1.0
     )
     reward_weight: float = setting(
-        0.0, "Weight of the reward, less the mean of the prompt's other samples, that is added; 0: no reward.", min=0.0
+        0.0, "Weight of the reward that is added, less the mean of the prompt's other samples.", min=0.0
     )
 
 
@@ -220,7 +220,7 @@ class GMPOSettings(_MultipleOfAdvantage):
 
 @dataclass(frozen=True, kw_only=True)
 class _Drifting(_MultipleOfAdvantage):
-    drift_coef: float = setting(0.0, "Weight of (log p - log q)^2 / 2 in the loss, q of what sampled.", min=0.0)
+    drift_coef: float = setting(0.0, "Weight of (log p - log q)^2 / 2 in the loss, q the sampler's.", min=0.0)
 
 
 @dataclass(frozen=True)

@@ -78,31 +78,25 @@ class SuccessConfig:
         "Prompts that are drawn more often: learnable, by p(1 - p) of the success rate p, or unsolved, by 1 - p.",
         choices=("none", "learnable", "unsolved"),
     )
-    explore: float = setting(
-        0.25, "Share of the draws that go through epochs of all prompts, so that each is measured.", above=0.0, max=0.9
-    )
+    explore: float = setting(0.25, "Share of the draws that go through epochs of all prompts.", above=0.0, max=0.9)
     memory: float = setting(
-        0.5, "Weight of a prompt's earlier samples beside those of its next visit; 0: the last visit alone.",
+        0.5, "Weight of a prompt's earlier samples at its next visit.",
         min=0.0, max=1.0,
     )  # fmt: skip
-    right_above: float = setting(0.5, "A sample with a reward, or a part of it, above this is right.")
-    right_part: str = setting("", "Named part of the reward that says whether a sample is right; empty: the reward.")
+    right_above: float = setting(0.5, "A sample with a reward above this is right.")
+    right_part: str = setting("", "Named part of the reward that decides this; empty: the reward.")
 
 
 @dataclass(frozen=True)
 class CurriculumConfig:
     """Easy prompts first: a run draws from more and more of its prompts, by a column that says how hard each is."""
 
-    key: str = setting(
-        "", "Column with a number, as a success rate that was measured before; empty: all prompts from the start on."
-    )
+    key: str = setting("", "Column with a number, such as a measured success rate; empty: no curriculum.")
     easy: str = setting("low", "The end of the column with the easy prompts.", choices=("low", "high"))
     start: float = setting(
         0.25, "Share of each source's prompts, the easiest, that the first step draws from.", above=0.0
     )
-    steps: int = setting(
-        100, "Steps after which a run draws from all; until then the share grows evenly.", unit="steps", min=1
-    )
+    steps: int = setting(100, "Steps until a run draws from all prompts.", unit="steps", min=1)
     success: SuccessConfig = dataclasses.field(default_factory=SuccessConfig)
 
 

@@ -24,8 +24,8 @@ class DdpConfig:
     )
     bucket_size: int = setting(
         0,
-        "Parameters of a bucket when reduction overlaps with the backward; 0: the larger of 40 million and 1 "
-        "million per data-parallel rank.",
+        "Parameters of a bucket with overlapped reduction; 0: the larger of 40 million and 1 million per "
+        "data-parallel rank.",
         unit="parameters",
         min=0,
     )
@@ -35,9 +35,7 @@ class DdpConfig:
     reduce_scatter_fp32_accumulation: bool = setting(
         False, "Send bf16 gradients and add them in FP32; needs grad_reduce_in_fp32=false."
     )
-    average_in_collective: bool = setting(
-        False, "Let the collective average instead of adding; the result is the same up to rounding."
-    )
+    average_in_collective: bool = setting(False, "Let the collective average instead of adding; equal up to rounding.")
     optimizer_instances: int = setting(
         1, "Copies of the sharded optimizer state over data parallel (hybrid sharding).", unit="copies", min=1
     )
@@ -53,28 +51,22 @@ class MoeConfig:
         choices=("alltoall", "allgather", "deepep"),
     )
     grouped_experts: bool = setting(
-        True, "A rank's experts in one grouped matrix product where the layers have one; false: one after the other."
+        True, "Compute a rank's experts in one grouped matrix product, if the layers have one."
     )
     permute_fusion: bool = setting(
         True,
         "Rearrange tokens for experts in Transformer Engine's fused kernels unless trainer.deterministic; false: "
         "by torch's operators.",
     )
-    router_fusion: bool = setting(
-        False, "Choose experts and weigh them in one kernel of Transformer Engine, whose layers it needs."
-    )
-    shared_expert_overlap: bool = setting(
-        False, "Compute shared experts on a stream of their own while tokens travel; for models that have such."
-    )
+    router_fusion: bool = setting(False, "Choose and weigh experts in one kernel of Transformer Engine.")
+    shared_expert_overlap: bool = setting(False, "Compute shared experts on another stream while tokens travel.")
     aux_loss_coef: float = setting(
         0.0, "Weight of the load-balancing loss; 0 leaves it out, as reinforcement learning does.", min=0.0
     )
     expert_bias_update_rate: float = setting(
-        0.0, "Step of the router's expert bias against the load after each update; 0 freezes it.", min=0.0
+        0.0, "Step of the router's bias against the load per update; 0 freezes it.", min=0.0
     )
-    routing_replay: bool = setting(
-        False, "Routes every token in the updates as the pass that computed its old log-prob did."
-    )
+    routing_replay: bool = setting(False, "Route tokens in updates as the pass for their old log-probs did.")
 
 
 @dataclass(frozen=True)
@@ -133,7 +125,7 @@ class MegatronConfig:
     etp: int = setting(0, "Tensor-parallel size of each expert; 0 takes tp.", unit="ranks", min=0)
     transformer_impl: str = setting(
         "auto",
-        "Layer implementation: Transformer Engine where it is installed (auto), or one of the two by name.",
+        "Layer implementation; auto takes Transformer Engine if it is installed.",
         choices=("auto", "transformer_engine", "local"),
     )
     ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
@@ -166,10 +158,10 @@ class FsdpConfig:
     """PyTorch FSDP2: who holds what, and when it travels."""
 
     shard_ranks: int = setting(
-        0, "Ranks that hold one copy of weights and optimizer state between them; 0: all.", unit="ranks", min=0
+        0, "Ranks that share one copy of weights and optimizer state; 0: all.", unit="ranks", min=0
     )
     reshard_after_forward: bool = setting(
-        True, "Free a layer's weights after its forward and gather them again in the backward; false keeps them."
+        True, "Free a layer's weights after its forward and gather them again in the backward."
     )
     reduce_every_microbatch: bool = setting(
         True,
@@ -194,8 +186,8 @@ class EngineConfig:
     )
     resident_roles: str = setting(
         "auto",
-        "Models on the device while the trainer works: of all roles, or only of the role at work (one; others wait "
-        "in pinned host memory). auto takes one if servers share the devices.",
+        "Models on the device while the trainer works: of all roles, or only of the role at work (one). auto takes "
+        "one if servers share the devices.",
         choices=("auto", "all", "one"),
     )
     megatron: MegatronConfig = dataclasses.field(default_factory=MegatronConfig)

@@ -25,31 +25,27 @@ class CheckpointConfig:
     """Checkpoints: saving, retention, resuming."""
 
     save_interval: int = setting(
-        0, "Save every N steps; 0 saves only when the run is told to stop and for save_final.", unit="steps", min=0
+        0, "Save every N steps; 0: only when the run is stopped and for save_final.", unit="steps", min=0
     )
     save_final: bool = setting(True, "Save after the last step.")
-    async_save: bool = setting(
-        False, "Copy the state to the host's memory and write it in the background, while training goes on."
-    )
+    async_save: bool = setting(False, "Copy the state to the host's memory and write it in the background.")
     on_error: str = setting(
         "continue",
-        "After a save that failed (full disk, I/O error): continue training without it, or stop the run.",
+        "After a failed save (full disk, I/O error): continue training, or stop the run.",
         choices=("continue", "stop"),
     )
     timeout_s: float = setting(1800.0, "Longest that a save may take.", unit="seconds", min=1.0)
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
     keep_interval: int = setting(0, "Keep every checkpoint whose step is a multiple of this; 0: none.", min=0)
     keep_best: str = setting(
-        "", "Also keep the checkpoint with the largest value of this metric, as val/reward_mean or val/gsm8k/pass_at_4."
+        "", "Also keep the checkpoint with the largest value of this metric, such as val/reward_mean."
     )
     resume: str = setting(
         "auto",
         "auto (newest in the run folder, if any), never, or a checkpoint directory. What is not resumed moves to "
         "previous/.",
     )
-    fallback: bool = setting(
-        False, "When the newest checkpoint is damaged, resume from the newest one before it that is whole."
-    )
+    fallback: bool = setting(False, "If the newest checkpoint is damaged, resume from the newest whole one before it.")
     hf_interval: int = setting(
         0, "Write the actor as a Hugging Face checkpoint every N steps; 0: never.", unit="steps", min=0
     )
@@ -95,16 +91,16 @@ class MetricsConfig:
     )
     project: str = setting("mega_rl", "Project (MLflow: experiment) of the run in trackers.")
     run_name: str = setting("", "Name of the run in trackers; empty takes that of its folder.")
-    progress_bar: bool = setting(True, "Show a live line on a terminal: step, what is being done, time left.")
+    progress_bar: bool = setting(True, "Show a live line on a terminal: step, phase, time left.")
     rollout_samples: int = setting(
         16,
-        "Rollouts dumped as JSONL: all samples of as many of the first rank's prompts as they fill, at least one.",
+        "Rollouts dumped as JSONL: all samples of the first rank's first prompts, at least one prompt.",
         unit="samples",
         min=0,
     )
     rollout_interval: int = setting(
         10,
-        "Dump rollouts of the first, the last and every N-th step, and answers at every validation; 0: none.",
+        "Dump rollouts of the first, the last and every N-th step, and validations; 0: none.",
         unit="steps",
         min=0,
     )

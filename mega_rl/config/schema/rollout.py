@@ -25,13 +25,11 @@ class ChatConfig:
         {},
         "Variables of the chat template, such as {enable_thinking: false}, or tools: [...].",
     )
-    system_prompt: str = setting(
-        "", "System message before every conversation that begins with none of its own; empty adds none."
-    )
+    system_prompt: str = setting("", "System message of conversations that begin with none; empty adds none.")
     date: str = setting(
         "",
-        "Date that templates such as Llama's write into prompts, as 2026-01-31; empty takes the start's, so a run "
-        "cannot resume on another day.",
+        "Date that templates such as Llama's write, as 2026-01-31; empty: today's, so a run cannot resume on "
+        "another day.",
     )
 
     def __post_init__(self) -> None:
@@ -45,7 +43,7 @@ class DataConfig:
 
     source: str = setting(
         "files",
-        "Where training prompts come from: the files of train_files, or path/to/file.py:class that yields rows.",
+        "Source of training prompts: train_files, or path/to/file.py:class that yields rows.",
     )
     source_settings: dict[str, object] = setting({}, "Settings of a class that yields rows, by name.")
     train_files: list[str] = setting(
@@ -95,19 +93,16 @@ class SglangServerConfig:
         min=0,
     )
     tp: int = setting(1, "Tensor-parallel ranks of each server that is started.", unit="ranks", min=1)
-    nodes: int = setting(
-        1, "Hosts that each server spans, with an equal share of its ranks on each.", unit="hosts", min=1
-    )
+    nodes: int = setting(1, "Hosts that each server spans, with equally many ranks on each.", unit="hosts", min=1)
     host: str = setting(
         "127.0.0.1",
-        "Address or network interface that started servers bind to; on several hosts loopback stands for each "
-        "host's address towards MASTER_ADDR.",
+        "Address or network interface that servers bind to; loopback on several hosts: each host's address towards "
+        "MASTER_ADDR.",
     )
     max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
     mem_fraction: float = setting(
         0.0,
-        "Share of a device's memory for weights and KV cache; 0: SGLang's choice on separate devices, what the "
-        "trainer leaves on shared ones.",
+        "Share of a device's memory for weights and KV cache; 0: SGLang's choice, or what the trainer leaves.",
         min=0.0,
         max=0.95,
     )
@@ -124,21 +119,20 @@ class SglangSyncConfig:
 
     transport: str = setting(
         "auto",
-        "How weights travel: shared memory on one host (CUDA IPC on the same GPUs), or process groups; auto takes "
-        "the first possible.",
+        "Shared memory on one host (CUDA IPC on the same GPUs), or process groups; auto takes the first possible.",
         choices=("auto", "shared_memory", "distributed"),
     )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
     probe_mean_limit: float = setting(
         0.0,
-        "Largest mean of |trainer - server| log-prob over a probe's tokens; 0 takes 1e-4 in fp32 and 0.15 in bf16.",
+        "Largest mean |trainer - server| log-prob over a probe's tokens; 0: 1e-4 in fp32, 0.15 in bf16.",
         unit="nats",
         min=0.0,
     )
     probe_max_limit: float = setting(
         0.0,
-        "Largest |trainer - server| log-prob of one of a probe's tokens; 0 takes 1e-4 in fp32 and 1 in bf16.",
+        "Largest |trainer - server| log-prob of a probe's token; 0: 1e-4 in fp32, 1 in bf16.",
         unit="nats",
         min=0.0,
     )
@@ -165,19 +159,18 @@ class SglangConfig:
     restarts: int = setting(3, "Times within one step that lost servers are brought back.", unit="times", min=0)
     failed_samples: str = setting(
         "fatal",
-        "What a sample without an answer does: end the run, or stay out of the loss.",
+        "A sample without an answer ends the run, or stays out of the loss.",
         choices=("fatal", "mask"),
     )
     max_failed_share: float = setting(
         0.1, "Share of a step's samples that may be masked before the run ends.", min=0.0, max=1.0
     )
     partial_rollout: bool = setting(
-        False, "Let a weight update interrupt responses, which go on under the new weights; tokens carry their version."
+        False, "Let a weight update interrupt responses, which continue under the new weights."
     )
     return_routing: bool = setting(
         False,
-        "Servers report the experts that they gave each token, and the trainer's passes route it the same way; needs "
-        "engine.megatron.moe.routing_replay.",
+        "Route tokens in the trainer's passes as the servers did; needs engine.megatron.moe.routing_replay.",
     )
     server: SglangServerConfig = dataclasses.field(default_factory=SglangServerConfig)
     sync: SglangSyncConfig = dataclasses.field(default_factory=SglangSyncConfig)
@@ -189,13 +182,12 @@ class MismatchConfig:
 
     mean_limit: float = setting(
         0.0,
-        "Largest mean of |trainer - rollout| log-prob over a step's tokens; 0 takes 1e-3 where "
-        "both are fp32, else 0.15.",
+        "Largest mean |trainer - rollout| log-prob over a step's tokens; 0: 1e-3 if both are fp32, else 0.15.",
         unit="nats",
         min=0.0,
     )
     share_limit: float = setting(
-        0.01, "Largest share of a step's tokens with |trainer - rollout| of 1 nat or more.", min=0.0, max=1.0
+        0.01, "Largest share of a step's tokens that differ by 1 nat or more.", min=0.0, max=1.0
     )
     max_limit: float = setting(
         0.0,
@@ -238,7 +230,7 @@ class RolloutConfig:
     n: int = setting(8, "Samples per prompt.", unit="samples", min=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
     top_p: float = setting(
-        1.0, "Nucleus mass; training does not see what is cut off, so below 1 a run warns.", above=0.0, max=1.0
+        1.0, "Nucleus mass; a run warns below 1, since training does not see the cut.", above=0.0, max=1.0
     )
     top_k: int = setting(0, "Keep the k most likely tokens, with the same warning; 0 keeps all.", unit="tokens", min=0)
     max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
@@ -298,12 +290,10 @@ class RewardPoolConfig:
         min=-1,
     )
     timeout_s: float = setting(30.0, "Deadline of one response, or of one call for several.", unit="seconds", above=0.0)
-    concurrency: int = setting(
-        64, "Calls of an asynchronous function at a time in each worker, or in the rank without workers.", min=1
-    )
+    concurrency: int = setting(64, "Calls of an asynchronous function at a time in each worker.", min=1)
     batch_size: int = setting(
         64,
-        "Responses of one call, at most, of a function that takes several at a time; idle workers share what waits.",
+        "Responses of one call, at most, of a function that takes several.",
         unit="responses",
         min=1,
         max=4096,
@@ -318,7 +308,7 @@ class RewardPoolConfig:
     failure_score: float = setting(0.0, "Reward of such a response; the lowest one is right.")
     max_failed_share: float = setting(
         0.1,
-        "Share of a step's responses that may fail so before the run ends; 0 ends it at the first.",
+        "Share of a step's responses that may fail before the run ends.",
         min=0.0,
         max=1.0,
     )
@@ -334,7 +324,7 @@ class OverlongConfig:
     )
     buffer_tokens: int = setting(
         0,
-        "Last tokens before the limit over which the reward falls by up to reward.overlong.penalty; 0 punishes none.",
+        "Last tokens over which the reward falls by up to reward.overlong.penalty; 0 punishes none.",
         unit="tokens",
         min=0,
     )
@@ -347,8 +337,8 @@ class RewardConfig:
 
     source: str = setting(
         "function",
-        "Who scores: a Python function, a sequence-classification checkpoint, an HTTP service, or none, for "
-        "learning from a teacher only.",
+        "Who scores: a Python function, a sequence-classification checkpoint, an HTTP service, or none (only a "
+        "teacher).",
         choices=("function", "model", "http", "none"),
     )
     function: str = setting(

@@ -33,13 +33,13 @@ class RewardSandboxConfig:
     key_file: str = setting("", "File with the service's bearer token, mode 0600; empty sends none.")
     timeout_s: float = setting(6.0, "Wall clock of one case, with the start of its sandbox.", unit="seconds", above=0.0)
     total_s: float = setting(
-        20.0, "Wall clock of all cases of a response; those not begun by then have failed.", unit="seconds", above=0.0
+        20.0, "Wall clock of all cases of a response; cases not begun by then fail.", unit="seconds", above=0.0
     )
     memory_mib: int = setting(
-        512, "Address space of each process of a case, and resident memory of all together.", unit="MiB", min=64
+        512, "Address space of each process of a case, and resident memory of all.", unit="MiB", min=64
     )
     processes: int = setting(
-        16, "Processes and threads of a case at a time; the tests of calls and asserts take three.", min=4, max=1024
+        16, "Processes and threads of a case at a time; calls and asserts take three.", min=4, max=1024
     )
     output_kib: int = setting(256, "Longest output of a case, and longest error output.", unit="KiB", min=1)
     tmp_mib: int = setting(16, "Size of a case's temporary files, and of its shared memory.", unit="MiB", min=1)
@@ -51,6 +51,6 @@ class RewardSandboxConfig:
     parallel: int = setting(1, "Cases of a response at a time.", min=1, max=64)
     score: str = setting(
         "share",
-        "Score of a response: the share of its row's cases that pass, or 1 if all pass, else 0.",
+        "Score of a response: the share of cases that pass, or 1 if all pass.",
         choices=("share", "all"),
     )

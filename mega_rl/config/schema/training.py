@@ -26,8 +26,8 @@ class ModelConfig:
     )
     attn_implementation: str = setting(
         "auto",
-        "Attention kernel of every role that names no other: plain matrix products (eager), torch's fused one "
-        "(sdpa), FlashAttention, or the best available.",
+        "Attention kernel: plain matrix products (eager), torch's fused one (sdpa), FlashAttention, or the best "
+        "available.",
         choices=ATTENTION,
     )
     critic_attn_implementation: str = setting(
@@ -46,7 +46,7 @@ class ModelConfig:
         "What selective recompute runs again: core_attn, layernorm, mlp, moe, moe_act, mla_up_proj, shared_experts.",
     )
     recompute_layers: int = setting(
-        0, "Layers of each chunk that full recompute runs again, from the first on; 0 is all.", unit="layers", min=0
+        0, "Layers of each chunk that full recompute runs again, from the first; 0: all.", unit="layers", min=0
     )
     frozen: list[str] = setting(
         [],
@@ -75,7 +75,7 @@ class OptimConfig:
     )
     min_lr_ratio: float = setting(
         0.1,
-        "Learning rate of the last step as a fraction of the peak; at 0 the last step changes nothing.",
+        "Learning rate of the last step as a fraction of the peak.",
         min=0.0,
         max=1.0,
     )
@@ -102,11 +102,11 @@ class KlConfig:
     target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
     horizon: int = setting(10_000, "Horizon of the adaptive controller.", unit="sequences", min=1)
     reference_interval: int = setting(
-        0, "The reference takes in the policy's weights every N steps; 0: it stays as it is.", unit="steps", min=0
+        0, "The reference takes the policy's weights every N steps; 0: never.", unit="steps", min=0
     )
     reference_rate: float = setting(
         1.0,
-        "Share of the policy in the reference's new weights; 1 is a copy, less a moving average.",
+        "Share of the policy in the reference's new weights; below 1 a moving average.",
         above=0.0,
         max=1.0,
     )
@@ -141,7 +141,7 @@ class AlgorithmConfig:
     )
     loss_aggregation: str = setting(
         "token-mean",
-        "How token losses of the policy become one number; the critic's is always their mean.",
+        "How the policy's token losses become one number.",
         choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"),
     )
     old_logprobs: str = setting(
@@ -151,7 +151,7 @@ class AlgorithmConfig:
         choices=("auto", "recompute", "rollout"),
     )
     value_clip: float = setting(
-        0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0
+        0.5, "Largest distance of clipped value predictions from the old ones; 0 turns it off.", min=0.0
     )
     epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
     critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
@@ -176,13 +176,11 @@ class MicrobatchConfig:
 class ProfileConfig:
     """Traces of chosen steps, and the rate that computation is measured by."""
 
-    steps: list[int] = setting(
-        [], "Steps, from 1 on, that torch's profiler traces from beginning to end, into profile/ of the run folder."
-    )
+    steps: list[int] = setting([], "Steps, from 1, that torch's profiler traces into profile/ of the run folder.")
     ranks: list[int] = setting([0], "Ranks that write traces.")
     memory: bool = setting(False, "On GPUs, also write the allocator's history of each traced step.")
     peak_tflops: float = setting(
-        0.0, "Rate that perf/mfu is a share of; 0 takes the device's in bf16, by its name.", unit="TFLOP/s", min=0.0
+        0.0, "Rate that perf/mfu is a share of; 0: the device's in bf16.", unit="TFLOP/s", min=0.0
     )
 
 

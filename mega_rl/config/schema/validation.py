@@ -20,8 +20,7 @@ class ValidationConfig:
     )
     chunk: int = setting(
         8192,
-        "Samples that are drawn and scored together, whole prompts: it bounds memory and requests in flight, and "
-        "changes no number.",
+        "Samples that are drawn and scored together; bounds memory and changes no number.",
         unit="samples",
         min=1,
     )
@@ -31,8 +30,8 @@ class ValidationConfig:
         "Further held-out sets by name: {gsm8k: a.jsonl, math: [b.jsonl, c.jsonl]}. Their metrics are "
         "val/gsm8k/... and val/math/...",
     )
-    right_above: float = setting(0.5, "A sample with a reward, or a part of it, above this is right.")
-    right_part: str = setting("", "Named part of the reward that says whether a sample is right; empty: the reward.")
+    right_above: float = setting(0.5, "A sample with a reward above this is right.")
+    right_part: str = setting("", "Named part of the reward that decides this; empty: the reward.")
     answer_of: str = setting(
         "",
         "Function path/to/file.py:name that returns a response's answer for maj@k, or None; empty takes the last "
