@@ -21,10 +21,10 @@ BLOCK = re.compile(r"(<!-- code: (\w+) -->)(.*?)(<!-- end of code -->)", flags=r
 
 def table() -> str:
     """Return a row for each family."""
-    lines = ["| `model_type` | model | differs from Llama by | trains |", "|---|---|---|---|"]
+    lines = ["| `model_type` | model | differs from Llama by |", "|---|---|---|"]
     for family in FAMILIES.values():
-        trains = f"no: {family.not_trained}" if family.not_trained else "yes"
-        lines.append(f"| `{family.model_type}` | {family.title} | {family.differs} | {trains} |")
+        remark = f". Does not train: {family.not_trained}" if family.not_trained else ""
+        lines.append(f"| `{family.model_type}` | {family.title} | {family.differs}{remark} |")
     return "\n" + "\n".join(lines) + "\n"
 
 

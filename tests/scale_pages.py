@@ -162,10 +162,9 @@ def _head(run: ScaleRun, setup: RunSetup, verdict: FitVerdict) -> Iterator[str]:
 def _time(time: StepTime) -> Iterator[str]:
     together = ", with training and generation side by side" if time.ahead else ""
     yield f"Expected step: {seconds(time.total)}{together}; training at {time.mfu:.0%} of the peak. Longest parts:"
-    yield ""
     parts = [(spent, phase.name, part) for phase in time.phases for part, spent in phase.parts.items()]
     longest = sorted(parts, reverse=True)[:NUM_PARTS]
-    yield from _rows(["phase", "part", "time"], [[phase, part, seconds(spent)] for spent, phase, part in longest])
+    yield "; ".join(f"{phase}, {part} {seconds(spent)}" for spent, phase, part in longest) + "."
 
 
 def _rows(head: list[str], rows: list[list[str]]) -> Iterator[str]:
