@@ -58,7 +58,7 @@ class GAESettings(AdvantageSettings):
         max=1.0,
     )
     policy_lambda: float = setting(
-        0.0, "Decay of its own for the policy's advantages, below the critic's; 0: gae_lambda.", min=0.0, max=1.0
+        0.0, "Decay for the policy's advantages, below the critic's; 0: gae_lambda.", min=0.0, max=1.0
     )
     length_alpha: float = setting(
         0.0,
@@ -235,9 +235,7 @@ class SAPOSettings(_MultipleOfAdvantage):
     """A smooth gate in the place of the clip."""
 
     tau_positive: float = setting(1.0, "Steepness of the gate for positive advantages.", above=0.0)
-    tau_negative: float = setting(
-        1.05, "Steepness for negative advantages; larger, since their gradients spread over many tokens.", above=0.0
-    )
+    tau_negative: float = setting(1.05, "Steepness of the gate for negative advantages.", above=0.0)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """Training prompts from several sources, each with files, weight, columns and prompts of its own."""
+    """Training prompts from several sources."""
 
     sources: dict[str, Any] = setting(
         {},
@@ -55,7 +55,7 @@ class MixtureConfig:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Training prompts that are read while the run goes on, for data that do not fit into memory or on the disk."""
+    """Training prompts that are read during the run, if they do not fit into memory."""
 
     rows: int = setting(
         0,
@@ -64,14 +64,12 @@ class StreamConfig:
         unit="rows",
         min=0,
     )
-    timeout_s: float = setting(
-        300.0, "The run ends when the next rows have not come within this time.", unit="seconds", above=0.0
-    )
+    timeout_s: float = setting(300.0, "The run ends when no rows come for this long.", unit="seconds", above=0.0)
 
 
 @dataclass(frozen=True)
 class SuccessConfig:
-    """Prompts preferred by the success rate that the run measures in their own samples."""
+    """Prompts preferred by their measured success rate."""
 
     prefer: str = setting(
         "none",
@@ -89,13 +87,11 @@ class SuccessConfig:
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Easy prompts first: a run draws from more and more of its prompts, by a column that says how hard each is."""
+    """Easy prompts first, by a column."""
 
     key: str = setting("", "Column with a number, such as a measured success rate; empty: no curriculum.")
     easy: str = setting("low", "The end of the column with the easy prompts.", choices=("low", "high"))
-    start: float = setting(
-        0.25, "Share of each source's prompts, the easiest, that the first step draws from.", above=0.0
-    )
+    start: float = setting(0.25, "Share of each source's easiest prompts that the first step draws from.", above=0.0)
     steps: int = setting(100, "Steps until a run draws from all prompts.", unit="steps", min=1)
     success: SuccessConfig = dataclasses.field(default_factory=SuccessConfig)
 

@@ -10,7 +10,7 @@ from mega_rl.config.schema.setting import setting
 
 @dataclass(frozen=True)
 class DdpConfig:
-    """Data parallelism of Megatron-Core: who holds what, and how gradients are added up."""
+    """Data parallelism of Megatron-Core."""
 
     implementation: str = setting(
         "ddp",
@@ -47,7 +47,7 @@ class MoeConfig:
 
     dispatcher: str = setting(
         "alltoall",
-        "How tokens reach their experts: sent (alltoall; deepep: by package deep_ep), or gathered on all ranks.",
+        "How tokens reach experts: sent (alltoall, or deepep by package deep_ep), or gathered.",
         choices=("alltoall", "allgather", "deepep"),
     )
     grouped_experts: bool = setting(
@@ -55,14 +55,11 @@ class MoeConfig:
     )
     permute_fusion: bool = setting(
         True,
-        "Rearrange tokens for experts in Transformer Engine's fused kernels unless trainer.deterministic; false: "
-        "by torch's operators.",
+        "Rearrange tokens for experts in Transformer Engine's fused kernels, unless trainer.deterministic.",
     )
     router_fusion: bool = setting(False, "Choose and weigh experts in one kernel of Transformer Engine.")
     shared_expert_overlap: bool = setting(False, "Compute shared experts on another stream while tokens travel.")
-    aux_loss_coef: float = setting(
-        0.0, "Weight of the load-balancing loss; 0 leaves it out, as reinforcement learning does.", min=0.0
-    )
+    aux_loss_coef: float = setting(0.0, "Weight of the load-balancing loss; 0 leaves it out.", min=0.0)
     expert_bias_update_rate: float = setting(
         0.0, "Step of the router's bias against the load per update; 0 freezes it.", min=0.0
     )
@@ -71,21 +68,21 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class MegatronOptimizerConfig:
-    """Place and type of the state of Megatron-Core's optimizer; `optim` has Adam's own settings."""
+    """Place and type of optimizer state; `optim` has Adam's settings."""
 
     distributed: bool = setting(True, "Shard optimizer state and FP32 main parameters over data parallel.")
     cpu_offload: float = setting(
-        0.0, "Share of the optimizer state that stays in host memory and steps there.", min=0.0, max=1.0
+        0.0, "Share of the optimizer state that stays and steps in host memory.", min=0.0, max=1.0
     )
     precision_aware: bool = setting(
-        False, "Transformer Engine's Adam with moments of moment_dtype and no FP32 copy beyond bf16 remainders."
+        False, "Transformer Engine's Adam with moments of moment_dtype and bf16 remainders."
     )
     moment_dtype: str = setting("fp32", "Type of Adam's moments (precision_aware only).", choices=("fp32", "bf16"))
 
 
 @dataclass(frozen=True)
 class ReferenceLayoutConfig:
-    """A layout of the reference's own, over the same ranks as all other models; 0 takes the actor's size.
+    """Another layout for the reference over the same ranks; 0 takes the actor's size.
 
     The rest of the world is data parallelism. With tp above 1 it shards layer-norm activations, too.
     """
@@ -108,7 +105,7 @@ class ReferenceLayoutConfig:
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    """Megatron-Core: how one model replica is cut (data parallelism fills the rest of the world), and its layers."""
+    """Megatron-Core: how one replica is cut (data parallelism takes the other ranks), and its layers."""
 
     tp: int = setting(1, "Tensor-parallel size.", unit="ranks", min=1)
     sequence_parallel: bool = setting(False, "Shard layer-norm activations over the tensor-parallel group.")
@@ -169,9 +166,7 @@ class FsdpConfig:
         "FP32 gradients in memory.",
     )
     grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
-    cpu_offload: bool = setting(
-        False, "Keep sharded weights, gradients and optimizer state in host memory; Adam steps there."
-    )
+    cpu_offload: bool = setting(False, "Keep weights, gradients and optimizer state in host memory; Adam steps there.")
 
 
 @dataclass(frozen=True)
@@ -180,8 +175,7 @@ class EngineConfig:
 
     backend: str = setting(
         "megatron",
-        "Megatron-Core with tensor, pipeline, context and expert parallelism, or Hugging Face's models under "
-        "PyTorch FSDP2.",
+        "Megatron-Core (tensor, pipeline, context, expert parallelism), or Hugging Face's models under PyTorch FSDP2.",
         choices=("megatron", "fsdp"),
     )
     resident_roles: str = setting(

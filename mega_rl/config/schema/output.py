@@ -37,9 +37,7 @@ class CheckpointConfig:
     timeout_s: float = setting(1800.0, "Longest that a save may take.", unit="seconds", min=1.0)
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
     keep_interval: int = setting(0, "Keep every checkpoint whose step is a multiple of this; 0: none.", min=0)
-    keep_best: str = setting(
-        "", "Also keep the checkpoint with the largest value of this metric, such as val/reward_mean."
-    )
+    keep_best: str = setting("", "Also keep the checkpoint with the largest value of this metric.")
     resume: str = setting(
         "auto",
         "auto (newest in the run folder, if any), never, or a checkpoint directory. What is not resumed moves to "
@@ -59,8 +57,7 @@ class RecordsConfig:
 
     interval: int = setting(
         0,
-        "Record every N-th step in records/ of the run folder: tokens, log-probs, values, advantages, rewards; 0: "
-        "never.",
+        "Record every N-th step with all its numbers in records/ of the run folder; 0: never.",
         unit="steps",
         min=0,
     )
@@ -83,14 +80,14 @@ class RecordsConfig:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Sinks of metrics and rollouts besides metrics.jsonl, which is always written."""
+    """Sinks of metrics and rollouts besides metrics.jsonl."""
 
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
     trackers: list[str] = setting(
         [], "Experiment trackers that also get metrics, config and rollouts.", choices=("wandb", "mlflow", "swanlab")
     )
     project: str = setting("mega_rl", "Project (MLflow: experiment) of the run in trackers.")
-    run_name: str = setting("", "Name of the run in trackers; empty takes that of its folder.")
+    run_name: str = setting("", "Name of the run in trackers; empty: its folder's.")
     progress_bar: bool = setting(True, "Show a live line on a terminal: step, phase, time left.")
     rollout_samples: int = setting(
         16,
@@ -104,7 +101,5 @@ class MetricsConfig:
         unit="steps",
         min=0,
     )
-    print_samples: int = setting(
-        2, "Samples of the first dump shown on the console, with their rewards.", unit="samples", min=0
-    )
+    print_samples: int = setting(2, "Samples of the first dump shown on the console.", unit="samples", min=0)
     records: RecordsConfig = dataclasses.field(default_factory=RecordsConfig)

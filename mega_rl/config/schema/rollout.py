@@ -49,17 +49,11 @@ class DataConfig:
     train_files: list[str] = setting(
         [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
     )
-    val_files: list[str] = setting(
-        [], "Held-out prompts, named as train_files are; empty splits them off the training files."
-    )
-    val_size: int = setting(
-        0, "Rows split off the training files for validation when val_files is empty.", unit="rows", min=0
-    )
+    val_files: list[str] = setting([], "Held-out prompts, named like train_files; empty splits off val_size rows.")
+    val_size: int = setting(0, "Rows split off the training files if val_files is empty.", unit="rows", min=0)
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
     answer_key: str = setting("answer", "Column handed to the reward as the reference answer; empty: none.")
-    source_key: str = setting(
-        "data_source", "Column with the name of a row's data source, which reward.sources goes by."
-    )
+    source_key: str = setting("data_source", "Column with the name of a row's data source, for reward.sources.")
     max_prompt_tokens: int = setting(1024, "Longest prompt.", unit="tokens", min=1)
     overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
@@ -77,7 +71,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class EmbeddedConfig:
-    """Generation in the trainer's own processes, by Hugging Face's models."""
+    """Generation in the trainer's processes."""
 
     batch_size: int = setting(256, "Sequences generated together.", unit="sequences", min=1)
 
@@ -115,7 +109,7 @@ class SglangServerConfig:
 
 @dataclass(frozen=True)
 class SglangSyncConfig:
-    """Weights on their way to the servers, and the proof that they arrived."""
+    """Weights to the servers, and the proof that they arrived."""
 
     transport: str = setting(
         "auto",
@@ -162,9 +156,7 @@ class SglangConfig:
         "A sample without an answer ends the run, or stays out of the loss.",
         choices=("fatal", "mask"),
     )
-    max_failed_share: float = setting(
-        0.1, "Share of a step's samples that may be masked before the run ends.", min=0.0, max=1.0
-    )
+    max_failed_share: float = setting(0.1, "Share of a step's samples that may be masked.", min=0.0, max=1.0)
     partial_rollout: bool = setting(
         False, "Let a weight update interrupt responses, which continue under the new weights."
     )
@@ -178,7 +170,7 @@ class SglangConfig:
 
 @dataclass(frozen=True)
 class MismatchConfig:
-    """Largest differences between the log-probs of trainer and rollout engine before the run stops."""
+    """Limits on the log-prob differences between trainer and rollout engine."""
 
     mean_limit: float = setting(
         0.0,
@@ -186,9 +178,7 @@ class MismatchConfig:
         unit="nats",
         min=0.0,
     )
-    share_limit: float = setting(
-        0.01, "Largest share of a step's tokens that differ by 1 nat or more.", min=0.0, max=1.0
-    )
+    share_limit: float = setting(0.01, "Largest share of tokens that differ by 1 nat or more.", min=0.0, max=1.0)
     max_limit: float = setting(
         0.0,
         "Largest |trainer - rollout| log-prob of one token; 0 takes 1 if both are fp32, else none.",
@@ -199,7 +189,7 @@ class MismatchConfig:
 
 @dataclass(frozen=True)
 class DynamicSamplingConfig:
-    """Steps that draw prompts until enough of them have samples of different rewards."""
+    """Draw prompts until enough have samples of different rewards."""
 
     max_generations: int = setting(
         0,
@@ -223,8 +213,7 @@ class RolloutConfig:
     )
     source: str = setting(
         "single_turn",
-        "How prompts become rollouts: one response each (single_turn), or path/to/file.py:class, such as for "
-        "several turns with tools.",
+        "How prompts become rollouts: one response each (single_turn), or path/to/file.py:class.",
     )
     source_settings: dict[str, object] = setting({}, "Settings of a class that makes rollouts, by name.")
     n: int = setting(8, "Samples per prompt.", unit="samples", min=1)
@@ -232,17 +221,15 @@ class RolloutConfig:
     top_p: float = setting(
         1.0, "Nucleus mass; a run warns below 1, since training does not see the cut.", above=0.0, max=1.0
     )
-    top_k: int = setting(0, "Keep the k most likely tokens, with the same warning; 0 keeps all.", unit="tokens", min=0)
+    top_k: int = setting(0, "Keep the k most likely tokens, with the same warning; 0: all.", unit="tokens", min=0)
     max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
-    stop_token_ids: list[int] = setting(
-        [], "Extra token ids that end a response, besides the model's end-of-sequence ids."
-    )
+    stop_token_ids: list[int] = setting([], "Token ids that end a response besides the model's.")
     dtype: str = setting(
         "auto", "Weight type of the rollout model; auto takes model.dtype.", choices=("auto", "bf16", "fp32")
     )
     verify_interval: int = setting(
         10,
-        "Verify the checksum of every synced tensor every N publishes (the first always).",
+        "Verify checksums of all synced tensors at the first and every N-th publish.",
         unit="publishes",
         min=1,
     )
@@ -348,8 +335,7 @@ class RewardConfig:
     )
     functions: dict[str, str] = setting(
         {},
-        "Several functions instead of reward.function, as {correct: math_verify, format: rewards.py:has_boxes}: "
-        "named parts of the reward.",
+        "Named parts of the reward, instead of reward.function: {correct: math_verify, format: rewards.py:has_boxes}.",
     )
     sources: dict[str, list[str]] = setting(
         {},

@@ -21,17 +21,16 @@ def runs_code(reward: RewardConfig) -> bool:
 
 @dataclass(frozen=True)
 class RewardSandboxConfig:
-    """Locked processes in which the reward function code_tests runs programs."""
+    """Locked processes for the reward function code_tests."""
 
     kind: str = setting(
         "local",
-        "Where programs run: under bubblewrap on the rank's host, or at a service that speaks SandboxFusion's "
-        "protocol.",
+        "Where programs run: under bubblewrap on the rank's host, or at a SandboxFusion service.",
         choices=("local", "remote"),
     )
     url: str = setting("", "Address of the service, as http://127.0.0.1:8080/run_code.")
     key_file: str = setting("", "File with the service's bearer token, mode 0600; empty sends none.")
-    timeout_s: float = setting(6.0, "Wall clock of one case, with the start of its sandbox.", unit="seconds", above=0.0)
+    timeout_s: float = setting(6.0, "Wall clock of one case with its sandbox's start.", unit="seconds", above=0.0)
     total_s: float = setting(
         20.0, "Wall clock of all cases of a response; cases not begun by then fail.", unit="seconds", above=0.0
     )

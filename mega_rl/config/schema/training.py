@@ -11,7 +11,7 @@ from mega_rl.config.schema.setting import ATTENTION, defaults, setting
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Checkpoints that the roles start from, and how models are built from them."""
+    """Checkpoints of the roles, and how models are built."""
 
     path: str = setting(
         "",
@@ -38,7 +38,7 @@ class ModelConfig:
     )
     recompute: str = setting(
         "none",
-        "Activations recomputed in the backward: none, the modules of recompute_modules, or whole layers.",
+        "Activations recomputed in the backward: none, those of recompute_modules, or whole layers.",
         choices=("none", "selective", "full"),
     )
     recompute_modules: list[str] = setting(
@@ -178,7 +178,7 @@ class ProfileConfig:
 
     steps: list[int] = setting([], "Steps, from 1, that torch's profiler traces into profile/ of the run folder.")
     ranks: list[int] = setting([0], "Ranks that write traces.")
-    memory: bool = setting(False, "On GPUs, also write the allocator's history of each traced step.")
+    memory: bool = setting(False, "Also write the GPU allocator's history of each traced step.")
     peak_tflops: float = setting(
         0.0, "Rate that perf/mfu is a share of; 0: the device's in bf16.", unit="TFLOP/s", min=0.0
     )
@@ -192,7 +192,7 @@ class TrainerConfig:
     steps: int = setting(100, "Trainer steps.", unit="steps", min=1)
     epochs: float = setting(
         0.0,
-        "Length of the run in passes over the training prompts, instead of trainer.steps; 0: by trainer.steps.",
+        "Length of the run in passes over the training prompts, instead of trainer.steps.",
         unit="epochs",
         min=0.0,
     )
@@ -204,13 +204,13 @@ class TrainerConfig:
     )
     async_steps: int = setting(
         0,
-        "Steps that generation runs ahead of training; its samples are as many versions old.",
+        "Steps that generation runs ahead of training.",
         unit="steps",
         min=0,
         max=1,
     )
     device: str = setting("auto", "auto takes CUDA where there is one.", choices=("auto", "cuda", "cpu"))
-    deterministic: bool = setting(False, "Only algorithms that give the same bits twice, where there are such.")
+    deterministic: bool = setting(False, "Use only algorithms that repeat their bits.")
     timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)
     microbatch: MicrobatchConfig = dataclasses.field(default_factory=MicrobatchConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)

@@ -9,7 +9,7 @@ from mega_rl.config.schema.setting import setting
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Samples of held-out prompts and what is measured of them; trainer.val_interval says when."""
+    """Samples of held-out prompts, every trainer.val_interval steps."""
 
     n: int = setting(1, "Samples of each prompt.", unit="samples", min=1, max=1024)
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0 is greedy.", min=0.0)
