@@ -136,7 +136,7 @@ class SglangSyncConfig:
 class SglangConfig:
     """The SGLang servers of a run, and the requests to them."""
 
-    urls: list[str] = setting([], "Servers to join, as http://host:port; empty starts servers beside the trainer.")
+    urls: list[str] = setting([], "Servers to join, as http://host:port; empty starts servers next to the trainer.")
     keys_file: str = setting(
         "", 'Keys of the servers that are joined, mode 0600: {"api_key": "...", "admin_key": "..."}.'
     )
