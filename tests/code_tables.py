@@ -21,10 +21,10 @@ BLOCK = re.compile(r"(<!-- code: (\w+) -->)(.*?)(<!-- end of code -->)", flags=r
 
 def table() -> str:
     """Return a row for each family."""
-    lines = ["| `model_type` | model | differs from Llama by | trains |", "|---|---|---|---|"]
+    lines = ["| `model_type` | model | differs from Llama by |", "|---|---|---|"]
     for family in FAMILIES.values():
-        trains = f"no: {family.not_trained}" if family.not_trained else "yes"
-        lines.append(f"| `{family.model_type}` | {family.title} | {family.differs} | {trains} |")
+        remark = f". Does not train: {family.not_trained}" if family.not_trained else ""
+        lines.append(f"| `{family.model_type}` | {family.title} | {family.differs}{remark} |")
     return "\n" + "\n".join(lines) + "\n"
 
 
@@ -76,12 +76,12 @@ def launchers() -> str:
 
 
 def peer_names() -> str:
-    """Return a table for each peer."""
-    tables = []
+    """Return a list for each peer: its name, then ours."""
+    lists = []
     for peer, names in NAMES.items():
-        rows = [f"| {name} | {_setting(setting)} |" for name, setting in sorted(names.items())]
-        tables.append("\n".join([f"\n## {peer}\n", f"| {peer} | here |", "|---|---|", *rows]))
-    return "\n".join(tables) + "\n"
+        lines = [f"- {name}: {_setting(setting)}" for name, setting in sorted(names.items())]
+        lists.append("\n".join([f"\n## {peer}\n", *lines]))
+    return "\n".join(lists) + "\n"
 
 
 def _setting(text: str) -> str:

@@ -274,9 +274,8 @@ def measure(case: Case, *, samples: int, seed: int = 0) -> Result:
 
 
 def is_shown(case: Case) -> bool:
-    """Return whether the page has a row of it: corrections are the same thing for every estimator that has no KL."""
-    of_kl = case.estimator == "reinforce_plus_plus" and case.placement == "reward"
-    return case.correction == "none" or case.estimator == "rloo" or of_kl
+    """Return whether the page has a row of the case: corrections are shown for one estimator."""
+    return case.correction == "none" or (case.estimator == "rloo" and case.placement == "none")
 
 
 def table(results: list[Result]) -> list[str]:

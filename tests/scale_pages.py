@@ -15,19 +15,20 @@ from mega_rl.config import packaged
 from mega_rl.config.loader import load
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.plan.cost import HARDWARE, RATES, StepTime, step_time, transport_of
-from mega_rl.plan.memory import FitVerdict, RankMemory, judge, memory_of_stages
+from mega_rl.plan.cost import HARDWARE, RATES, StepTime, step_time
+from mega_rl.plan.memory import FitVerdict, judge, memory_of_stages
 from mega_rl.plan.passes import num_microbatches
-from mega_rl.plan.report import gb, seconds
+from mega_rl.plan.report import seconds
 from mega_rl.plan.search import is_legal
 from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.plan.traffic import optimizer_steps, step_traffic, sync_traffic
+from mega_rl.plan.traffic import optimizer_steps
 from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.plan.models import QWEN3_8B, QWEN3_32B, QWEN3_235B
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 BLOCK = re.compile(r"(<!-- scale: ([\w-]+) -->\n)(.*?)(<!-- end of scale -->)", flags=re.DOTALL)
 MEGATRON = "engine.megatron"
+NUM_PARTS = 4  # longest parts of a step that the page lists
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,12 @@ RUNS = {
 
 
 def block(run: ScaleRun) -> str:
-    """Return the plan of a run as Markdown: settings, memory, traffic, time."""
+    """Return the plan of a run as Markdown: command, layout, memory, time and what takes longest."""
     setup = run.setup
     memory = memory_of_stages(setup)
     verdict = judge(setup, memory)
     time = step_time(setup, HARDWARE[run.gpu], server_ranks=run.server_gpus, memory=memory)
-    parts = [_head(run, setup, verdict), _memory(verdict.memory), _traffic(setup, verdict.memory), _time(time)]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+    return "\n".join([*_head(run, setup, verdict), "", *_time(time)]) + "\n"
 
 
 def coefficients() -> str:
@@ -159,50 +159,12 @@ def _head(run: ScaleRun, setup: RunSetup, verdict: FitVerdict) -> Iterator[str]:
     yield f"{micros} micro-batches. {verdict.sentence[:1].upper()}{verdict.sentence[1:]}."
 
 
-def _memory(memory: RankMemory) -> Iterator[str]:
-    yield f"Memory of rank {memory.rank} by phase, GB:"
-    yield ""
-    rows = []
-    for phase in memory.phases:
-        entries = sorted(phase.entries.items(), key=lambda entry: -entry[1])
-        rows.append([phase.name, gb(phase.needed), ", ".join(f"{name} {gb(size)}" for name, size in entries if size)])
-    yield from _rows(["phase", "needed", "made of"], rows)
-
-
-def _traffic(setup: RunSetup, memory: RankMemory) -> Iterator[str]:
-    yield f"Sent by rank {memory.rank} in a step:"
-    yield ""
-    per_host, sync = setup.machine.gpus_per_node, sync_traffic(setup)
-    rows = [
-        [
-            each.use,
-            each.collective,
-            f"{each.ranks}",
-            "NVLink" if each.stride * (each.ranks - 1) < per_host else "network",
-            gb(each.nbytes),
-        ]
-        for each in step_traffic(setup, memory.pp_rank)
-    ]
-    link = "network" if setup.machine.num_nodes > 1 else "NVLink"
-    rows.append(["weights, to every rank", "all-gather", "all", link, gb(sync["gathered by each rank"])])
-    sent = sync.get("sent to the servers", sync["model"])
-    rows.append(["weights, to the servers", transport_of(setup), "", "", gb(sent)])
-    yield from _rows(["use", "collective", "ranks", "link", "GB"], rows)
-
-
 def _time(time: StepTime) -> Iterator[str]:
-    together = ", training and generation side by side" if time.ahead else ""
-    yield f"Expected step: {seconds(time.total)}{together}; training at {time.mfu:.0%} of the peak."
-    yield ""
-    rows = []
-    for phase in time.phases:
-        for part, spent in sorted(phase.parts.items(), key=lambda entry: -entry[1]):
-            if spent >= 0.005 * time.total:
-                rows.append([phase.name, part, seconds(spent), f"{spent / time.total:.0%}"])
-    yield from _rows(["phase", "spent on", "time", "of the step"], rows)
-    phase, part, spent = time.bottleneck
-    yield ""
-    yield f"Bottleneck: {part}, while {phase}: {seconds(spent)} of {seconds(time.total)}."
+    together = ", with training and generation side by side" if time.ahead else ""
+    yield f"Expected step: {seconds(time.total)}{together}; training at {time.mfu:.0%} of the peak. Longest parts:"
+    parts = [(spent, phase.name, part) for phase in time.phases for part, spent in phase.parts.items()]
+    longest = sorted(parts, reverse=True)[:NUM_PARTS]
+    yield "; ".join(f"{phase}, {part} {seconds(spent)}" for spent, phase, part in longest) + "."
 
 
 def _rows(head: list[str], rows: list[list[str]]) -> Iterator[str]:

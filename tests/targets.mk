@@ -16,7 +16,7 @@ test-nccl: setup
 test-ray: setup ray
 	@PYTHONPATH=$(VENV)/ray:$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/ray
 
-# Runs on a real Slurm of this machine, ten minutes; docs/slurm.md says what to install.
+# Runs on a real Slurm of this machine, ten minutes; docs/schedulers.md says what to install.
 test-slurm: setup
 	@MEGA_RL_TESTS=slurm PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clusters/slurm
 

@@ -67,7 +67,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, est
     derivative of sg(w) * k2 and of w * k3 alike (sg: a constant), so k2 and k3 differ in value alone.
     Derivatives of bare estimators are others: of k1 it is 0 on average, of k3 it is that of KL(q || p). The bounds act
     on single tokens: one far from the reference is pulled back by 20 nats, not e^20, and never let go.
-    Source: Tang & Munos 2025, arXiv:2506.09477; docs/adr/0022-kl-gradients.md has the numbers.
+    Source: Tang & Munos 2025, arXiv:2506.09477; docs/decisions.md has the numbers.
     """
     weight = log_ratio.detach().exp().clamp(max=WEIGHT_LIMIT)
     value = estimator(logprobs, ref_logprobs).detach()

@@ -9,7 +9,7 @@ from mega_rl.config.keys import flat, keys_below, keys_in, open_ended
 from mega_rl.config.plugins.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.schema import Config, KlConfig
 
-# Estimators that make a penalty by placement; `auto` is the first (docs/adr/0022-kl-gradients.md).
+# Estimators that make a penalty by placement; `auto` is the first (docs/decisions.md).
 KL_ESTIMATORS_BY_PLACEMENT = {"none": ("k3",), "reward": ("k1",), "loss": ("k3", "k2")}
 
 _ENGINE_KEYS = {

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import yaml
 
-from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, TYPES, flat, keys_in
+from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, flat, keys_in
 from mega_rl.config.origins import recorded
 from mega_rl.config.plugins.choices import ALGORITHM_CHOICES
 from mega_rl.config.recipe import parse_value
@@ -33,31 +32,16 @@ def config_markdown() -> str:
     """The text of docs/config.md."""
     lines = [Path(__file__).with_name("page.md").read_text(encoding="utf-8")]
     for section, area in SECTIONS.items():
-        lines += [f"## {section}", "", (area.__doc__ or "").strip(), "", *_table(keys_in(section))]
+        summary = (area.__doc__ or "").strip().partition("\n")[0]
+        lines += [f"## {section}", "", summary, ""]
+        lines += [_row(key, flat(Config())[key], FIELDS[key]) for key in keys_in(section)] + [""]
     for choice in ALGORITHM_CHOICES:
-        lines += [f"## Choices of {choice.key}", "", "When to take which: [algorithms](algorithms.md).", ""]
-        lines += ["| choice | setting | default | legal | meaning |", "|---|---|---|---|---|"]
-        lines += [row for name, area in choice.builtin.items() for row in _choice_rows(name, area)] + [""]
+        lines += [f"## Choices of {choice.key}", ""]
+        for name, area in choice.builtin.items():
+            lines.append(f"- **{name}**: {(area.__doc__ or '').strip().partition(chr(10))[0]}")
+            lines += ["  " + _row(field.name, field.default, field) for field in dataclasses.fields(area)]
+        lines.append("")
     return "\n".join(lines)
-
-
-def _choice_rows(name: str, area: type) -> list[str]:
-    """Return the rows of a built-in choice: one for each of its settings, or one without."""
-    summary = (area.__doc__ or "").strip().partition("\n")[0]
-    rows = [
-        (f"`{field.name}`", f"`{_scalar(field.default)}`", describe_range(field), field.metadata["doc"])
-        for field in dataclasses.fields(area)
-    ]
-    return [
-        f"| **{name}** | | | | {summary} |",
-        *("| | " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows),
-    ]
-
-
-def _table(keys: Sequence[str]) -> list[str]:
-    """Return the reference of some keys."""
-    head = ["| key | type | default | legal | meaning |", "|---|---|---|---|---|"]
-    return [*head, *map(_row, keys), ""]
 
 
 def _section_lines(config: Config, *, mark_changes: bool) -> list[str]:
@@ -83,14 +67,19 @@ def _scalar(value: object) -> str:
     return text if "\n" not in text and parse_value(text) == value else json.dumps(value)
 
 
-def _row(key: str) -> str:
-    field, hint = FIELDS[key], TYPES[key]
-    kind = str(hint) if not isinstance(hint, type) or hint is list else hint.__name__
-    kind = "mapping" if kind.startswith("dict") else kind
-    unit = field.metadata["unit"]
-    legal = describe_range(field) + (f" ({unit})" if unit else "")
-    cells = (f"`{key}`", kind, f"`{_scalar(flat(Config())[key])}`", legal.strip(), field.metadata["doc"])
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _row(name: str, default: object, field: dataclasses.Field[Any]) -> str:
+    """Return the reference of one setting: name, default, range, meaning."""
+    value = "; ".join(filter(None, (f"`{_scalar(default)}`", _legal(field))))
+    return f"- `{name}` ({value}): {field.metadata['doc']}"
+
+
+def _legal(field: dataclasses.Field[Any]) -> str:
+    """Legal values of a field as the page writes them: '≥ 1 ranks', '> 0 and ≤ 1', 'bf16, fp32'."""
+    words = {"one of ": "", "above": ">", "at least": "≥", "at most": "≤"}
+    legal = describe_range(field)
+    for word, sign in words.items():
+        legal = legal.replace(word, sign)
+    return f"{legal} {field.metadata['unit']}".strip()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The ranks are those of the model that trains, here the student, and each holds its part of both. Both cut a batch over
 data parallelism, pipeline, tensors and sequences, each in its way. Of every token travel some bytes so that the frozen
 model's replicas get equal shares of all rows, whichever rank they come from. Log-probs come back by row. Last hidden
-states go from the rank that computed them to those whose micro-batches hold the token (docs/adr/0023).
+states go from the rank that computed them to those whose micro-batches hold the token (docs/decisions.md).
 """
 
 from __future__ import annotations

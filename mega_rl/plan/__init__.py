@@ -1,4 +1,4 @@
 """Memory, traffic and time of a run, from config.json and the recipe: per rank, per phase, with a verdict.
 
-docs/plan.md has the formulas and their sources.
+docs/plan.md says what is counted.
 """

@@ -1,8 +1,8 @@
 """Activations: what autograd keeps of one decoder layer until its backward, tensor by tensor, in bytes per token.
 
 Each entry is a tensor that some operation saves; a tensor that two operations save counts once, and a view counts as
-the memory behind it. docs/plan.md lists the entries with the operation that saves each. Tokens are those of a
-micro-batch on one context-parallel rank; sequence parallelism cuts the entries outside attention and MLP.
+the memory behind it. Tokens are those of a micro-batch on one context-parallel rank;
+sequence parallelism cuts the entries outside attention and MLP.
 """
 
 from __future__ import annotations

@@ -24,10 +24,9 @@ from tests.helpers.hub_server import Hub, dataset_card, folder_files, parquet_by
 from tests.release.sources import ROOT, copy_sources
 
 PAGES = ("README.md", "CONTRIBUTING.md", "tests/special_distributed/README.md", "docs/own_data.md", "docs/data.md")
-PAGES += ("docs/hub.md",)
 PAGES += ("docs/checkpoint.md", "docs/converters.md", "docs/package.md", "docs/trackers.md", "docs/verify.md")
 PAGES += ("docs/versions.md", "docs/workers/fsdp_workers.md", "docs/workers/megatron_workers.md")
-PAGES += ("docs/workers/trainer.md", "docs/workers/sglang_worker.md", "docs/report.md", "docs/gsm8k.md")
+PAGES += ("docs/workers/sglang_worker.md", "docs/report.md", "docs/gsm8k.md")
 PAGES += ("docs/evaluation.md", "docs/replay.md", "docs/sandbox.md")
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"^\| `((?:mega-rl|make) [^`]*|mega-rl|make)` \|", re.MULTILINE)  # first cells of tables
@@ -164,8 +163,6 @@ ADDED: dict[str, str] = {
     "mega-rl train --config quickstart --nproc-per-node 2 engine.backend=fsdp": (
         " trainer.steps=2 trainer.run_dir=runs/k"
     ),
-    "mega-rl train --config quickstart engine.megatron.tp=1": " trainer.steps=2 trainer.run_dir=runs/l",
-    "torchrun --nproc-per-node 4 -m mega_rl.cli train --config quickstart": (" trainer.steps=2 trainer.run_dir=runs/m"),
     "torchrun --nproc-per-node 4 -m mega_rl.cli train --config quickstart"
     " engine.megatron.tp=2 engine.megatron.sequence_parallel=true engine.megatron.pp=2": (
         " trainer.steps=2 trainer.run_dir=runs/n"

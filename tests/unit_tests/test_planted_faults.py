@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from tests import planted_faults
 from tests.fault import Fault
 from tests.fault_table import FAULTS
-from tests.helpers import makefile
 from tests.planted_faults import PROJECT, locate, outcome, planted, run_tests, try_fault
 
 FAULT = Fault("area", "one is two", "ONE = 1", "ONE = 2", ("tests/test_one.py",))
@@ -98,15 +96,3 @@ def test_every_fault_has_one_place_and_its_tests() -> None:
         assert 1 <= len(fault.targets) <= 2
         for target in fault.targets:
             assert (PROJECT / target.split(" ")[0]).is_file(), f"{fault.name}: {target}"
-
-
-def test_the_page_has_every_fault_of_reinforcement_learning() -> None:
-    """Those that `make campaign-rl` plants, in the order of the table, and tests that are there."""
-    (areas,) = re.findall(r"planted_faults --areas (.*)", makefile.text())
-    page = (PROJECT / "docs" / "planted_faults.md").read_text("utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
-    assert [(row[0], row[1]) for row in rows] == [(f.area, f.name) for f in FAULTS if f.area in areas.split()]
-    for _, _, where, found_by in rows:
-        file, _, name = found_by.strip("`").partition("::")
-        assert (PROJECT / "mega_rl" / where.strip("`")).is_file(), where
-        assert f"def {name}(" in (PROJECT / "tests" / "unit_tests" / file).read_text("utf-8"), found_by

@@ -52,18 +52,18 @@ class GAESettings(AdvantageSettings):
     gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
     gae_lambda: float = setting(
         1.0,
-        "Decay of later errors of the values, per token: in the critic's targets, and in the policy's advantages "
-        "unless one of the next two is set.",
+        "Decay of later errors per token: in the critic's targets, and in the advantages unless one of the next "
+        "two is set.",
         min=0.0,
         max=1.0,
     )
     policy_lambda: float = setting(
-        0.0, "Decay of its own for the policy's advantages, below the critic's; 0: gae_lambda.", min=0.0, max=1.0
+        0.0, "Decay for the policy's advantages, below the critic's; 0: gae_lambda.", min=0.0, max=1.0
     )
     length_alpha: float = setting(
         0.0,
-        "Decay of 1 - 1 / (length_alpha * tokens of the response) for the policy's advantages, as in VAPO, where it is "
-        "0.05; 0: a constant one.",
+        "Decay 1 - 1 / (length_alpha * tokens of the response) of the advantages, as in VAPO (0.05); 0: a constant "
+        "one.",
         min=0.0,
     )
     whiten: bool = setting(True, "Whiten the advantages over the global batch.")
@@ -82,8 +82,8 @@ class GRPOSettings(AdvantageSettings):
 
     std: str = setting(
         "group",
-        "Deviation that centred rewards are divided by: of the prompt's samples (group), of all samples (batch), or "
-        "none as in Dr. GRPO.",
+        "Deviation that centred rewards are divided by: of the prompt's samples, of all samples, or none as in Dr. "
+        "GRPO.",
         choices=("group", "batch", "none"),
     )
 
@@ -161,7 +161,7 @@ class DistillationSettings(AdvantageSettings):
         0.0, "Discount per token of later tokens' log ratios; 0: every token answers for itself.", min=0.0, max=1.0
     )
     reward_weight: float = setting(
-        0.0, "Weight of the reward, less the mean of the prompt's other samples, that is added; 0: no reward.", min=0.0
+        0.0, "Weight of the reward that is added, less the mean of the prompt's other samples.", min=0.0
     )
 
 
@@ -188,8 +188,8 @@ class PPOSettings(_MultipleOfAdvantage):
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
     dual_clip: float = setting(
         3.0,
-        "Lower bound of the objective for negative advantages, as a ratio above 1: beyond it a token gives no "
-        "gradient, which would grow with the ratio; 0 turns it off.",
+        "Lower bound for negative advantages, as a ratio above 1, beyond which a token gives no gradient; 0 turns "
+        "it off.",
         min=0.0,
     )
 
@@ -220,7 +220,7 @@ class GMPOSettings(_MultipleOfAdvantage):
 
 @dataclass(frozen=True, kw_only=True)
 class _Drifting(_MultipleOfAdvantage):
-    drift_coef: float = setting(0.0, "Weight of (log p - log q)^2 / 2 in the loss, q of what sampled.", min=0.0)
+    drift_coef: float = setting(0.0, "Weight of (log p - log q)^2 / 2 in the loss, q the sampler's.", min=0.0)
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,7 @@ class SAPOSettings(_MultipleOfAdvantage):
     """A smooth gate in the place of the clip."""
 
     tau_positive: float = setting(1.0, "Steepness of the gate for positive advantages.", above=0.0)
-    tau_negative: float = setting(
-        1.05, "Steepness for negative advantages; larger, since their gradients spread over many tokens.", above=0.0
-    )
+    tau_negative: float = setting(1.05, "Steepness of the gate for negative advantages.", above=0.0)
 
 
 @dataclass(frozen=True)
@@ -292,7 +290,7 @@ class TeacherDivergenceSettings(LossSettings):
     beta: float = setting(
         1.0,
         "Divergence of student p and teacher q: 1 is KL(p || q), 0 is KL(q || p), between them the generalised "
-        "Jensen-Shannon divergence with the mixture beta q + (1 - beta) p.",
+        "Jensen-Shannon divergence.",
         min=0.0,
         max=1.0,
     )

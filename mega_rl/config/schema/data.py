@@ -30,17 +30,17 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class MixtureConfig:
-    """Training prompts from several sources, each with files, weight, columns and prompts of its own."""
+    """Training prompts from several sources."""
 
     sources: dict[str, Any] = setting(
         {},
-        "Sources by name, in the place of data.train_files, as {math: {files: [math.jsonl], weight: 3}}. Each has "
-        "files, and may have weight, prompt_key, answer_key, system_prompt and template_kwargs.",
+        "Sources by name instead of data.train_files: {math: {files: [math.jsonl], weight: 3}}. Each may have "
+        "prompt_key, answer_key, system_prompt and template_kwargs.",
     )
     temperature: float = setting(
         1.0,
         "Without weights a source's share is its number of prompts to the power 1/temperature: 1 draws all prompts "
-        "alike, a large one all sources alike.",
+        "alike.",
         above=0.0,
     )
 
@@ -55,55 +55,44 @@ class MixtureConfig:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Training prompts that are read while the run goes on, for data that do not fit into memory or on the disk."""
+    """Training prompts that are read during the run, if they do not fit into memory."""
 
     rows: int = setting(
         0,
-        "Rows that are in memory at a time and shuffled with one another; two more blocks are read ahead. 0: all "
-        "training prompts are read at the start.",
+        "Rows in memory at a time, shuffled together; two more blocks are read ahead. 0 reads all prompts at the "
+        "start.",
         unit="rows",
         min=0,
     )
-    timeout_s: float = setting(
-        300.0, "The run ends when the next rows have not come within this time.", unit="seconds", above=0.0
-    )
+    timeout_s: float = setting(300.0, "The run ends when no rows come for this long.", unit="seconds", above=0.0)
 
 
 @dataclass(frozen=True)
 class SuccessConfig:
-    """Prompts preferred by the success rate that the run measures in their own samples."""
+    """Prompts preferred by their measured success rate."""
 
     prefer: str = setting(
         "none",
-        "Prompts that are drawn more often: learnable ones, by p(1 - p) of their success rate p, or unsolved ones, by "
-        "1 - p; none: nothing is measured.",
+        "Prompts that are drawn more often: learnable, by p(1 - p) of the success rate p, or unsolved, by 1 - p.",
         choices=("none", "learnable", "unsolved"),
     )
-    explore: float = setting(
-        0.25, "Share of the draws that go through epochs of all prompts, so that each is measured.", above=0.0, max=0.9
-    )
+    explore: float = setting(0.25, "Share of the draws that go through epochs of all prompts.", above=0.0, max=0.9)
     memory: float = setting(
-        0.5, "Weight of a prompt's earlier samples beside those of its next visit; 0: the last visit alone.",
+        0.5, "Weight of a prompt's earlier samples at its next visit.",
         min=0.0, max=1.0,
     )  # fmt: skip
-    right_above: float = setting(0.5, "A sample with a reward, or a part of it, above this is right.")
-    right_part: str = setting("", "Named part of the reward that says whether a sample is right; empty: the reward.")
+    right_above: float = setting(0.5, "A sample with a reward above this is right.")
+    right_part: str = setting("", "Named part of the reward that decides this; empty: the reward.")
 
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Easy prompts first: a run draws from more and more of its prompts, by a column that says how hard each is."""
+    """Easy prompts first, by a column."""
 
-    key: str = setting(
-        "", "Column with a number, as a success rate that was measured before; empty: all prompts from the start on."
-    )
+    key: str = setting("", "Column with a number, such as a measured success rate; empty: no curriculum.")
     easy: str = setting("low", "The end of the column with the easy prompts.", choices=("low", "high"))
-    start: float = setting(
-        0.25, "Share of each source's prompts, the easiest, that the first step draws from.", above=0.0
-    )
-    steps: int = setting(
-        100, "Steps after which a run draws from all; until then the share grows evenly.", unit="steps", min=1
-    )
+    start: float = setting(0.25, "Share of each source's easiest prompts that the first step draws from.", above=0.0)
+    steps: int = setting(100, "Steps until a run draws from all prompts.", unit="steps", min=1)
     success: SuccessConfig = dataclasses.field(default_factory=SuccessConfig)
 
 

@@ -10,7 +10,7 @@ from mega_rl.config.schema.setting import setting
 
 @dataclass(frozen=True)
 class DdpConfig:
-    """Data parallelism of Megatron-Core: who holds what, and how gradients are added up."""
+    """Data parallelism of Megatron-Core."""
 
     implementation: str = setting(
         "ddp",
@@ -24,8 +24,8 @@ class DdpConfig:
     )
     bucket_size: int = setting(
         0,
-        "Parameters of a bucket when reduction overlaps with the backward; 0: 40 million, or 1 million per "
-        "data-parallel rank if that is more.",
+        "Parameters of a bucket with overlapped reduction; 0: the larger of 40 million and 1 million per "
+        "data-parallel rank.",
         unit="parameters",
         min=0,
     )
@@ -35,9 +35,7 @@ class DdpConfig:
     reduce_scatter_fp32_accumulation: bool = setting(
         False, "Send bf16 gradients and add them in FP32; needs grad_reduce_in_fp32=false."
     )
-    average_in_collective: bool = setting(
-        False, "Let the collective average instead of adding; the result is the same up to rounding."
-    )
+    average_in_collective: bool = setting(False, "Let the collective average instead of adding; equal up to rounding.")
     optimizer_instances: int = setting(
         1, "Copies of the sharded optimizer state over data parallel (hybrid sharding).", unit="copies", min=1
     )
@@ -49,52 +47,42 @@ class MoeConfig:
 
     dispatcher: str = setting(
         "alltoall",
-        "How tokens reach their experts: sent to the ranks that have them (alltoall; deepep: by the kernels of the "
-        "package deep_ep), or gathered on all.",
+        "How tokens reach experts: sent (alltoall, or deepep by package deep_ep), or gathered.",
         choices=("alltoall", "allgather", "deepep"),
     )
     grouped_experts: bool = setting(
-        True, "A rank's experts in one grouped matrix product where the layers have one; false: one after the other."
+        True, "Compute a rank's experts in one grouped matrix product, if the layers have one."
     )
     permute_fusion: bool = setting(
         True,
-        "Rearrange tokens for their experts in fused kernels where the layers are Transformer Engine's and "
-        "trainer.deterministic is false; false: by torch's operators.",
+        "Rearrange tokens for experts in Transformer Engine's fused kernels, unless trainer.deterministic.",
     )
-    router_fusion: bool = setting(
-        False, "Choose experts and weigh them in one kernel of Transformer Engine, whose layers it needs."
-    )
-    shared_expert_overlap: bool = setting(
-        False, "Compute shared experts on a stream of their own while tokens travel; for models that have such."
-    )
-    aux_loss_coef: float = setting(
-        0.0, "Weight of the load-balancing loss; 0 leaves it out, as reinforcement learning does.", min=0.0
-    )
+    router_fusion: bool = setting(False, "Choose and weigh experts in one kernel of Transformer Engine.")
+    shared_expert_overlap: bool = setting(False, "Compute shared experts on another stream while tokens travel.")
+    aux_loss_coef: float = setting(0.0, "Weight of the load-balancing loss; 0 leaves it out.", min=0.0)
     expert_bias_update_rate: float = setting(
-        0.0, "Step of the router's expert bias against the load after each update; 0 freezes it.", min=0.0
+        0.0, "Step of the router's bias against the load per update; 0 freezes it.", min=0.0
     )
-    routing_replay: bool = setting(
-        False, "Routes every token in the updates as the pass that computed its old log-prob did."
-    )
+    routing_replay: bool = setting(False, "Route tokens in updates as the pass for their old log-probs did.")
 
 
 @dataclass(frozen=True)
 class MegatronOptimizerConfig:
-    """Place and type of the state of Megatron-Core's optimizer; `optim` has Adam's own settings."""
+    """Place and type of optimizer state; `optim` has Adam's settings."""
 
     distributed: bool = setting(True, "Shard optimizer state and FP32 main parameters over data parallel.")
     cpu_offload: float = setting(
-        0.0, "Share of the optimizer state that stays in host memory and steps there.", min=0.0, max=1.0
+        0.0, "Share of the optimizer state that stays and steps in host memory.", min=0.0, max=1.0
     )
     precision_aware: bool = setting(
-        False, "Transformer Engine's Adam with moments of moment_dtype and no FP32 copy beyond bf16 remainders."
+        False, "Transformer Engine's Adam with moments of moment_dtype and bf16 remainders."
     )
     moment_dtype: str = setting("fp32", "Type of Adam's moments (precision_aware only).", choices=("fp32", "bf16"))
 
 
 @dataclass(frozen=True)
 class ReferenceLayoutConfig:
-    """A layout of the reference's own, over the same ranks as all other models; 0 takes the actor's size.
+    """Another layout for the reference over the same ranks; 0 takes the actor's size.
 
     The rest of the world is data parallelism. With tp above 1 it shards layer-norm activations, too.
     """
@@ -117,7 +105,7 @@ class ReferenceLayoutConfig:
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    """Megatron-Core: how one model replica is cut (data parallelism fills the rest of the world), and its layers."""
+    """Megatron-Core: how one replica is cut (data parallelism takes the other ranks), and its layers."""
 
     tp: int = setting(1, "Tensor-parallel size.", unit="ranks", min=1)
     sequence_parallel: bool = setting(False, "Shard layer-norm activations over the tensor-parallel group.")
@@ -134,7 +122,7 @@ class MegatronConfig:
     etp: int = setting(0, "Tensor-parallel size of each expert; 0 takes tp.", unit="ranks", min=0)
     transformer_impl: str = setting(
         "auto",
-        "Layer implementation: Transformer Engine where it is installed (auto), or one of the two by name.",
+        "Layer implementation; auto takes Transformer Engine if it is installed.",
         choices=("auto", "transformer_engine", "local"),
     )
     ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
@@ -167,20 +155,18 @@ class FsdpConfig:
     """PyTorch FSDP2: who holds what, and when it travels."""
 
     shard_ranks: int = setting(
-        0, "Ranks that hold one copy of weights and optimizer state between them; 0: all.", unit="ranks", min=0
+        0, "Ranks that share one copy of weights and optimizer state; 0: all.", unit="ranks", min=0
     )
     reshard_after_forward: bool = setting(
-        True, "Free a layer's weights after its forward and gather them again in the backward; false keeps them."
+        True, "Free a layer's weights after its forward and gather them again in the backward."
     )
     reduce_every_microbatch: bool = setting(
         True,
-        "Reduce gradients after every micro-batch, so that each rank keeps its share of them; false reduces once for "
-        "each optimizer step, for less traffic, and keeps the whole of them in FP32 until then.",
+        "Reduce gradients after every micro-batch; false: once per optimizer step, with less traffic and whole "
+        "FP32 gradients in memory.",
     )
     grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
-    cpu_offload: bool = setting(
-        False, "Keep sharded weights, gradients and optimizer state in host memory; Adam steps there."
-    )
+    cpu_offload: bool = setting(False, "Keep weights, gradients and optimizer state in host memory; Adam steps there.")
 
 
 @dataclass(frozen=True)
@@ -189,15 +175,13 @@ class EngineConfig:
 
     backend: str = setting(
         "megatron",
-        "What runs the models: Megatron-Core with tensor, pipeline, context and expert parallelism (megatron), or "
-        "Hugging Face's models under PyTorch FSDP2 (fsdp).",
+        "Megatron-Core (tensor, pipeline, context, expert parallelism), or Hugging Face's models under PyTorch FSDP2.",
         choices=("megatron", "fsdp"),
     )
     resident_roles: str = setting(
         "auto",
-        "Models on the device while the trainer works: those of all roles (all), or that of the role at work alone, "
-        "the others waiting in pinned host memory (one). auto takes one where servers share the trainer's devices and "
-        "all elsewhere.",
+        "Models on the device while the trainer works: of all roles, or only of the role at work (one). auto takes "
+        "one if servers share the devices.",
         choices=("auto", "all", "one"),
     )
     megatron: MegatronConfig = dataclasses.field(default_factory=MegatronConfig)

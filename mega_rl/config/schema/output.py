@@ -14,8 +14,7 @@ class MemoryCheckpointConfig:
 
     interval: int = setting(
         0,
-        "Keep the state of every N-th step in the hosts' memory (/dev/shm), each host's on the next one too, so that a "
-        "lost process costs at most N steps; 0: never.",
+        "Keep every N-th step's state in the hosts' memory (/dev/shm), each host's on the next one too; 0: never.",
         unit="steps",
         min=0,
     )
@@ -26,31 +25,25 @@ class CheckpointConfig:
     """Checkpoints: saving, retention, resuming."""
 
     save_interval: int = setting(
-        0, "Save every N steps; 0 saves only when the run is told to stop and for save_final.", unit="steps", min=0
+        0, "Save every N steps; 0: only when the run is stopped and for save_final.", unit="steps", min=0
     )
     save_final: bool = setting(True, "Save after the last step.")
-    async_save: bool = setting(
-        False, "Copy the state to the host's memory and write it in the background, while training goes on."
-    )
+    async_save: bool = setting(False, "Copy the state to the host's memory and write it in the background.")
     on_error: str = setting(
         "continue",
-        "After a save that failed (full disk, I/O error): continue training without it, or stop the run.",
+        "After a failed save (full disk, I/O error): continue training, or stop the run.",
         choices=("continue", "stop"),
     )
     timeout_s: float = setting(1800.0, "Longest that a save may take.", unit="seconds", min=1.0)
     keep: int = setting(2, "Newest checkpoints kept.", unit="checkpoints", min=1)
     keep_interval: int = setting(0, "Keep every checkpoint whose step is a multiple of this; 0: none.", min=0)
-    keep_best: str = setting(
-        "", "Also keep the checkpoint with the largest value of this metric, as val/reward_mean or val/gsm8k/pass_at_4."
-    )
+    keep_best: str = setting("", "Also keep the checkpoint with the largest value of this metric.")
     resume: str = setting(
         "auto",
-        "auto (newest in the run folder, if any), never, or a checkpoint directory. What an earlier run left in the "
-        "folder and is not resumed is moved to its previous/.",
+        "auto (newest in the run folder, if any), never, or a checkpoint directory. What is not resumed moves to "
+        "previous/.",
     )
-    fallback: bool = setting(
-        False, "When the newest checkpoint is damaged, resume from the newest one before it that is whole."
-    )
+    fallback: bool = setting(False, "If the newest checkpoint is damaged, resume from the newest whole one before it.")
     hf_interval: int = setting(
         0, "Write the actor as a Hugging Face checkpoint every N steps; 0: never.", unit="steps", min=0
     )
@@ -64,53 +57,49 @@ class RecordsConfig:
 
     interval: int = setting(
         0,
-        "Record every N-th step, from the first on, in records/ of the run folder: tokens, log-probs, values, "
-        "advantages, rewards; 0: never.",
+        "Record every N-th step with all its numbers in records/ of the run folder; 0: never.",
         unit="steps",
         min=0,
     )
     max_mib: int = setting(
         1024,
-        "Most that the records of a run take together: the oldest go first, and a step that is larger alone is not "
-        "recorded.",
+        "Limit of all records of a run: the oldest go first, and a larger step is not recorded.",
         unit="MiB",
         min=1,
     )
     entropy: bool = setting(
         False,
-        "Also record the entropy of the distribution that predicts each token, by one forward of the policy more; "
-        "where old log-probs are the sampler's recording makes that forward anyway, and has it.",
+        "Also record the entropy of each token's distribution, by one more forward of the policy unless recording "
+        "makes it anyway.",
     )
     weights: bool = setting(
         False,
-        "Also keep the weights that the step began with in each record, so that it needs no checkpoint to be replayed.",
+        "Also keep the weights before the step, so that a replay needs no checkpoint.",
     )
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Sinks of metrics and rollouts besides metrics.jsonl, which is always written."""
+    """Sinks of metrics and rollouts besides metrics.jsonl."""
 
     tensorboard: bool = setting(True, "Write TensorBoard event files.")
     trackers: list[str] = setting(
         [], "Experiment trackers that also get metrics, config and rollouts.", choices=("wandb", "mlflow", "swanlab")
     )
     project: str = setting("mega_rl", "Project (MLflow: experiment) of the run in trackers.")
-    run_name: str = setting("", "Name of the run in trackers; empty takes that of its folder.")
-    progress_bar: bool = setting(True, "Show a live line on a terminal: step, what is being done, time left.")
+    run_name: str = setting("", "Name of the run in trackers; empty: its folder's.")
+    progress_bar: bool = setting(True, "Show a live line on a terminal: step, phase, time left.")
     rollout_samples: int = setting(
         16,
-        "Rollouts dumped as JSONL: all samples of as many of the first rank's prompts as they fill, at least one.",
+        "Rollouts dumped as JSONL: all samples of the first rank's first prompts, at least one prompt.",
         unit="samples",
         min=0,
     )
     rollout_interval: int = setting(
         10,
-        "Dump rollouts of the first, the last and every N-th step, and answers at every validation; 0: none.",
+        "Dump rollouts of the first, the last and every N-th step, and validations; 0: none.",
         unit="steps",
         min=0,
     )
-    print_samples: int = setting(
-        2, "Samples of the first dump shown on the console, with their rewards.", unit="samples", min=0
-    )
+    print_samples: int = setting(2, "Samples of the first dump shown on the console.", unit="samples", min=0)
     records: RecordsConfig = dataclasses.field(default_factory=RecordsConfig)

@@ -17,22 +17,19 @@ class ChatConfig:
 
     template: str = setting(
         "auto",
-        "Whether the tokenizer's chat template renders prompts. auto: only lists of messages; true: strings too, each "
-        "as a message of the user; false: strings stay as they are, and lists are errors.",
+        "Whether the chat template renders prompts. auto: only lists of messages; true: strings too, as user "
+        "messages; false: lists are errors.",
         choices=("auto", "true", "false"),
     )
     template_kwargs: dict[str, Any] = setting(
         {},
-        "Variables of the chat template, as {enable_thinking: false}, or tools: [...] for templates that take tools. "
-        "An argument sets one as data.chat.template_kwargs.enable_thinking=false.",
+        "Variables of the chat template, such as {enable_thinking: false}, or tools: [...].",
     )
-    system_prompt: str = setting(
-        "", "System message before every conversation that begins with none of its own; empty adds none."
-    )
+    system_prompt: str = setting("", "System message of conversations that begin with none; empty adds none.")
     date: str = setting(
         "",
-        "Date that chat templates such as Llama's and GPT-OSS's write into prompts, as 2026-01-31; empty takes the "
-        "start's, so that a checkpoint cannot be resumed on another day.",
+        "Date that templates such as Llama's write, as 2026-01-31; empty: today's, so a run cannot resume on "
+        "another day.",
     )
 
     def __post_init__(self) -> None:
@@ -46,23 +43,17 @@ class DataConfig:
 
     source: str = setting(
         "files",
-        "Where training prompts come from: the files of train_files, or path/to/file.py:class that yields rows.",
+        "Source of training prompts: train_files, or path/to/file.py:class that yields rows.",
     )
     source_settings: dict[str, object] = setting({}, "Settings of a class that yields rows, by name.")
     train_files: list[str] = setting(
         [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
     )
-    val_files: list[str] = setting(
-        [], "Held-out prompts, named as train_files are; empty splits them off the training files."
-    )
-    val_size: int = setting(
-        0, "Rows split off the training files for validation when val_files is empty.", unit="rows", min=0
-    )
+    val_files: list[str] = setting([], "Held-out prompts, named like train_files; empty splits off val_size rows.")
+    val_size: int = setting(0, "Rows split off the training files if val_files is empty.", unit="rows", min=0)
     prompt_key: str = setting("prompt", "Column with the prompt: a string, or a list of chat messages.")
     answer_key: str = setting("answer", "Column handed to the reward as the reference answer; empty: none.")
-    source_key: str = setting(
-        "data_source", "Column with the name of a row's data source, which reward.sources goes by."
-    )
+    source_key: str = setting("data_source", "Column with the name of a row's data source, for reward.sources.")
     max_prompt_tokens: int = setting(1024, "Longest prompt.", unit="tokens", min=1)
     overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
@@ -80,7 +71,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class EmbeddedConfig:
-    """Generation in the trainer's own processes, by Hugging Face's models."""
+    """Generation in the trainer's processes."""
 
     batch_size: int = setting(256, "Sequences generated together.", unit="sequences", min=1)
 
@@ -91,56 +82,51 @@ class SglangServerConfig:
 
     count: int = setting(
         0,
-        "Servers to start on each host of the trainer, or on each group of hosts that one spans (nodes); 0 takes as "
-        "many as its devices hold, one on a CPU.",
+        "Servers to start on each host, or on each group of hosts that one spans; 0: as many as devices hold.",
         unit="servers",
         min=0,
     )
     tp: int = setting(1, "Tensor-parallel ranks of each server that is started.", unit="ranks", min=1)
-    nodes: int = setting(
-        1, "Hosts that each server spans, with an equal share of its ranks on each.", unit="hosts", min=1
-    )
+    nodes: int = setting(1, "Hosts that each server spans, with equally many ranks on each.", unit="hosts", min=1)
     host: str = setting(
         "127.0.0.1",
-        "Address that started servers bind to, or the network interface whose address each host takes; on several "
-        "hosts loopback stands for each host's address towards MASTER_ADDR.",
+        "Address or network interface that servers bind to; loopback on several hosts: each host's address towards "
+        "MASTER_ADDR.",
     )
     max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
     mem_fraction: float = setting(
         0.0,
-        "Share of a device's memory for weights and KV cache; 0 lets SGLang choose for servers with devices of their "
-        "own, and takes what the trainer leaves for colocated ones.",
+        "Share of a device's memory for weights and KV cache; 0: SGLang's choice, or what the trainer leaves.",
         min=0.0,
         max=0.95,
     )
     args: dict[str, object] = setting(
         {},
-        "Further arguments of SGLang, by the names of its ServerArgs: {ep_size: 8, kv_cache_dtype: fp8_e5m2}. true "
-        "sets a flag. Arguments that a setting of mega_rl decides, or that no weight update can follow, are refused.",
+        "Further arguments of SGLang by their ServerArgs names: {ep_size: 8}; true sets a flag. Arguments that "
+        "mega_rl decides are refused.",
     )
 
 
 @dataclass(frozen=True)
 class SglangSyncConfig:
-    """Weights on their way to the servers, and the proof that they arrived."""
+    """Weights to the servers, and the proof that they arrived."""
 
     transport: str = setting(
         "auto",
-        "How weights travel: by memory that servers share with ranks on their host (CUDA IPC on the same GPUs), or by "
-        "process groups with the servers; auto takes the first that is possible.",
+        "Shared memory on one host (CUDA IPC on the same GPUs), or process groups; auto takes the first possible.",
         choices=("auto", "shared_memory", "distributed"),
     )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
     probe_mean_limit: float = setting(
         0.0,
-        "Largest mean of |trainer - server| log-prob over a probe's tokens; 0 takes 1e-4 in fp32 and 0.15 in bf16.",
+        "Largest mean |trainer - server| log-prob over a probe's tokens; 0: 1e-4 in fp32, 0.15 in bf16.",
         unit="nats",
         min=0.0,
     )
     probe_max_limit: float = setting(
         0.0,
-        "Largest |trainer - server| log-prob of one of a probe's tokens; 0 takes 1e-4 in fp32 and 1 in bf16.",
+        "Largest |trainer - server| log-prob of a probe's token; 0: 1e-4 in fp32, 1 in bf16.",
         unit="nats",
         min=0.0,
     )
@@ -150,14 +136,14 @@ class SglangSyncConfig:
 class SglangConfig:
     """The SGLang servers of a run, and the requests to them."""
 
-    urls: list[str] = setting([], "Servers to join, as http://host:port; empty starts servers beside the trainer.")
+    urls: list[str] = setting([], "Servers to join, as http://host:port; empty starts servers next to the trainer.")
     keys_file: str = setting(
         "", 'Keys of the servers that are joined, mode 0600: {"api_key": "...", "admin_key": "..."}.'
     )
     placement: str = setting(
         "auto",
-        "Whether servers share the trainer's devices and so take turns with it (colocated) or have devices of their "
-        "own (separate); auto is colocated for started servers without trainer.async_steps, else separate.",
+        "Servers share the trainer's devices in turns (colocated) or have other devices (separate); auto is "
+        "colocated for started servers without trainer.async_steps.",
         choices=("auto", "colocated", "separate"),
     )
     start_timeout_s: float = setting(600.0, "Deadline of a server's start.", unit="seconds", above=0.0)
@@ -167,19 +153,16 @@ class SglangConfig:
     restarts: int = setting(3, "Times within one step that lost servers are brought back.", unit="times", min=0)
     failed_samples: str = setting(
         "fatal",
-        "What a sample without an answer does: end the run, or stay out of the loss.",
+        "A sample without an answer ends the run, or stays out of the loss.",
         choices=("fatal", "mask"),
     )
-    max_failed_share: float = setting(
-        0.1, "Share of a step's samples that may be masked before the run ends.", min=0.0, max=1.0
-    )
+    max_failed_share: float = setting(0.1, "Share of a step's samples that may be masked.", min=0.0, max=1.0)
     partial_rollout: bool = setting(
-        False, "Let a weight update interrupt responses, which go on under the new weights; tokens carry their version."
+        False, "Let a weight update interrupt responses, which continue under the new weights."
     )
     return_routing: bool = setting(
         False,
-        "Servers report the experts that they gave each token, and the trainer's passes route it the same way; needs "
-        "engine.megatron.moe.routing_replay.",
+        "Route tokens in the trainer's passes as the servers did; needs engine.megatron.moe.routing_replay.",
     )
     server: SglangServerConfig = dataclasses.field(default_factory=SglangServerConfig)
     sync: SglangSyncConfig = dataclasses.field(default_factory=SglangSyncConfig)
@@ -187,22 +170,18 @@ class SglangConfig:
 
 @dataclass(frozen=True)
 class MismatchConfig:
-    """Largest differences between the log-probs of trainer and rollout engine before the run stops."""
+    """Limits on the log-prob differences between trainer and rollout engine."""
 
     mean_limit: float = setting(
         0.0,
-        "Largest mean of |trainer - rollout| log-prob over a step's tokens; 0 takes 1e-3 where "
-        "both are fp32, else 0.15.",
+        "Largest mean |trainer - rollout| log-prob over a step's tokens; 0: 1e-3 if both are fp32, else 0.15.",
         unit="nats",
         min=0.0,
     )
-    share_limit: float = setting(
-        0.01, "Largest share of a step's tokens with |trainer - rollout| of 1 nat or more.", min=0.0, max=1.0
-    )
+    share_limit: float = setting(0.01, "Largest share of tokens that differ by 1 nat or more.", min=0.0, max=1.0)
     max_limit: float = setting(
         0.0,
-        "Largest |trainer - rollout| log-prob of one token; 0 takes 1 where both are fp32, else none: bf16 has rare "
-        "large differences, and mixtures of experts route a token otherwise now and then.",
+        "Largest |trainer - rollout| log-prob of one token; 0 takes 1 if both are fp32, else none.",
         unit="nats",
         min=0.0,
     )
@@ -210,12 +189,12 @@ class MismatchConfig:
 
 @dataclass(frozen=True)
 class DynamicSamplingConfig:
-    """Steps that draw prompts until enough of them have samples of different rewards."""
+    """Draw prompts until enough have samples of different rewards."""
 
     max_generations: int = setting(
         0,
-        "Generations of a step at most; when they run out, prompts of equal rewards fill it. 0 trains on whatever one "
-        "generation gives.",
+        "Generations of a step at most; then prompts of equal rewards fill it. 0: one generation, and all its "
+        "prompts train.",
         unit="generations",
         min=0,
     )
@@ -228,32 +207,29 @@ class RolloutConfig:
 
     backend: str = setting(
         "hf",
-        "Rollout engine, which holds the actor's weights and samples: Hugging Face generate in the trainer's own "
-        "processes (hf), SGLang servers (sglang), or none, where a rollout.source of one's own needs no engine.",
+        "Rollout engine: Hugging Face generate in the trainer's processes (hf), SGLang servers (sglang), or none "
+        "if your rollout.source needs no engine.",
         choices=("hf", "sglang", "none"),
     )
     source: str = setting(
         "single_turn",
-        "How prompts become rollouts: one response of the engine to each (single_turn), or path/to/file.py:class, as "
-        "for several turns with tools, recorded rollouts, or an inference server of one's own.",
+        "How prompts become rollouts: one response each (single_turn), or path/to/file.py:class.",
     )
     source_settings: dict[str, object] = setting({}, "Settings of a class that makes rollouts, by name.")
     n: int = setting(8, "Samples per prompt.", unit="samples", min=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
     top_p: float = setting(
-        1.0, "Nucleus mass; training does not see what is cut off, so below 1 a run warns.", above=0.0, max=1.0
+        1.0, "Nucleus mass; a run warns below 1, since training does not see the cut.", above=0.0, max=1.0
     )
-    top_k: int = setting(0, "Keep the k most likely tokens, with the same warning; 0 keeps all.", unit="tokens", min=0)
+    top_k: int = setting(0, "Keep the k most likely tokens, with the same warning; 0: all.", unit="tokens", min=0)
     max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
-    stop_token_ids: list[int] = setting(
-        [], "Extra token ids that end a response, besides the model's end-of-sequence ids."
-    )
+    stop_token_ids: list[int] = setting([], "Token ids that end a response besides the model's.")
     dtype: str = setting(
         "auto", "Weight type of the rollout model; auto takes model.dtype.", choices=("auto", "bf16", "fp32")
     )
     verify_interval: int = setting(
         10,
-        "Verify the checksum of every synced tensor every N publishes (the first always).",
+        "Verify checksums of all synced tensors at the first and every N-th publish.",
         unit="publishes",
         min=1,
     )
@@ -294,19 +270,17 @@ class RewardPoolConfig:
 
     workers: int = setting(
         -1,
-        "Worker processes of each rank. 0 calls the function in the rank itself, one response after the other, without "
-        "deadlines; -1 does so for built-in functions but math_verify and for functions of a Python program, and else "
-        "takes all but one of the rank's share of the host's cores, at most 8.",
+        "Worker processes of each rank. 0 calls the function in the rank, without deadlines; -1 does so for "
+        "built-in functions except math_verify and for functions of a Python program, else it takes the rank's "
+        "cores minus one, at most 8.",
         unit="processes",
         min=-1,
     )
     timeout_s: float = setting(30.0, "Deadline of one response, or of one call for several.", unit="seconds", above=0.0)
-    concurrency: int = setting(
-        64, "Calls of an asynchronous function at a time in each worker, or in the rank without workers.", min=1
-    )
+    concurrency: int = setting(64, "Calls of an asynchronous function at a time in each worker.", min=1)
     batch_size: int = setting(
         64,
-        "Responses of one call, at most, of a function that takes several at a time; idle workers share what waits.",
+        "Responses of one call, at most, of a function that takes several.",
         unit="responses",
         min=1,
         max=4096,
@@ -314,14 +288,14 @@ class RewardPoolConfig:
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(
         "score",
-        "Treatment of a response whose function raises, gives no usable number, takes longer than the deadline or "
-        "crashes its worker: score gives it reward.pool.failure_score, mask leaves it out as if it had not been drawn.",
+        "If a function raises, gives no usable number, takes too long or crashes: score gives "
+        "reward.pool.failure_score, mask leaves the response out.",
         choices=("score", "mask"),
     )
     failure_score: float = setting(0.0, "Reward of such a response; the lowest one is right.")
     max_failed_share: float = setting(
         0.1,
-        "Share of a step's responses that may fail so before the run ends; 0 ends it at the first.",
+        "Share of a step's responses that may fail before the run ends.",
         min=0.0,
         max=1.0,
     )
@@ -333,12 +307,11 @@ class OverlongConfig:
 
     filter: bool = setting(
         False,
-        "Leave responses that the length limit cut off out of every loss; their rewards still count in the statistics "
-        "that the other samples are compared with.",
+        "Leave responses that the length limit cut out of every loss; their rewards still count in group statistics.",
     )
     buffer_tokens: int = setting(
         0,
-        "Last tokens before the limit over which the reward falls by up to reward.overlong.penalty; 0 punishes none.",
+        "Last tokens over which the reward falls by up to reward.overlong.penalty; 0 punishes none.",
         unit="tokens",
         min=0,
     )
@@ -351,8 +324,8 @@ class RewardConfig:
 
     source: str = setting(
         "function",
-        "Who scores: a Python function, a sequence-classification checkpoint on the run's engine, an HTTP service, or "
-        "none, where a run learns from a teacher alone.",
+        "Who scores: a Python function, a sequence-classification checkpoint, an HTTP service, or none (only a "
+        "teacher).",
         choices=("function", "model", "http", "none"),
     )
     function: str = setting(
@@ -362,22 +335,21 @@ class RewardConfig:
     )
     functions: dict[str, str] = setting(
         {},
-        "Several functions in the place of reward.function, as {correct: math_verify, format: rewards.py:has_boxes}; "
-        "each gives the part of the reward that has its name.",
+        "Named parts of the reward, instead of reward.function: {correct: math_verify, format: rewards.py:has_boxes}.",
     )
     sources: dict[str, list[str]] = setting(
         {},
-        "Names of reward.functions that score the rows of each data source, as {gsm8k: [correct, format], "
-        "chat: [polite]}; empty: all functions score every row.",
+        "Names of reward.functions that score each data source, as {gsm8k: [correct, format]}; empty: all score "
+        "every row.",
     )
     weights: dict[str, float] = setting(
         {},
-        "Weights of named parts of the reward, as {format: 0.2}; a part without one has 1, and one of 0 is only shown.",
+        "Weights of named parts of the reward, as {format: 0.2}; default 1; 0 only shows a part.",
     )
     skip_special_tokens: bool = setting(
         True,
-        "Leave the tokenizer's special tokens out of the text that is scored; false shows those that the model wrote, "
-        "such as tags of boxes, channels or tool calls. The stop token that ended the response is in neither.",
+        "Leave special tokens out of the scored text; false shows those that the model wrote, except the final "
+        "stop token.",
     )
     pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
     model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)

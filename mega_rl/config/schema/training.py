@@ -11,25 +11,23 @@ from mega_rl.config.schema.setting import ATTENTION, defaults, setting
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Checkpoints that the roles start from, and how models are built from them."""
+    """Checkpoints of the roles, and how models are built."""
 
     path: str = setting(
         "",
-        "Checkpoint of the actor: a directory in Hugging Face's format (config.json, safetensors, tokenizer), or a "
-        "model of the Hub as org/name or org/name@revision.",
+        "Checkpoint of the actor: a Hugging Face directory, or a model of the Hub as org/name or org/name@revision.",
     )
     ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
     critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
     dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
     fp32_head: bool = setting(
         False,
-        "Compute the output layer's logits in FP32, in training and in passes for log-probs: bf16 logits are rounded "
-        "to 8 bits, by up to 1/16 at 16 and above. They take twice the memory.",
+        "Compute logits in FP32, at twice their memory: bf16 rounds them to 8 bits, by up to 1/16 at 16 and above.",
     )
     attn_implementation: str = setting(
         "auto",
-        "Attention kernel of every role that names no other: plain matrix products (eager), torch's fused attention "
-        "(sdpa), FlashAttention, or the best that is there (auto).",
+        "Attention kernel: plain matrix products (eager), torch's fused one (sdpa), FlashAttention, or the best "
+        "available.",
         choices=ATTENTION,
     )
     critic_attn_implementation: str = setting(
@@ -40,7 +38,7 @@ class ModelConfig:
     )
     recompute: str = setting(
         "none",
-        "Activations recomputed in the backward: none, the modules of recompute_modules, or whole layers.",
+        "Activations recomputed in the backward: none, those of recompute_modules, or whole layers.",
         choices=("none", "selective", "full"),
     )
     recompute_modules: list[str] = setting(
@@ -48,12 +46,12 @@ class ModelConfig:
         "What selective recompute runs again: core_attn, layernorm, mlp, moe, moe_act, mla_up_proj, shared_experts.",
     )
     recompute_layers: int = setting(
-        0, "Layers of each chunk that full recompute runs again, from the first on; 0 is all.", unit="layers", min=0
+        0, "Layers of each chunk that full recompute runs again, from the first; 0: all.", unit="layers", min=0
     )
     frozen: list[str] = setting(
         [],
-        "Weights that do not train: shell patterns of the engine's parameter names, Megatron-Core's as embedding.* or "
-        "decoder.layers.0.*, Hugging Face's as model.embed_tokens.*; layers are numbered over the whole model.",
+        "Weights that do not train: shell patterns of parameter names, such as embedding.* or decoder.layers.0.* "
+        "(Megatron), model.embed_tokens.* (FSDP).",
     )
 
 
@@ -77,14 +75,13 @@ class OptimConfig:
     )
     min_lr_ratio: float = setting(
         0.1,
-        "Learning rate of the last step as a fraction of the peak; at 0 the last step changes nothing.",
+        "Learning rate of the last step as a fraction of the peak.",
         min=0.0,
         max=1.0,
     )
     max_skipped_steps: int = setting(
         3,
-        "Steps in a row that a model may skip because its gradient norm is not finite; one more ends the run. 0 ends "
-        "it at the first.",
+        "Steps in a row that a model may skip because its gradient norm is not finite; one more ends the run.",
         unit="optimizer steps",
         min=0,
     )
@@ -97,7 +94,7 @@ class KlConfig:
     placement: str = setting("none", "Where the KL to the reference policy enters.", choices=("none", "reward", "loss"))
     estimator: str = setting(
         "auto",
-        "KL estimator; auto takes k1 in the reward, k3 in the loss. In the loss k2 and k3 have one gradient.",
+        "KL estimator; auto takes k1 in the reward, k3 in the loss.",
         choices=("auto", "k1", "k2", "k3"),
     )
     coef: float = setting(0.001, "KL coefficient (the initial one if adaptive).", min=0.0)
@@ -105,11 +102,11 @@ class KlConfig:
     target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
     horizon: int = setting(10_000, "Horizon of the adaptive controller.", unit="sequences", min=1)
     reference_interval: int = setting(
-        0, "The reference takes in the policy's weights every N steps; 0: it stays as it is.", unit="steps", min=0
+        0, "The reference takes the policy's weights every N steps; 0: never.", unit="steps", min=0
     )
     reference_rate: float = setting(
         1.0,
-        "Share of the policy in the reference's new weights; 1 is a copy, less a moving average.",
+        "Share of the policy in the reference's new weights; below 1 a moving average.",
         above=0.0,
         max=1.0,
     )
@@ -132,30 +129,29 @@ class AlgorithmConfig:
     loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
     correction: str = setting(
         "auto",
-        "Weights of token losses for what sampled the tokens, other weights or another engine: a built-in one, as tis "
-        "(truncated importance sampling), none, path/to/file.py:class, or auto: tis for SGLang's samples in bf16 or of "
-        "older weights, icepop for those of a mixture of experts, else none.",
+        "Weights of token losses if other weights or another engine sampled: a built-in name, "
+        "path/to/file.py:class, or auto: tis for SGLang in bf16 or with older weights, icepop for mixtures of "
+        "experts, else none.",
     )
     correction_settings: dict[str, object] = setting({}, "Settings of the correction by name, as cap.")
     entropy_coef: float = setting(
         0.0,
-        "Weight of the entropy bonus; at 0 no entropy is computed, and its metric is the sampled tokens' mean -log p.",
+        "Weight of the entropy bonus; 0 computes no entropy.",
         min=0.0,
     )
     loss_aggregation: str = setting(
         "token-mean",
-        "How token losses of the policy become one number; the critic's is always their mean.",
+        "How the policy's token losses become one number.",
         choices=("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"),
     )
     old_logprobs: str = setting(
         "auto",
-        "Log-probs before the update: from a forward of their own (recompute); where a step makes one optimizer step "
-        "and they enter nothing before it, from that step's forward (auto); or the sampler's own (rollout), so that "
-        "ratios are to what sampled, whatever its age and engine, and no forward is needed.",
+        "Log-probs before the update: from a separate forward (recompute), from the update's own forward if a step "
+        "makes one optimizer step (auto), or the sampler's (rollout).",
         choices=("auto", "recompute", "rollout"),
     )
     value_clip: float = setting(
-        0.5, "Value predictions are clipped to this distance of the old ones; 0 turns it off.", min=0.0
+        0.5, "Largest distance of clipped value predictions from the old ones; 0 turns it off.", min=0.0
     )
     epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
     critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
@@ -171,8 +167,8 @@ class MicrobatchConfig:
     size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
     skip_zero_advantages: bool = setting(
         False,
-        "Leave responses whose advantages are all 0, as of a group of equal rewards, out of the policy's updates: the "
-        "gradient is the same, metrics of the update are of the others.",
+        "Leave responses whose advantages are all 0 out of the policy's updates: equal gradient, metrics of the "
+        "others only.",
     )
 
 
@@ -180,13 +176,11 @@ class MicrobatchConfig:
 class ProfileConfig:
     """Traces of chosen steps, and the rate that computation is measured by."""
 
-    steps: list[int] = setting(
-        [], "Steps, from 1 on, that torch's profiler traces from beginning to end, into profile/ of the run folder."
-    )
+    steps: list[int] = setting([], "Steps, from 1, that torch's profiler traces into profile/ of the run folder.")
     ranks: list[int] = setting([0], "Ranks that write traces.")
-    memory: bool = setting(False, "On GPUs, also write the allocator's history of each traced step.")
+    memory: bool = setting(False, "Also write the GPU allocator's history of each traced step.")
     peak_tflops: float = setting(
-        0.0, "Rate that perf/mfu is a share of; 0 takes the device's in bf16, by its name.", unit="TFLOP/s", min=0.0
+        0.0, "Rate that perf/mfu is a share of; 0: the device's in bf16.", unit="TFLOP/s", min=0.0
     )
 
 
@@ -198,8 +192,7 @@ class TrainerConfig:
     steps: int = setting(100, "Trainer steps.", unit="steps", min=1)
     epochs: float = setting(
         0.0,
-        "Length of the run in passes over the training prompts, in place of trainer.steps, which the run computes from "
-        "it, rounded up; 0: by trainer.steps.",
+        "Length of the run in passes over the training prompts, instead of trainer.steps.",
         unit="epochs",
         min=0.0,
     )
@@ -211,13 +204,13 @@ class TrainerConfig:
     )
     async_steps: int = setting(
         0,
-        "Steps that generation runs ahead of training; its samples are as many versions old.",
+        "Steps that generation runs ahead of training.",
         unit="steps",
         min=0,
         max=1,
     )
     device: str = setting("auto", "auto takes CUDA where there is one.", choices=("auto", "cuda", "cpu"))
-    deterministic: bool = setting(False, "Only algorithms that give the same bits twice, where there are such.")
+    deterministic: bool = setting(False, "Use only algorithms that repeat their bits.")
     timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)
     microbatch: MicrobatchConfig = dataclasses.field(default_factory=MicrobatchConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)

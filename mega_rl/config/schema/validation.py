@@ -9,7 +9,7 @@ from mega_rl.config.schema.setting import setting
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Samples of held-out prompts and what is measured of them; trainer.val_interval says when."""
+    """Samples of held-out prompts, every trainer.val_interval steps."""
 
     n: int = setting(1, "Samples of each prompt.", unit="samples", min=1, max=1024)
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0 is greedy.", min=0.0)
@@ -20,25 +20,22 @@ class ValidationConfig:
     )
     chunk: int = setting(
         8192,
-        "Samples that are drawn and scored together, whole prompts: it bounds memory and requests in flight, and "
-        "changes no number.",
+        "Samples that are drawn and scored together; bounds memory and changes no number.",
         unit="samples",
         min=1,
     )
-    k: list[int] = setting(
-        [], "Numbers of samples that pass@k and maj@k are of; empty takes 1 and n where n is above 1, else none."
-    )
+    k: list[int] = setting([], "Values of k for pass@k and maj@k; empty takes 1 and n if n is above 1.")
     sets: dict[str, object] = setting(
         {},
-        "Further sets of held-out prompts by name, each one of data.val_files or a list of such: {gsm8k: a.jsonl, "
-        "math: [b.jsonl, c.jsonl]}. Their metrics are val/gsm8k/... and val/math/...",
+        "Further held-out sets by name: {gsm8k: a.jsonl, math: [b.jsonl, c.jsonl]}. Their metrics are "
+        "val/gsm8k/... and val/math/...",
     )
-    right_above: float = setting(0.5, "A sample with a reward, or a part of it, above this is right.")
-    right_part: str = setting("", "Named part of the reward that says whether a sample is right; empty: the reward.")
+    right_above: float = setting(0.5, "A sample with a reward above this is right.")
+    right_part: str = setting("", "Named part of the reward that decides this; empty: the reward.")
     answer_of: str = setting(
         "",
-        "Function path/to/file.py:name of a response that returns the answer it votes for in maj@k, or None; empty "
-        "takes what stands in the last \\boxed{} or after the last ####, else the whole response.",
+        "Function path/to/file.py:name that returns a response's answer for maj@k, or None; empty takes the last "
+        "\\boxed{}, else the text after ####, else the response.",
     )
 
     @property

@@ -1,6 +1,6 @@
 """Supported releases of Megatron-Core, and the differences between their interfaces.
 
-Three places know that releases differ, and all of them are listed in docs/megatron_versions.md:
+Three places know that releases differ, and all of them are listed in docs/versions.md:
 
 - `RELEASES`: which versions are supported; every other one is refused before Megatron-Core is imported.
 - `accelerator.patches`: the changes that a CPU needs, with a hash of the upstream source for each release.

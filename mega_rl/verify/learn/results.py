@@ -196,16 +196,15 @@ def _judged(task: LearningTask, runs: Mapping[str, Sequence[Curve]]) -> TaskResu
 
 def markdown_table(results: Sequence[TaskResult]) -> str:
     """Return the rows of docs/learning.md, one for each variant."""
-    lines = ["| task | variant | seeds | steps | result, 95 % band | statement | |", "|---|---|---|---|---|---|---|"]
+    lines = ["| task | variant | steps | result, 95 % band | statement | |", "|---|---|---|---|---|---|"]
     for result in results:
         name, unit = result.task.name, f" {result.task.unit}"
         for variant in result.variants:
             own = [verdict for verdict in result.verdicts if verdict.variant == variant.name]
-            seeds, final = [curve.seed for curve in variant.curves], variant.final
+            final = variant.final
             cells = [
                 name,
                 variant.name,
-                f"{seeds[0]} to {seeds[-1]}",
                 str(variant.last_step),
                 f"{final.mean:.3g} ({final.low:.3g} to {final.high:.3g}){unit}",
                 "; ".join(verdict.text.removeprefix(variant.name).lstrip(": ") for verdict in own),

@@ -19,7 +19,7 @@ from tests.clusters.slurm.cluster import NODE_TIMEOUT_S, NODES, WAIT_S, SlurmClu
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("MEGA_RL_TESTS") != "slurm", reason="ten minutes: make test-slurm"),
-    pytest.mark.skipif(missing() != "", reason=f"Slurm is not installed ({missing()}): docs/slurm.md"),
+    pytest.mark.skipif(missing() != "", reason=f"Slurm is not installed ({missing()}): docs/schedulers.md"),
     pytest.mark.timeout(900),
 ]
 

@@ -1,6 +1,6 @@
 """Advantages, losses, KL estimators and corrections equal TRL's and verl's own functions, in values and gradients.
 
-Where a peer differs by design, the test states the relation and checks it; docs/algorithms.md has both as a table.
+Where a peer differs by design, the test states the relation and checks it; docs/algorithms.md lists both.
 Batches are random (`tests/peers/batch.py`), with ragged masks that have holes.
 
 Tolerances, relative to the largest number: losses are float64 on both sides, and sums of some hundred terms agree to

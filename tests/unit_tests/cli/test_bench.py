@@ -130,8 +130,8 @@ def test_files_of_results_are_judged_together(tmp_path: Path, capsys: pytest.Cap
     assert main(["bench", "judge", str(joined), "--markdown"]) == 0
     words = "beats wrong, bands apart; band >= 0.5"
     assert capsys.readouterr().out.splitlines()[2:] == [
-        f"| tiny | right | 0 to 2 | 2 | 0.91 (0.885 to 0.935) mean reward | {words} | holds |",
-        "|  | wrong | 0 to 2 | 2 | 0.21 (0.185 to 0.235) |  |  |",
+        f"| tiny | right | 2 | 0.91 (0.885 to 0.935) mean reward | {words} | holds |",
+        "|  | wrong | 2 | 0.21 (0.185 to 0.235) |  |  |",
     ]
 
 

@@ -131,8 +131,8 @@ def test_advice_is_silenced_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_versions_are_described() -> None:
-    """The table of docs/megatron_versions.md is `RELEASES`."""
-    text = (ROOT / "docs" / "megatron_versions.md").read_text(encoding="utf-8")
+    """The table of docs/versions.md is `RELEASES`."""
+    text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (0\.\d+) \| ([\d., ]+) \| (3\.\d+) \|", text, re.MULTILINE)
     assert rows == [(r.series, ", ".join(r.compared), ".".join(map(str, r.python))) for r in RELEASES]
 
