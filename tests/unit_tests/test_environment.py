@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mega_rl import environment
 from mega_rl.config.loader import load
-from mega_rl.parallel import accelerator, environment
+from mega_rl.parallel import accelerator
 from mega_rl.rollout.sglang.server import settings as server
 
 TP = "engine.megatron.tp=2"

@@ -11,9 +11,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from mega_rl import versions
 from mega_rl.cli import app as cli
 from mega_rl.errors import UserErrors
-from mega_rl.parallel import accelerator, versions
+from mega_rl.parallel import accelerator
 from tests.fake_te.package import release as te_release
 
 ROOT = Path(__file__).parents[2]
