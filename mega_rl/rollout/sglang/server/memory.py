@@ -171,7 +171,7 @@ def release_at_start(pool: ServerPool, ranks: Ranks, *, timeout_s: float) -> Non
         finally:
             control.close()
 
-    _, own = each([index for index in range(len(pool.endpoints)) if pool.owner(index) == ranks.rank], release)
+    _, own = each([index for index in range(len(pool.endpoints)) if pool.nodes(index)[0] == ranks.rank], release)
     failed = merge_failures(own, ranks)
     if failed:
         raise RunError(f"servers did not release their memory after their start: {'; '.join(failed.values())}")

@@ -149,9 +149,6 @@ class Joined:
     def nodes(self, index: int) -> tuple[int, ...]:
         return ()
 
-    def owner(self, index: int) -> int | None:
-        return None
-
     def bring_back(self, lost: Sequence[int]) -> None:
         raise AssertionError(lost)
 
@@ -348,7 +345,8 @@ def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]
         world = GroupRanks(engine.groups.world)
         with connected(plan, Joined(entries), engine, world) as connection:
             sync = connection.sync
-            sync._transport._bucket_bytes = 4000  # the smallest that a setting can name holds this whole model
+            transport = sync._transport  # the smallest bucket that a setting can name holds this whole model
+            transport._bucket_bytes, transport.buckets = 4000, transport._weights.buckets(4000)
             sync.resume_at(100)
             whole = sync.publish()
             victim = connection._controls[0]
