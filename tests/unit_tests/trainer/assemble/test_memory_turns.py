@@ -15,8 +15,8 @@ from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.engines.base import EngineSettings
 from mega_rl.errors import RunError, UserError
-from mega_rl.rollout.sglang.build import Connection, device_share, servers_per_host, start_servers
-from mega_rl.rollout.sglang.server.memory import TRAINER_RESIDUE, DeviceShare, ServersMemory
+from mega_rl.rollout.sglang.build import Connection, colocated_bytes, servers_per_host, start_servers
+from mega_rl.rollout.sglang.server.memory import TRAINER_RESIDUE, ServersMemory, memory_fraction, server_reserve
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.trainer.assemble.plan import engine_settings
@@ -337,18 +337,17 @@ def test_a_reward_model_finds_room_after_a_validation(resources: ExitStack) -> N
 # -- the share of a device ---------------------------------------------------------------------------------------------
 
 
-def share_of(**changes: int) -> DeviceShare:
-    return DeviceShare(**{"total": 80 * GIB, "policy": 8 * GIB, "weights": 15 * GIB, "tp": 1, **changes})
+def fraction_of(setting: float, **changes: int) -> float:
+    return memory_fraction(setting, **{"total": 80 * GIB, "policy": 8 * GIB, "weights": 15 * GIB, "tp": 1, **changes})
 
 
-@pytest.mark.parametrize("total", [24, 48, 80, 141, 192])
-def test_the_computed_share_leaves_the_trainer_and_the_server_their_room(total: int) -> None:
-    share = share_of(total=total * GIB, policy=2 * GIB, weights=2 * GIB)
-    fraction = share.fraction(0.0)
-    left = share.total - fraction * share.total
-    assert left >= share.policy + TRAINER_RESIDUE + share.reserve
-    assert left - (share.policy + TRAINER_RESIDUE + share.reserve) < 0.002 * share.total
+@pytest.mark.parametrize("gib", [24, 48, 80, 141, 192])
+def test_the_computed_share_leaves_the_trainer_and_the_server_their_room(gib: int) -> None:
+    total, kept = gib * GIB, 2 * GIB + TRAINER_RESIDUE + server_reserve(gib * GIB, 1)
+    fraction = fraction_of(0.0, total=total, policy=2 * GIB, weights=2 * GIB)
+    assert kept <= total - fraction * total < kept + 0.002 * total
     assert fraction == round(fraction, 3)
+    assert fraction_of(0.55) == 0.55
 
 
 @pytest.mark.parametrize(
@@ -362,27 +361,24 @@ def test_the_computed_share_leaves_the_trainer_and_the_server_their_room(total: 
 )
 def test_a_share_that_cannot_work_is_refused(changes: dict[str, int], setting: float, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        share_of(**changes).fraction(setting)
-
-
-def test_a_share_of_the_users_is_taken_as_it_is() -> None:
-    assert share_of().fraction(0.55) == 0.55
+        fraction_of(setting, **changes)
 
 
 def test_the_policy_is_counted_by_its_layout() -> None:
     """8.19e9 parameters of Qwen3-8B in bf16, in halves; norms are whole on both ranks."""
 
-    def share(*settings: str, world_size: int = 2) -> DeviceShare:
-        rollout, _, engine = sections_of(*settings)
-        return device_share(rollout, engine, HF, total=80 * GIB, world_size=world_size)
-
-    whole, half = share("engine.megatron.tp=1"), share()
     buckets = sending_bytes(HF, bucket_bytes=256 << 20, itemsize=2)
-    assert whole.weights == half.weights == 2 * 8190735360
-    assert whole.policy - buckets == 2 * 8190735360
-    assert (whole.policy - buckets) / 2 <= half.policy - buckets < (whole.policy - buckets) / 2 * 1.001
-    fsdp = share("engine.backend=fsdp", "engine.megatron.tp=null", world_size=8)
-    assert fsdp.policy - buckets == 4 * 8190735360 // 8
+
+    def parts(*settings: str, world_size: int = 2) -> tuple[int, int]:
+        rollout, _, engine = sections_of(*settings)
+        policy, weights = colocated_bytes(rollout, engine, HF, world_size=world_size)
+        return policy - buckets, weights
+
+    assert parts("engine.megatron.tp=1") == (2 * 8190735360, 2 * 8190735360)
+    half, weights = parts()
+    assert weights == 2 * 8190735360
+    assert 8190735360 <= half < 8190735360 * 1.001
+    assert parts("engine.backend=fsdp", "engine.megatron.tp=null", world_size=8)[0] == 4 * 8190735360 // 8
 
 
 # -- how many servers a host has ---------------------------------------------------------------------------------------
