@@ -288,7 +288,7 @@ def sent(root: Path, servers: dict[str, Servers]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_are_those_of_servers_started_from_the_checkpoint(
+def test_updated_servers_answer_as_freshly_started_ones(
     servers: dict[str, Servers], sent: dict[str, Any], case: str
 ) -> None:
     reference = servers[CASES[case][1]].reference
@@ -381,7 +381,7 @@ def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]
 
 
 @pytest.mark.skipif(not FULL, reason="make test-full: a server's second start; test_sync.py has one that is no model")
-def test_a_server_killed_between_buckets_is_left_out_and_refit(root: Path, servers: dict[str, Servers]) -> None:
+def test_server_killed_between_buckets_is_refit(root: Path, servers: dict[str, Servers]) -> None:
     group = servers["dense"]
     process = group.processes[0]
     stop = threading.Event()

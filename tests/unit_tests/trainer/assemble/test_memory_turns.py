@@ -148,7 +148,7 @@ def used(devices: Sequence[DeviceMemory]) -> list[int]:
     return [device.used for device in devices]
 
 
-def test_colocated_servers_have_started_and_left_before_the_models_come(resources: ExitStack) -> None:
+def test_colocated_servers_start_before_the_models(resources: ExitStack) -> None:
     run = Colocation(resources)
     assert used(run.devices) == [SERVER["idle"]] * RANKS
     run.build_roles()
@@ -165,7 +165,7 @@ def test_servers_of_a_run_draw_different_noise(resources: ExitStack) -> None:
     assert [process.settings.seed for process in run.processes] == [7, 8]
 
 
-def test_buckets_of_a_send_have_left_before_the_servers_caches_come(resources: ExitStack) -> None:
+def test_buckets_leave_before_the_servers_caches_come(resources: ExitStack) -> None:
     """What a send of Qwen3-8B holds at most fits next to the servers' weights, and is given back to the device."""
     run = Colocation(resources)
     run.build_roles()
@@ -220,7 +220,7 @@ def test_the_sums_of_every_turn(run: Colocation) -> None:
 
 
 @pytest.mark.parametrize("when", ["while it generates", "before weights are sent", "while it holds on to its memory"])
-def test_a_lost_server_comes_back_into_the_memory_that_is_there(run: Colocation, when: str) -> None:
+def test_lost_server_returns_into_the_free_memory(run: Colocation, when: str) -> None:
     run.publish(1)
     run.generate()
     before = used(run.devices)
@@ -258,7 +258,7 @@ def test_the_run_ends_when_no_server_is_left(run: Colocation) -> None:
     assert run.actor.here == set(ACTOR)
 
 
-def test_servers_with_devices_of_their_own_keep_their_memory(resources: ExitStack) -> None:
+def test_separate_servers_keep_their_memory(resources: ExitStack) -> None:
     run = Colocation(resources, "rollout.sglang.placement=separate", devices=2 * RANKS)
     run.build_roles()  # while the servers come up
     run.pool.wait_ready()
@@ -269,7 +269,7 @@ def test_servers_with_devices_of_their_own_keep_their_memory(resources: ExitStac
     assert all(server.holds >= set(TAGS) for server in servers if server)
 
 
-def test_models_that_do_not_fit_beside_each_other_take_turns(resources: ExitStack) -> None:
+def test_models_that_do_not_fit_take_turns(resources: ExitStack) -> None:
     """An actor, a critic, a reference and a reward model, whose sum a device does not have: every turn's sum."""
     roles = {"critic": CRITIC, "reward": REFERENCE}
     together = Colocation(resources)
@@ -342,7 +342,7 @@ def fraction_of(setting: float, **changes: int) -> float:
 
 
 @pytest.mark.parametrize("gib", [24, 48, 80, 141, 192])
-def test_the_computed_share_leaves_the_trainer_and_the_server_their_room(gib: int) -> None:
+def test_computed_share_leaves_room_for_both(gib: int) -> None:
     total, kept = gib * GIB, 2 * GIB + TRAINER_RESIDUE + server_reserve(gib * GIB, 1)
     fraction = fraction_of(0.0, total=total, policy=2 * GIB, weights=2 * GIB)
     assert kept <= total - fraction * total < kept + 0.002 * total
@@ -404,7 +404,7 @@ def test_servers_fill_their_host_by_default(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_servers_on_several_hosts_take_a_share_of_their_ranks_on_each() -> None:
+def test_spanning_servers_take_shares_of_their_hosts() -> None:
     spanning = ["rollout.sglang.server.nodes=2", "rollout.sglang.server.tp=8"]
     assert count(*spanning, visible=8, ranks=8) == 2
     assert count(*spanning, visible=8, ranks=4, colocated=False) == 1
