@@ -827,7 +827,7 @@ GPU = (
     fault(
         "gpu",
         "every rank shares every bucket",
-        "own = device.handle(data) if any(dist.get_rank() in ranks for ranks in opening) else None",
+        "own = device.handle(data) if any(self._world.rank in ranks for ranks in opening) else None",
         "own = device.handle(data)",
         "distributed/test_weight_resharding.py -k fails",
     ),
@@ -855,8 +855,8 @@ GPU = (
     fault(
         "gpu",
         "one seed for all servers of a run",
-        "process(replace(own, node=host % nodes, seed=own.seed + index), index, folder)",
-        "process(replace(own, node=host % nodes), index, folder)",
+        "seed=settings.seed + index,",
+        "seed=settings.seed,",
         "trainer/assemble/test_packaged_hosts.py",
     ),
     fault(

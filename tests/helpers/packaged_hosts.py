@@ -122,7 +122,7 @@ def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]
             "hosts": [urlsplit(one.url).hostname for one in servers.endpoints],
             "keys": sorted({key for one in servers.endpoints for key in (one.keys.api_key, one.keys.admin_key)}),
             "steered": sorted(connection.memory._controls),
-            "owners": [servers.owner(index) for index in range(len(servers.endpoints))],
+            "owners": [servers.nodes(index)[0] for index in range(len(servers.endpoints))],
             "transport": connection.sync._transport.name,
             "seeds": [process.settings.seed for process in MADE],
             "starts": [process.starts for process in MADE],

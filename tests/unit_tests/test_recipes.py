@@ -21,7 +21,8 @@ from mega_rl.errors import UserErrors
 from mega_rl.plan.memory import judge
 from mega_rl.plan.preflight import host, preflight
 from mega_rl.plan.setup import Machine, RunSetup
-from mega_rl.rollout.sglang.build import device_share, server_settings
+from mega_rl.rollout.sglang.build import colocated_bytes, server_settings
+from mega_rl.rollout.sglang.server.memory import memory_fraction
 from mega_rl.rollout.sglang.server.settings import arguments
 from mega_rl.trainer.assemble.plan import engine_settings
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
@@ -100,9 +101,10 @@ def test_servers_hold_eight_whole_sequences(name: str, world_size: int) -> None:
     config = load(RECIPES / f"{name}.yaml", [])
     hf = models_of(config)["model.path"]
     settings = engine_settings(config)
-    share = device_share(config.rollout, settings, hf, total=DEVICE, world_size=world_size)
-    cache = share.fraction(0.0) * DEVICE - share.weights
-    assert cache * config.rollout.sglang.server.tp > 8 * sequence_bytes(config, hf)
+    policy, weights = colocated_bytes(config.rollout, settings, hf, world_size=world_size)
+    tp = config.rollout.sglang.server.tp
+    cache = memory_fraction(0.0, total=DEVICE, policy=policy, weights=weights, tp=tp) * DEVICE - weights
+    assert cache * tp > 8 * sequence_bytes(config, hf)
     gpu: Any = SimpleNamespace(device=torch.device("cuda"))
     server = server_settings(config.rollout, config.trainer, settings, gpu)
     assert ("--enable-fp32-lm-head" in arguments(server, 1)) == config.model.fp32_head, "one key for both sides"

@@ -29,7 +29,7 @@ from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.http.keys import Keys
 from mega_rl.rollout.sglang.server.addresses import check_urls, listening_address, ranks_on_this_host
-from mega_rl.rollout.sglang.server.memory import TAGS, DeviceShare, ServersMemory, release_at_start
+from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
@@ -91,10 +91,11 @@ def start_servers(
     )
     if colocated and on_gpus:
         smallest = -int(world.max(torch.tensor(-accelerator.total_memory())))
-        share = device_share(rollout, settings, hf, total=smallest, world_size=world.size)
-        common = replace(common, mem_fraction=share.fraction(server.mem_fraction))
+        policy, weights = colocated_bytes(rollout, settings, hf, world_size=world.size)
+        fraction = memory_fraction(server.mem_fraction, total=smallest, policy=policy, weights=weights, tp=server.tp)
+        common = replace(common, mem_fraction=fraction)
         if not server.mem_fraction and world.rank == 0:
-            log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", common.mem_fraction)
+            log.info("colocated SGLang servers may fill %g of a device with weights and KV cache", fraction)
     folder = Path(trainer.run_dir) / "sglang"
     pool = StartedServers(world, common, count=count, ranks_per_host=per_host, folder=folder, process=process)
     resources.push(partial(_close, pool))
@@ -168,11 +169,11 @@ def server_settings(
     )
 
 
-def device_share(
-    rollout: RolloutConfig, settings: EngineSettings, hf: HFConfig, *, total: int, world_size: int
-) -> DeviceShare:
-    """Return how many bytes of a device of `total` bytes the policy and one rank of a colocated server need."""
-    engine, tp, itemsize = settings.engine, rollout.sglang.server.tp, _dtype(rollout, settings).itemsize
+def colocated_bytes(
+    rollout: RolloutConfig, settings: EngineSettings, hf: HFConfig, *, world_size: int
+) -> tuple[int, int]:
+    """Return the bytes of a device for the policy, and for the weights of one rank of a colocated server."""
+    engine, itemsize = settings.engine, _dtype(rollout, settings).itemsize
     count = sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
     if engine.backend == "fsdp":
         policy = 4 * count // (engine.fsdp.shard_ranks or world_size)  # shards are FP32
@@ -180,7 +181,7 @@ def device_share(
         sharding = Sharding(hf, ParallelLayout.of_engine(engine, world_size=world_size))
         policy = policy_bytes(sharding, DTYPES[settings.model.dtype].itemsize)
     sending = sending_bytes(hf, bucket_bytes=rollout.bucket_mib << 20, itemsize=itemsize)
-    return DeviceShare(total=total, policy=policy + sending, weights=count * itemsize // tp, tp=tp)
+    return policy + sending, count * itemsize // rollout.sglang.server.tp
 
 
 def _dtype(rollout: RolloutConfig, settings: EngineSettings) -> torch.dtype:

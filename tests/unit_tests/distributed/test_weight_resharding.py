@@ -255,7 +255,7 @@ def test_what_lands_is_what_export_gathers(answers: dict[str, Any], case: str, t
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_stage_sends_its_own_weights_over_its_own_group(answers: dict[str, Any], case: str) -> None:
+def test_each_stage_sends_over_its_group(answers: dict[str, Any], case: str) -> None:
     """To every server, whatever its size."""
     ranks = answers[f"{case} distributed"]
     stages = CASES[case][2].pp
@@ -266,7 +266,7 @@ def test_each_stage_sends_its_own_weights_over_its_own_group(answers: dict[str, 
     assert all(sent == first for sent in others)
 
 
-def test_each_rank_of_a_server_on_two_hosts_opens_memory_of_its_own_host(answers: dict[str, Any]) -> None:
+def test_ranks_of_a_spanning_server_open_local_memory(answers: dict[str, Any]) -> None:
     """The first rank of the server's first host sends both hosts' handles: of ranks 0 and 2, and of 1 and 3."""
     for answer in answers["spanning"]:
         assert answer["failed"] == {}

@@ -73,14 +73,6 @@ class KeptServer:
         """Return whether it is another living process's: a program with that rank's environment has no right to it."""
         return self.owner.pid != os.getpid() and self.owner.runs
 
-    def endpoint_for(self, settings: ServerSettings) -> Endpoint:
-        """Return the address and keys for its adoption. Raises UserError with the reason why it cannot be adopted."""
-        if not self.main.runs:
-            raise UserError("its process has ended")
-        if self.settings != fingerprint(settings):
-            raise UserError("it runs with other settings")
-        return Endpoint(self.index, self.url, Keys.read(self.scratch / KEYS_FILE))
-
     def end(self) -> None:
         """End the rest of the server."""
         shutil.rmtree(self.scratch, ignore_errors=True)  # before, since this process may be killed meanwhile
@@ -144,7 +136,11 @@ class KeptServers:
         if server is None:
             return None
         try:
-            return server, server.endpoint_for(settings)
+            if not server.main.runs:
+                raise UserError("its process has ended")
+            if server.settings != fingerprint(settings):
+                raise UserError("it runs with other settings")
+            return server, Endpoint(index, server.url, Keys.read(server.scratch / KEYS_FILE))
         except UserError as error:
             log.warning("SGLang server %d is not kept: %s; starting another one", index, error)
         server.end()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import merge_failures, raise_together
@@ -31,54 +30,47 @@ _PREFILL_TOKENS = ((20 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192))
 _MOST_PREFILL_TOKENS = 16384
 
 
-@dataclass(frozen=True)
-class DeviceShare:
-    """Bytes of one device on which a server and the trainer take turns."""
+def memory_fraction(setting: float, *, total: int, policy: int, weights: int, tp: int) -> float:
+    """Return a colocated server's share of a device: the setting, or for 0 the rest, rounded down to thousandths.
 
-    total: int  # the smallest device's
-    policy: int  # the largest part of the policy on a rank, with `reshard.sending_bytes`
-    weights: int  # one tensor-parallel rank's
-    tp: int  # tensor-parallel ranks of the server
+    total: bytes of the smallest device. policy: of the largest part of the policy on a rank, with
+    `reshard.sending_bytes`. weights: of one of the server's `tp` tensor-parallel ranks.
 
-    @property
-    def reserve(self) -> int:
-        """Return the bytes for activations and CUDA graphs of the server, by SGLang's own rule."""
-        tokens = next((count for size, count in _PREFILL_TOKENS if self.total < size), _MOST_PREFILL_TOKENS)
-        needed = GIB // 2 + int(1.5 * tokens * (1 << 20)) + self.tp * GIB // 8 + GIB
-        return max(needed, 10 * GIB) if self.total > 60 * GIB else needed
-
-    def fraction(self, setting: float) -> float:
-        """Return the fraction for `setting`: itself, or for 0 what the trainer leaves, rounded down to thousandths.
-
-        Raises UserError where weights and a KV cache do not fit, or where a setting leaves the policy no room.
-        """
-        kept = self.policy + TRAINER_RESIDUE
-        if not setting:
-            room = self.total - kept - self.reserve
-            if room < self.weights + LEAST_CACHE:
-                raise UserError(
-                    f"{_SETTING}=0: colocated servers do not fit: of a device's {_gib(self.total)}, "
-                    f"{_gib(self.policy)} are for the policy's parameters while they are sent, {_gib(TRAINER_RESIDUE)} "
-                    f"for what the trainer keeps and {_gib(self.reserve)} for the server's activations, which leaves "
-                    f"{_gib(room)}, and the server needs {_gib(self.weights)} for weights and at least "
-                    f"{_gib(LEAST_CACHE)} for its KV cache; raise rollout.sglang.server.tp (now {self.tp}), cut the "
-                    "policy over more ranks (engine.megatron.tp, pp), or set rollout.sglang.placement=separate"
-                )
-            return math.floor(1000 * room / self.total) / 1000
-        if setting * self.total + kept > self.total:
-            highest = math.floor(1000 * (1 - kept / self.total)) / 1000
+    Raises UserError where weights and a KV cache do not fit, or where a setting leaves the policy no room.
+    """
+    kept, reserve = policy + TRAINER_RESIDUE, server_reserve(total, tp)
+    if not setting:
+        room = total - kept - reserve
+        if room < weights + LEAST_CACHE:
             raise UserError(
-                f"{_SETTING}={setting:g} of {_gib(self.total)} leaves no room on colocated devices for the policy's "
-                f"{_gib(self.policy)} and {_gib(TRAINER_RESIDUE)} of the trainer, which are there while weights are "
-                f"sent; set at most {max(highest, 0.0):g}, or 0 to have it computed"
+                f"{_SETTING}=0: colocated servers do not fit: of a device's {_gib(total)}, {_gib(policy)} are for the "
+                f"policy's parameters while they are sent, {_gib(TRAINER_RESIDUE)} for what the trainer keeps and "
+                f"{_gib(reserve)} for the server's activations, which leaves {_gib(room)}, and the server needs "
+                f"{_gib(weights)} for weights and at least {_gib(LEAST_CACHE)} for its KV cache; raise "
+                f"rollout.sglang.server.tp (now {tp}), cut the policy over more ranks (engine.megatron.tp, pp), or set "
+                "rollout.sglang.placement=separate"
             )
-        if setting * self.total < self.weights:
-            raise UserError(
-                f"{_SETTING}={setting:g} of {_gib(self.total)} does not hold the {_gib(self.weights)} of weights of "
-                f"one rank of a server with rollout.sglang.server.tp={self.tp}; raise either, or set 0 to have the "
-                "fraction computed"
-            )
-        return setting
+        return math.floor(1000 * room / total) / 1000
+    if setting * total + kept > total:
+        highest = max(math.floor(1000 * (1 - kept / total)) / 1000, 0.0)
+        raise UserError(
+            f"{_SETTING}={setting:g} of {_gib(total)} leaves no room on colocated devices for the policy's "
+            f"{_gib(policy)} and {_gib(TRAINER_RESIDUE)} of the trainer, which are there while weights are sent; set "
+            f"at most {highest:g}, or 0 to have it computed"
+        )
+    if setting * total < weights:
+        raise UserError(
+            f"{_SETTING}={setting:g} of {_gib(total)} does not hold the {_gib(weights)} of weights of one rank of a "
+            f"server with rollout.sglang.server.tp={tp}; raise either, or set 0 to have the fraction computed"
+        )
+    return setting
+
+
+def server_reserve(total: int, tp: int) -> int:
+    """Return the bytes of a device for a server's activations and CUDA graphs, by SGLang's own rule."""
+    tokens = next((count for size, count in _PREFILL_TOKENS if total < size), _MOST_PREFILL_TOKENS)
+    needed = GIB // 2 + int(1.5 * tokens * (1 << 20)) + tp * GIB // 8 + GIB
+    return max(needed, 10 * GIB) if total > 60 * GIB else needed
 
 
 def _gib(size: int) -> str:
@@ -171,7 +163,7 @@ def release_at_start(pool: ServerPool, ranks: Ranks, *, timeout_s: float) -> Non
         finally:
             control.close()
 
-    _, own = each([index for index in range(len(pool.endpoints)) if pool.owner(index) == ranks.rank], release)
+    _, own = each([index for index in range(len(pool.endpoints)) if pool.nodes(index)[0] == ranks.rank], release)
     failed = merge_failures(own, ranks)
     if failed:
         raise RunError(f"servers did not release their memory after their start: {'; '.join(failed.values())}")

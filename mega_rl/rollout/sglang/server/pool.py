@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from mega_rl.config.facts import divisors, listed
 from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import broadcast_json, run_on_all, run_on_one
+from mega_rl.parallel.agreement import run_on_all, run_on_one
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
@@ -35,12 +34,8 @@ class ServerPool:
     tp: list[int]  # tensor-parallel ranks of each server
     colocated = False  # they share the trainer's devices and take turns with it
 
-    def owner(self, index: int) -> int | None:
-        """Return the rank that started a server; None for a server that this run only joined."""
-        return next(iter(self.nodes(index)), None)
-
     def nodes(self, index: int) -> Sequence[int]:
-        """Return the first rank of each host that a server spans, `owner` first; none for a server that was joined."""
+        """Return the first rank of each host that a server spans; none for a server that was joined."""
         return ()
 
     def wait_ready(self) -> None:
@@ -94,6 +89,7 @@ class StartedServers(ServerPool):
         """
         self._ranks = ranks
         self._timeout_s = settings.start_timeout_s
+        self._spans_hosts = settings.nodes > 1
         self.colocated = settings.memory_saver
         leaders, nodes = range(0, ranks.size, ranks_per_host), settings.nodes
         if len(leaders) % nodes:
@@ -134,7 +130,7 @@ class StartedServers(ServerPool):
         if not lost:
             return
         for index in sorted(self._own.keys() & set(lost)):
-            reason = self._own[index].end_reason() if len(self._nodes[index]) > 1 else ""
+            reason = self._own[index].end_reason() if self._spans_hosts else ""
             log.warning("starting SGLang server %d again%s", index, f": {reason}" if reason else "")
         run_on_all(lambda: self.stop(lost), self._ranks)  # no old part may be there when a new one starts
         self._start(lost)
@@ -143,42 +139,40 @@ class StartedServers(ServerPool):
 
     def _start(self, servers: Sequence[int]) -> None:
         """Start this host's processes of these servers; collective where they span hosts."""
-        spanning = [index for index in servers if len(self._nodes[index]) > 1]
+        own = {index: self._own[index] for index in sorted(self._own.keys() & set(servers))}
+
+        def reserve() -> list[list[object]]:
+            return [[index, asdict(server.reserve_meeting())] for index, server in own.items() if self._leads(index)]
+
         meetings: dict[int, Node] = {}
-        for leader in sorted({self._nodes[index][0] for index in spanning}):
-            own = [index for index in spanning if self._nodes[index][0] == leader]
+        if self._spans_hosts and servers:
             # The trainer's own process group carries their secrets, as it does keys.
-
-            def reserve(own: Sequence[int] = own) -> list[tuple[int, dict[str, Any]]]:
-                return [(index, asdict(self._own[index].reserve_meeting())) for index in own]
-
-            for index, meeting in run_on_one(reserve, self._ranks, source=leader):
-                meetings[index] = Node(**meeting)
-        for index in sorted(self._own.keys() & set(servers)):
-            self._own[index].start(*([meetings[index]] if index in meetings else []))
+            for reserved in self._ranks.gather_json(run_on_all(reserve, self._ranks)):
+                meetings |= {index: Node(**meeting) for index, meeting in reserved}
+        for index, server in own.items():
+            server.start(*([meetings[index]] if index in meetings else []))
 
     def _wait(self, servers: Sequence[int]) -> dict[int, Endpoint]:
         """Wait for these servers on all hosts at the same time; return their endpoints; collective."""
         own = {index: self._own[index] for index in servers if index in self._own}
 
-        def wait() -> dict[int, Endpoint]:
-            if not own:
-                return {}
-            with ThreadPoolExecutor(len(own)) as pool:
-                return dict(zip(own, pool.map(lambda server: server.wait_ready(), own.values()), strict=True))
+        def wait() -> list[dict[str, object]]:
+            with ThreadPoolExecutor(max(1, len(own))) as pool:
+                endpoints = list(pool.map(lambda server: server.wait_ready(), own.values()))
+            return [asdict(endpoint) for endpoint in endpoints if self._leads(endpoint.index)]
 
         def give_up() -> None:
             for server in own.values():
                 server.abort()
 
         here = run_on_all(wait, self._ranks, cancel=give_up)
-        ready: dict[int, Endpoint] = {}
-        for leader in sorted({self._nodes[index][0] for index in servers}):
-            # The trainer's own process group carries the keys: whoever can read it could read the weights too.
-            records = [asdict(one) for index, one in here.items() if self._nodes[index][0] == leader]
-            for record in broadcast_json(records, self._ranks, source=leader):
-                ready[record["index"]] = Endpoint(record["index"], record["url"], Keys(**record["keys"]))
-        return ready
+        # The trainer's own process group carries the keys: whoever can read it could read the weights too.
+        records = [record for records in self._ranks.gather_json(here) for record in records]
+        return {one["index"]: Endpoint(one["index"], one["url"], Keys(**one["keys"])) for one in records}
+
+    def _leads(self, index: int) -> bool:
+        """Return whether a server's first node, which has its URL, is this rank's."""
+        return self._nodes[index][0] == self._ranks.rank
 
     def stop(self, servers: Sequence[int]) -> None:
         for index in self._own.keys() & set(servers):

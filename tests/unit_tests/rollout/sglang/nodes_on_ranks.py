@@ -105,7 +105,7 @@ def life(ranks: GroupRanks, _: str, folder: Path) -> dict[str, Any]:
         own = pool._own[1]
         answer: dict[str, Any] = {
             "endpoints": [(one.index, one.url, one.keys.api_key) for one in pool.endpoints],
-            "owners": [pool.owner(index) for index in (0, 1)],
+            "owners": [pool.nodes(index)[0] for index in (0, 1)],
             "nodes": [list(pool.nodes(index)) for index in (0, 1)],
             "tp": pool.tp,
             "names": [one.name.partition(" on ")[0] for one in pool._own.values()],

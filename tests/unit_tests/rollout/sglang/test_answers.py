@@ -69,14 +69,14 @@ def test_an_aborted_answer_is_partial(num_tokens: int) -> None:
     assert (len(sample.token_ids), len(sample.logprobs), sample.finish) == (num_tokens, num_tokens, "partial")
 
 
-def test_an_answer_aborted_before_its_turn_has_less_in_it() -> None:
+def test_answer_aborted_before_its_turn_has_less() -> None:
     answer = _right(num_tokens=0)
     for name in ("prompt_tokens", "output_token_logprobs", "weight_versions"):
         del answer["meta_info"][name]
     assert _parse(answer).token_ids == []
 
 
-def test_the_tokens_of_an_aborted_answer_are_checked_too() -> None:
+def test_tokens_of_an_aborted_answer_are_checked() -> None:
     answer = _right(num_tokens=3)
     answer["meta_info"]["output_token_logprobs"][2][0] = None
     assert _kind(answer) == "non_finite_logprob"
@@ -105,7 +105,7 @@ def test_tokens_of_a_partial_rollout_carry_their_versions() -> None:
     assert _kind(answer, mixed) == "bad_version_spans"
 
 
-def test_routing_has_one_row_for_each_token_but_the_last() -> None:
+def test_routing_has_a_row_per_input_token() -> None:
     expected = replace(EXPECTED, routing=True)
     answer = _right()
     content = bytes(range(4 * 2 * 2)) * 8  # 3 + 6 - 1 rows of two layers and two experts

@@ -57,16 +57,14 @@ def model_info(path: Path, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "parallel", [{}, {"world_size": 2, "tp": 2}, {"world_size": 2, "pp": 2}], ids=["1", "tp2", "pp2"]
 )
-def test_a_server_of_the_same_model_gets_its_weights(
-    checkpoints: dict[str, Path], family: str, parallel: dict[str, int]
-) -> None:
+def test_server_of_the_same_model_fits(checkpoints: dict[str, Path], family: str, parallel: dict[str, int]) -> None:
     path = checkpoints[family]
     assert mismatches(model_info(path), SERVER, expected_for(path, **parallel)) == []
     # Nor is anything found where the checkpoint is on another host.
     assert mismatches(model_info(path, model_path="/elsewhere"), SERVER, expected_for(path, **parallel)) == []
 
 
-def test_what_is_sent_does_not_depend_on_the_layout(checkpoints: dict[str, Path]) -> None:
+def test_sent_tensors_are_equal_for_all_layouts(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["qwen3_moe"]
     alone = expected_for(path).sent
     assert {tensor.name: tensor.shape for tensor in alone} == {
@@ -175,7 +173,7 @@ def test_all_that_is_wrong_comes_at_once(checkpoints: dict[str, Path]) -> None:
         assert sum(part in line for line in results) == 1, part
 
 
-def test_the_files_of_the_checkpoint_count_not_its_config_alone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_checkpoint_files_are_compared_too(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     path = checkpoints["qwen3"]
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     tensors = load_file(path / "model.safetensors")

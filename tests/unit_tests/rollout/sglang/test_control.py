@@ -87,7 +87,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("kind", ENDS)
-def test_whatever_befalls_a_call_is_one_error_in_time(server: UpdateServer, control: Control, kind: str) -> None:
+def test_every_fault_of_a_call_raises_in_time(server: UpdateServer, control: Control, kind: str) -> None:
     path = "/update_weights_from_tensor"
     server.faults = {path: (kind, 1)}
     if "waited" in ENDS[kind]:
@@ -106,7 +106,7 @@ def test_whatever_befalls_a_call_is_one_error_in_time(server: UpdateServer, cont
     assert caught.value.path == path
 
 
-def test_a_server_that_is_gone_is_an_error_too(server: UpdateServer, control: Control) -> None:
+def test_call_to_a_dead_server_raises(server: UpdateServer, control: Control) -> None:
     server.die()
     with pytest.raises(ServerError, match="ConnectError") as caught:
         control.call("POST", "/continue_generation", {})
@@ -139,9 +139,7 @@ def test_flushing_goes_on_until_the_server_is_idle(server: UpdateServer, control
 
 
 @pytest.mark.parametrize("kind", ["refuse", "hang"])
-def test_flushing_ends_at_its_deadline_and_says_what_it_waited_for(
-    server: UpdateServer, control: Control, kind: str
-) -> None:
+def test_flush_ends_at_its_deadline_with_the_reason(server: UpdateServer, control: Control, kind: str) -> None:
     server.faults = {"/flush_cache": (kind, 1)}
     start = time.monotonic()
     with pytest.raises(ServerError, match=r"waited 0.* s for") as caught:

@@ -108,7 +108,7 @@ def generate(engine: SglangRolloutEngine, **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("near_serves", [True, False])
-def test_servers_of_another_host_are_asked_while_none_here_serves(near_serves: bool) -> None:
+def test_other_hosts_serve_while_none_here_does(near_serves: bool) -> None:
     """Servers on loopback of another host are closed ports: nobody may be brought back for them."""
 
     async def together(exchange: Exchange) -> None:
@@ -184,7 +184,7 @@ def test_an_evaluation_has_a_length_of_its_own() -> None:
         generate(engine, draws=Draws(2, 0.0, max_new_tokens=31))
 
 
-def test_rows_come_by_prompt_then_sample_and_each_has_its_own_seed() -> None:
+def test_rows_are_ordered_and_have_own_seeds() -> None:
     fleet = ScriptedFleet(lambda requests, _: served(requests))
     engine, _ = engine_over(fleet)
     rows = generate(engine)
@@ -248,7 +248,7 @@ def test_samples_that_train_are_asked_for_their_experts(greedy: bool) -> None:
         assert torch.equal(known.sum(1), rows.lengths - 1)
 
 
-def test_lost_servers_are_brought_back_before_what_they_owe_is_asked_for_again() -> None:
+def test_lost_servers_return_before_samples_are_requested() -> None:
     partial = Sample([9], [-0.125], [1], "partial")
 
     def loses_two(requests: list[SampleRequest], _: Any) -> GenerationResult:
@@ -274,7 +274,7 @@ def test_lost_servers_are_brought_back_before_what_they_owe_is_asked_for_again()
     assert bool((rows.lengths == 4).all())
 
 
-def test_a_server_that_was_lost_without_owing_anything_comes_back_too() -> None:
+def test_lost_server_without_samples_returns_too() -> None:
     def loses_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
         fleet.servers[0] = (State.STALE, "it answered with another version")
         return served(requests)
@@ -364,7 +364,7 @@ class InterruptibleFleet(ScriptedFleet):
         return result
 
 
-def test_an_update_breaks_responses_off_and_they_go_on_under_the_new_weights() -> None:
+def test_interrupted_responses_continue_under_new_weights() -> None:
     fleet, version = InterruptibleFleet(), [1]
     engine, _ = engine_over(fleet, weight_version=lambda: version[0], token_versions=True)
     sampled: list[Any] = []

@@ -84,7 +84,7 @@ def test_training_is_the_same_with_sampled_validations(inputs: Path) -> None:
             assert of_with[metric] == of_without[metric], metric
 
 
-def test_servers_that_share_the_devices_of_several_ranks_validate_in_parts(inputs: Path) -> None:
+def test_colocated_servers_of_several_ranks_validate_in_parts(inputs: Path) -> None:
     """Colocated, TP2: sampled, longer than training, two sets in parts of four prompts, records that replay."""
     mega_rl(
         "train", "--nproc-per-node", "2", "--config", "quickstart_sglang", f"model.path={inputs}/model",

@@ -192,7 +192,7 @@ def test_a_server_with_other_weights_is_taken_out(name: str) -> None:
         (302, "unexpected_status"),
     ],
 )
-def test_a_refused_sample_does_not_hold_up_the_others(status: int, kind: str) -> None:
+def test_refused_sample_delays_no_other(status: int, kind: str) -> None:
     async def refuse(exchange: Exchange) -> None:
         await exchange.send(b'{"error": {"message": "no"}}' if status != 204 else b"", status=status)
 
@@ -263,7 +263,7 @@ SLOW = [hangs, headers_then_nothing, half_headers_then_nothing, half_a_body_then
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_a_sample_that_a_server_lost_is_asked_for_again(slow: Script) -> None:
+def test_lost_sample_is_requested_again(slow: Script) -> None:
     """The server lives: others are served and its own check says so."""
     result, _ = generate([at_first(slow)], requests(4), within_s=2.5, request_timeout_s=2.0)
     assert len(result.samples) == 4
@@ -300,7 +300,7 @@ def test_the_generation_has_a_deadline_of_its_own() -> None:
     assert re.search(r"deadline came first: server 0 at http://\S+ had not answered try 1$", failure.message)
 
 
-def test_a_sample_out_of_time_names_the_server_of_its_last_try() -> None:
+def test_late_sample_names_its_last_server() -> None:
     result, _ = generate([always(hangs)], requests(4), within_s=3.0, request_timeout_s=1.0)
     assert re.match(r"(no answer in 1 s: )?server 0 at http://", result.failures[BAD, 0].message)
 
@@ -410,7 +410,7 @@ async def _die_after_an_answer(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize("die", [_die_at_once, _die_after_headers, _die_mid_body, _die_after_an_answer])
-def test_a_server_that_dies_at_any_phase_loses_no_sample(die: Script) -> None:
+def test_death_in_any_phase_loses_no_sample(die: Script) -> None:
     result, _ = generate([die, right], requests(20), within_s=4.0)
     assert len(result.samples) == 20
     assert set(result.failed_tries) <= {"disconnected", "refused"}

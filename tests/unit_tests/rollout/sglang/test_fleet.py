@@ -132,7 +132,7 @@ def test_only_ready_replicas_of_the_version_get_traffic() -> None:
         assert [len(server.seen) for server in servers] == [10, 0, 10]
 
 
-def test_a_server_declared_dead_gives_its_samples_to_another_at_once() -> None:
+def test_dead_servers_samples_move_at_once() -> None:
     with fleet_of(right, right, seconds_per_token=0.05) as (fleet, servers):
         servers[0].seconds_per_token = 100.0
         fleet.start(requests(8), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
@@ -145,7 +145,7 @@ def test_a_server_declared_dead_gives_its_samples_to_another_at_once() -> None:
         assert result.seconds < 5
 
 
-def test_a_server_that_comes_back_gets_traffic_within_the_generation() -> None:
+def test_returning_server_gets_traffic_within_the_generation() -> None:
     with fleet_of(right, right, seconds_per_token=0.02) as (fleet, servers):
         fleet.mark_down(1)
         fleet.start(requests(40), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
@@ -156,7 +156,7 @@ def test_a_server_that_comes_back_gets_traffic_within_the_generation() -> None:
         assert len(servers[1].seen) > 5
 
 
-def test_a_suspect_server_that_generates_again_is_used_again() -> None:
+def test_suspect_server_that_generates_is_used_again() -> None:
     async def recovers(exchange: Exchange) -> None:
         if len(exchange.server.seen) <= 4 and not exchange.is_probe:
             await exchange.send(b"", status=500)
@@ -170,7 +170,7 @@ def test_a_suspect_server_that_generates_again_is_used_again() -> None:
         assert fleet.states() == [(State.READY, "")]
 
 
-def test_interrupting_keeps_what_there_is_and_the_rest_goes_on_from_there() -> None:
+def test_interrupted_generation_keeps_tokens_and_continues() -> None:
     asked = requests(12)
     with fleet_of(right, right, seconds_per_token=0.5, max_concurrency=3) as (fleet, servers):
         fleet.start(asked, SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
@@ -194,7 +194,7 @@ def test_interrupting_keeps_what_there_is_and_the_rest_goes_on_from_there() -> N
         assert first.tokens + second.tokens == tokens, "no token was generated twice"
 
 
-def test_a_slow_sample_goes_on_where_its_first_try_ended() -> None:
+def test_slow_sample_continues_after_its_first_try() -> None:
     request = SampleRequest((0, 0), (3, 4, 5), 1)
     with fleet_of(right, seconds_per_token=0.1, request_timeout_s=2.0, retries=1) as (fleet, (server,)):
         result = generate(fleet, [request])
@@ -204,7 +204,7 @@ def test_a_slow_sample_goes_on_where_its_first_try_ended() -> None:
         assert server.seen[1]["sampling_params"]["max_new_tokens"] < 12
 
 
-def test_a_request_that_the_server_gives_up_goes_on() -> None:
+def test_request_aborted_by_the_server_continues() -> None:
     from tests.helpers.fake_sglang import right_answer
 
     async def gives_up(exchange: Exchange) -> None:
@@ -221,7 +221,7 @@ def test_a_request_that_the_server_gives_up_goes_on() -> None:
         assert len(server.seen[1]["input_ids"]) == 7
 
 
-def test_partial_responses_of_other_weights_begin_anew_unless_mixing_is_wanted() -> None:
+def test_partial_responses_of_old_weights_begin_anew() -> None:
     request = SampleRequest((0, 0), (3, 4, 5), 1)
     whole = Sample()
     with fleet_of(right) as (fleet, _):
@@ -246,7 +246,7 @@ def test_partial_responses_that_are_whole_ask_nobody() -> None:
         assert [result.samples[key].finish for key in ((0, 0), (1, 0))] == ["length", "stop"]
 
 
-def test_a_moved_server_is_asked_at_its_new_address() -> None:
+def test_moved_server_is_asked_at_its_address() -> None:
     with fleet_of(right) as (fleet, (server,)), FakeServer() as successor:
         server.kill()
         assert len(generate(fleet, requests(3)).unserved) == 3
@@ -257,7 +257,7 @@ def test_a_moved_server_is_asked_at_its_new_address() -> None:
 
 
 @pytest.mark.parametrize("prompt", [(), (3, VOCABULARY), (-1,)])
-def test_a_prompt_that_would_kill_a_server_is_not_sent(prompt: tuple[int, ...]) -> None:
+def test_prompt_that_kills_servers_is_not_sent(prompt: tuple[int, ...]) -> None:
     with fleet_of(right) as (fleet, (server,)):
         with pytest.raises(UserError, match=r"prompt 4 .*tokenizer"):
             generate(fleet, [SampleRequest((4, 0), prompt, 1)])

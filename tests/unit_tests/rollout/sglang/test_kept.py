@@ -80,9 +80,7 @@ def asked(tmp_path: Path) -> list[str]:
     return re.findall(r"asked for (\S+)", (tmp_path / "server-0.log").read_text("utf-8"))
 
 
-def test_a_server_whose_rank_is_killed_is_adopted_by_the_next_and_that_ends_it(
-    rank: Rank, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_next_rank_adopts_and_ends_a_left_server(rank: Rank, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is left as in the middle of an update: paused, with a request that waits for its end."""
     first, own = rank()
     for path in ("/pause_generation", "/generate"):
@@ -157,7 +155,7 @@ def of_another_run(own: dict[str, Any], tmp_path: Path) -> ServerSettings:
         (of_another_run, "it runs with other settings"),
     ],
 )
-def test_a_server_that_is_not_as_it_should_be_is_ended_and_another_one_started(
+def test_server_that_cannot_be_adopted_is_replaced(
     rank: Rank,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -179,9 +177,7 @@ def test_a_server_that_is_not_as_it_should_be_is_ended_and_another_one_started(
         assert len(list((tmp_path / "tmp").glob("*/s-*"))) == 1
 
 
-def test_a_start_that_is_given_up_starts_no_server_in_place_of_the_one_that_is_ended(
-    rank: Rank, tmp_path: Path
-) -> None:
+def test_aborted_adoption_starts_no_other_server(rank: Rank, tmp_path: Path) -> None:
     first, own = rank()
     end(first)
     process = scripted(tmp_path)
@@ -193,7 +189,7 @@ def test_a_start_that_is_given_up_starts_no_server_in_place_of_the_one_that_is_e
     assert process.pid is None
 
 
-def test_a_server_that_was_not_ready_ends_with_its_rank(rank: Rank) -> None:
+def test_server_before_readiness_ends_with_its_rank(rank: Rank) -> None:
     first, own = rank("never starts")
     folder = private_folder(own["pid"])
     end(first)
@@ -201,7 +197,7 @@ def test_a_server_that_was_not_ready_ends_with_its_rank(rank: Rank) -> None:
     assert KeptServers.of_launcher() is not None, "the launcher's folder stays for the next server"
 
 
-def test_a_server_ends_with_the_launcher_once_its_rank_has_ended(rank: Rank, life: ExitStack) -> None:
+def test_left_server_ends_with_the_launcher(rank: Rank, life: ExitStack) -> None:
     first, own = rank()
     end(first)
     assert group.members(own["pid"])
@@ -222,9 +218,7 @@ with keeping_servers(possible=True) as variables:
 
 
 @pytest.mark.parametrize("first", ["launcher", "rank"])
-def test_a_server_ends_when_launcher_and_rank_were_killed_and_not_before(
-    life: ExitStack, tmp_path: Path, first: str
-) -> None:
+def test_server_ends_after_launcher_and_rank_are_killed(life: ExitStack, tmp_path: Path, first: str) -> None:
     """A rank whose launcher was killed still ends its step, with its server, and saves."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(tmp_path)],
@@ -250,7 +244,7 @@ def test_a_server_ends_when_launcher_and_rank_were_killed_and_not_before(
     launcher.stdout.close()
 
 
-def test_a_program_with_the_environment_of_a_rank_leaves_that_ranks_server_alone(rank: Rank, tmp_path: Path) -> None:
+def test_program_with_a_ranks_environment_adopts_nothing(rank: Rank, tmp_path: Path) -> None:
     first, own = rank()
     process = scripted(tmp_path)
     process.start()
@@ -264,7 +258,7 @@ def test_a_program_with_the_environment_of_a_rank_leaves_that_ranks_server_alone
     assert record.main.pid == own["pid"]
 
 
-def test_a_server_whose_number_went_to_another_host_is_ended(rank: Rank) -> None:
+def test_server_numbered_on_another_host_is_ended(rank: Rank) -> None:
     first, own = rank()
     servers = cast(KeptServers, KeptServers.of_launcher())
     servers.end_others(set())
@@ -277,9 +271,7 @@ def test_a_server_whose_number_went_to_another_host_is_ended(rank: Rank) -> None
 
 
 @pytest.mark.parametrize("change", [{"nodes": 2, "tp": 2}, {"memory_saver": True}])
-def test_servers_on_several_hosts_and_on_the_trainers_devices_are_not_kept(
-    life: ExitStack, tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_spanning_and_colocated_servers_are_not_kept(life: ExitStack, tmp_path: Path, change: dict[str, Any]) -> None:
     assert scripted(tmp_path)._kept is not None
     assert ServerProcess(replace(SETTINGS, **change), 0, tmp_path)._kept is None
 
@@ -290,7 +282,7 @@ def test_record_that_is_no_record_counts_for_nothing(tmp_path: Path) -> None:
     assert KeptServer.read(tmp_path) is None
 
 
-def test_the_number_of_a_process_is_not_the_process() -> None:
+def test_reused_process_id_is_another_process() -> None:
     own = ProcessIdentity.of(os.getpid())
     assert own is not None
     assert own.runs
@@ -303,9 +295,7 @@ def test_the_number_of_a_process_is_not_the_process() -> None:
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
-def test_a_launcher_keeps_servers_where_it_may_start_ranks_again(
-    life: ExitStack, tmp_path: Path, max_restarts: int
-) -> None:
+def test_launcher_that_restarts_ranks_keeps_servers(life: ExitStack, tmp_path: Path, max_restarts: int) -> None:
     """Else its ranks may not leave theirs to those of a launcher further up, which is this process here."""
     program = """
         from tests.helpers.kept_rank import scripted
@@ -336,7 +326,7 @@ def test_a_launcher_keeps_servers_where_it_may_start_ranks_again(
         (RuntimeError("Connection closed by peer"), True),
     ],
 )
-def test_servers_are_left_by_an_error_that_they_have_no_part_in(error: BaseException | None, left: bool) -> None:
+def test_errors_of_others_leave_servers(error: BaseException | None, left: bool) -> None:
     calls: list[str] = []
 
     class Pool:

@@ -103,7 +103,7 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path: Path, content: str) -> N
         Keys.read(path)
 
 
-def test_a_file_that_others_read_is_refused_without_its_content(tmp_path: Path) -> None:
+def test_keys_file_that_others_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"api_key": "secret-a", "admin_key": "secret-b"}), encoding="utf-8")
     path.chmod(0o640)

@@ -51,7 +51,7 @@ def start(checkpoint: Path, tmp_path: Path) -> Iterator[Owner]:
 
 
 @pytest.mark.parametrize("how", ["exit", "exception", "SIGTERM", "SIGKILL"])
-def test_a_server_that_has_just_been_started_ends_with_its_trainer(start: Owner, how: str) -> None:
+def test_starting_server_ends_with_its_trainer(start: Owner, how: str) -> None:
     program, server = start(how if how.islower() else "wait")
     if not how.islower():
         assert group.members(server)
@@ -62,7 +62,7 @@ def test_a_server_that_has_just_been_started_ends_with_its_trainer(start: Owner,
 
 
 @pytest.mark.skipif(not FULL, reason="make test-full: starts of two more servers")
-def test_a_server_among_whose_processes_are_some_that_start_ends_whoever_is_killed(start: Owner) -> None:
+def test_starting_server_ends_whoever_is_killed(start: Owner) -> None:
     """SIGKILL of the trainer, and in another server SIGKILL of the main process while its trainer lives on."""
     (first, orphaned), (_, headless) = start("wait"), start("wait")
 
@@ -83,9 +83,7 @@ def test_a_server_among_whose_processes_are_some_that_start_ends_whoever_is_kill
     shutil.rmtree(its_trainers_to_remove, ignore_errors=True)
 
 
-def test_a_forked_child_that_holds_the_line_of_life_open_does_not_keep_the_server(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_forked_child_does_not_keep_the_server(checkpoint: Path, tmp_path: Path) -> None:
     """Workers of a data loader are forked and have a copy of all that their parent has open."""
     program = f"""
 import os, time
@@ -129,12 +127,12 @@ def prepared(tmp_path: Path, code: str) -> str:
         return launched.stdout.readline().strip()
 
 
-def test_a_launcher_started_by_hand_leaves_its_callers_group(tmp_path: Path) -> None:
+def test_launcher_started_by_hand_leads_its_group(tmp_path: Path) -> None:
     """Else the end of its standard input would take the caller along."""
     assert prepared(tmp_path, "print(os.getpgrp() == os.getpid())") == "True"
 
 
-def test_garbage_is_not_collected_while_sglang_is_imported_but_afterwards(tmp_path: Path) -> None:
+def test_garbage_is_collected_after_the_import_only(tmp_path: Path) -> None:
     code = (
         "before = gc.isenabled()\nkept = [object() for _ in range(3)]\nlauncher.collect_again()\n"
         "frozen = gc.get_freeze_count()\nprint(before, gc.isenabled(), frozen > 1000, len(gc.get_objects()) < 100)"

@@ -30,7 +30,7 @@ def options(settings: ServerSettings) -> dict[str, str]:
     return dict(pairwise(words))
 
 
-def test_each_node_is_told_its_number_and_where_all_meet() -> None:
+def test_arguments_of_a_node_have_number_and_meeting() -> None:
     first, second = options(SETTINGS), options(replace(SETTINGS, node=1, host="10.0.0.8"))
     for node, given in enumerate((first, second)):
         assert given["--nnodes"] == "2"
@@ -55,13 +55,13 @@ def test_a_node_talks_over_its_interface(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("host", ["no-such-interface0", "192.0.2.99"])
-def test_an_address_that_this_host_does_not_have_is_refused(tmp_path: Path, host: str) -> None:
+def test_foreign_address_is_refused(tmp_path: Path, host: str) -> None:
     process = ServerProcess(replace(SETTINGS, host=host), index=0, folder=tmp_path)
     with pytest.raises(UserError, match=rf"rollout\.sglang\.server\.host='{host}' is no interface .*legal: .*\blo\b"):
         process.reserve_meeting()
 
 
-def test_the_secret_of_a_start_is_not_shown_and_stays_in_a_private_folder(tmp_path: Path) -> None:
+def test_secret_of_a_start_stays_private(tmp_path: Path) -> None:
     node = replace(MEETING, number=1)
     assert MEETING.secret not in repr(node)
     assert Node(0, "h", 1, 2).secret != MEETING.secret
@@ -116,7 +116,7 @@ def test_a_stranger_ends_nothing(first: Any, hello: bytes) -> None:
         heard.get(timeout=0.3)
 
 
-def test_a_further_node_hears_of_the_first_ones_end() -> None:
+def test_further_node_hears_of_the_first_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         meeting, heard = Node(2, "127.0.0.1", 1, listener.getsockname()[1]), queue.Queue[str]()
         end_together(meeting, heard.put)
@@ -129,7 +129,7 @@ def test_a_further_node_hears_of_the_first_ones_end() -> None:
         assert heard.get(timeout=10) == "node 0 at 127.0.0.1 has ended"
 
 
-def test_the_reason_of_an_end_is_read_from_the_log() -> None:
+def test_end_reason_is_read_from_the_log() -> None:
     assert end_reason("loading\nscheduler ended\n") == ""
     assert end_reason(f"loading\n{GONE} node 1 at 10.0.0.8 has ended\nKilled\n") == "node 1 at 10.0.0.8 has ended"
 
@@ -138,7 +138,7 @@ def test_the_reason_of_an_end_is_read_from_the_log() -> None:
 # Two ranks that stand for two hosts
 
 
-def test_ranks_meet_at_the_first_nodes_store_on_no_other_address(tmp_path: Path) -> None:
+def test_ranks_meet_at_the_first_nodes_address_only(tmp_path: Path) -> None:
     process = ServerProcess(ServerSettings(Path("/m"), tp=2, nodes=2), index=0, folder=tmp_path)
     sums = run_ranks(2, meet, process.reserve_meeting(), device="cpu")
     process.stop()
@@ -152,7 +152,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(2, lives, tmp_path_factory.mktemp("nodes"), device="cpu", timeout_s=120)
 
 
-def test_each_host_starts_its_own_node_of_every_server(seen: list[dict[str, Any]]) -> None:
+def test_each_host_starts_its_node_of_servers(seen: list[dict[str, Any]]) -> None:
     one, other = (each["life"] for each in seen)
     assert one["names"] == ["SGLang server 0, node 0 of 2", "SGLang server 1, node 0 of 2"]
     assert other["names"] == ["SGLang server 0, node 1 of 2", "SGLang server 1, node 1 of 2"]
@@ -163,7 +163,7 @@ def test_each_host_starts_its_own_node_of_every_server(seen: list[dict[str, Any]
     assert one["logs"][0] != one["logs"][1], "and each server at its own"
 
 
-def test_a_node_that_dies_ends_its_server_and_is_named_when_it_comes_back(seen: list[dict[str, Any]]) -> None:
+def test_dead_node_ends_its_server_and_is_named(seen: list[dict[str, Any]]) -> None:
     one, other = (each["life"] for each in seen)
     assert one["seconds"] < 5
     assert one["reason"] == "node 1 at 127.0.0.1 has ended"
@@ -176,7 +176,7 @@ def test_a_node_that_dies_ends_its_server_and_is_named_when_it_comes_back(seen: 
         assert each["left"] == []
 
 
-def test_a_start_fails_with_the_name_of_the_node_that_did_not_come_up(seen: list[dict[str, Any]]) -> None:
+def test_failed_start_names_the_failed_node(seen: list[dict[str, Any]]) -> None:
     for each in seen:
         died, hung = each["dies"], each["hangs"]
         assert f"node 1 of 2 on {os.uname().nodename} did not start: its process ended with exit code 3" in died["said"]

@@ -103,7 +103,7 @@ def test_greedy_tokens_and_all_logprobs_are_the_models(fleet: ServerRouter, serv
         assert greedy.samples[one.key].token_ids == tokens[0, len(one.prompt) :].tolist()
 
 
-def test_a_sample_depends_on_its_seed_and_ends_with_its_stop_token(fleet: ServerRouter) -> None:
+def test_sample_depends_on_seed_and_ends_at_stop(fleet: ServerRouter) -> None:
     asked = requests(12)
     first = generate(fleet, asked, SAMPLED)
     again = generate(fleet, list(reversed(asked)), SAMPLED)
@@ -136,7 +136,7 @@ def test_a_sample_is_the_same_beside_greedy_ones(fleet: ServerRouter, server: tu
         assert beside.samples[one.key].token_ids == alone.samples[one.key].token_ids
 
 
-def test_what_was_interrupted_goes_on_as_if_it_had_not_been(fleet: ServerRouter) -> None:
+def test_interrupted_sample_continues_with_the_same_tokens(fleet: ServerRouter) -> None:
     asked, sampling = requests(12), replace(SAMPLED, return_routing=True)
     whole = generate(fleet, asked, sampling)
     start(fleet, asked, sampling)
@@ -187,7 +187,7 @@ def agreement(one: torch.Tensor, other: torch.Tensor, where: torch.Tensor) -> fl
     return (one.sort(-1).values == other.sort(-1).values).all(-1)[where].double().mean().item()
 
 
-def test_a_server_reports_the_experts_that_the_trainer_takes(routed: Any) -> None:
+def test_server_reports_the_experts_of_the_trainer(routed: Any) -> None:
     """For each token but a row's last, prompts included, and for no token's neighbour."""
     rows, passes = routed
     known = torch.arange(rows.tokens.size(1)) < rows.lengths[:, None] - 1
@@ -203,7 +203,7 @@ def test_a_server_reports_the_experts_that_the_trainer_takes(routed: Any) -> Non
         assert agreement(rows.routing.roll(places, dims=1), own, known) < 0.7
 
 
-def test_the_trainer_replays_the_experts_that_a_server_reports(routed: Any) -> None:
+def test_trainer_replays_reported_experts(routed: Any) -> None:
     rows, passes = routed
     known = torch.arange(rows.tokens.size(1)) < rows.lengths[:, None] - 1
     logprobs, experts = passes["server's"]

@@ -50,7 +50,7 @@ def in_flight(endpoint: Endpoint, path: str, body: dict[str, Any], key: str) -> 
     return thread
 
 
-def test_a_server_is_adopted_busy_and_paused_and_not_when_it_waits_for_the_dead(
+def test_busy_server_is_adopted_blocked_one_is_not(
     life: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = write_tiny_checkpoint(tmp_path / "checkpoint", max_position_embeddings=16384)

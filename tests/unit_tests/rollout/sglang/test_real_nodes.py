@@ -93,7 +93,7 @@ def test_two_nodes_serve_one_model(nodes: Any) -> None:
         assert listening_addresses(part.pid) == {"127.0.0.1"}
 
 
-def test_the_health_of_a_further_node_wants_its_key(nodes: Any) -> None:
+def test_health_of_a_further_node_needs_its_key(nodes: Any) -> None:
     parts, *_ = nodes
     endpoint = parts[1].wait_ready()
     assert [request(endpoint, "/health", key=key)[0] for key in ("api", None, "wrong")] == [200, 401, 401]

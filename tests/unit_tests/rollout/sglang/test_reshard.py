@@ -201,7 +201,7 @@ def test_a_rank_without_writes_still_lists_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("family", TRAINED)
-def test_buckets_by_stage_hold_one_stage_each_and_take_turns(family: str) -> None:
+def test_buckets_by_stage_alternate_between_stages(family: str) -> None:
     for layout in layouts_for(family):
         sharding = sharding_of(family, layout)
         plan = export_plan(sharding)

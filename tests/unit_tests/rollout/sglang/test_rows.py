@@ -21,7 +21,7 @@ SAMPLES = {
 }
 
 
-def test_rows_are_prompt_response_padding_in_the_order_of_the_requests() -> None:
+def test_rows_are_prompt_response_padding_in_request_order() -> None:
     rows = rollout_of(REQUESTS, SAMPLES, weight_version=4, with_failed=True, with_token_versions=True)
     assert rows.tokens.tolist() == [[7, 8, 9, 1], [7, 8, 9, 0], [5, 2, 3, 0]]
     assert rows.loss_mask.tolist() == [[False] * 3 + [True], [False] * 4, [False, True, True, False]]
@@ -69,7 +69,7 @@ def test_experts_go_with_their_tokens_and_mixtures() -> None:
     assert (rows.routing[2, 2:] == -1).all()
 
 
-def test_experts_of_a_request_that_was_aborted_at_its_last_token_are_unknown() -> None:
+def test_experts_of_an_aborted_request_are_unknown() -> None:
     _, long_bytes = routing_of(4)
     samples = {(4, 0): replace(SAMPLES[4, 0], routing=long_bytes), (6, 0): SAMPLES[6, 0]}
     rows = rollout_of(

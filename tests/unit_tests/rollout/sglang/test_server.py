@@ -95,7 +95,7 @@ def test_an_address_that_means_all_interfaces_is_refused(host: str) -> None:
         (3, [7], ("7|7|7", 1)),
     ],
 )
-def test_ranks_share_the_cpus_that_this_process_may_use(ranks: int, cpus: list[int], expected: tuple[str, int]) -> None:
+def test_ranks_share_the_cpus_of_this_process(ranks: int, cpus: list[int], expected: tuple[str, int]) -> None:
     assert cpu_binding(ranks, cpus) == expected
 
 
@@ -164,7 +164,7 @@ def make_installation(prefix: Path, version: str) -> None:
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n", "utf-8")
 
 
-def test_sglang_in_its_own_folder_is_found_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_folder_is_found_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda _: None)
     assert installation.find_sglang(tmp_path) is None
     with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20.*installs it on a CPU"):
@@ -182,7 +182,7 @@ def test_sglang_in_its_own_folder_is_found_by_version(tmp_path: Path, monkeypatc
         installation.require_sglang(prefix=tmp_path)
 
 
-def test_the_trainers_process_gets_no_sglang_from_it_and_preflight_no_torch() -> None:
+def test_server_process_imports_neither_torch_nor_sglang() -> None:
     code = (
         "import sys\nfrom mega_rl.rollout.sglang.server import process\nprocess.require_sglang()\n"
         "print(sorted({'torch', 'sglang', 'torchvision'} & sys.modules.keys()), any('sglang' in p for p in sys.path))"
@@ -267,7 +267,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         ("clash", 30.0, r"ended with exit code 1 .*(\n.*)*Address already in use"),
     ],
 )
-def test_a_start_that_fails_says_where_and_leaves_nothing(scripted: Any, how: str, timeout_s: float, said: str) -> None:
+def test_failed_start_is_explained_and_leaves_nothing(scripted: Any, how: str, timeout_s: float, said: str) -> None:
     process = scripted(how, timeout_s=timeout_s)
     process_group = process.pid
     start = time.monotonic()
@@ -408,7 +408,7 @@ def routes(endpoint: Endpoint) -> list[tuple[str, str]]:
 
 
 @needs_sglang
-def test_every_endpoint_refuses_a_missing_and_a_wrong_key(own: Running) -> None:
+def test_every_endpoint_refuses_missing_and_wrong_keys(own: Running) -> None:
     actual = routes(own.endpoint)
     assert {"/generate", "/update_weights_from_tensor", "/abort_request"} <= {path for _, path in actual}
     assert len(actual) > 80, "SGLang 0.5.20 has about 90"
@@ -445,9 +445,7 @@ def test_only_loopback_listens(own: Running, pair: Running) -> None:
 
 
 @needs_sglang
-def test_experts_compute_what_transformers_computes_on_one_rank_and_on_two(
-    own: Running, pair: Running, checkpoint: Path
-) -> None:
+def test_experts_compute_as_transformers_does(own: Running, pair: Running, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -466,7 +464,7 @@ def test_experts_compute_what_transformers_computes_on_one_rank_and_on_two(
 
 
 @needs_sglang
-def test_seeds_decide_samples_whatever_else_is_in_the_batch(own: Running) -> None:
+def test_samples_depend_on_seeds_not_on_batches(own: Running) -> None:
     """A stand-in's work on CPUs; on CUDA it takes --enable-deterministic-inference."""
 
     def sample(seeds: list[int | None], prompt: list[int]) -> list[list[int]]:
@@ -493,7 +491,7 @@ def test_seeds_decide_samples_whatever_else_is_in_the_batch(own: Running) -> Non
 
 
 @needs_sglang
-def test_a_server_whose_main_process_is_killed_leaves_nothing(both: Any) -> None:
+def test_server_with_killed_main_process_leaves_nothing(both: Any) -> None:
     _, pair, process, _ = both
     files, folder = shared_files(pair.group), private_folder(pair.group)
     assert len(group.members(pair.group)) >= 5, "the main process, what cleans up, two ranks, the detokenizer"

@@ -53,7 +53,7 @@ def test_the_reference_is_murmur3(data: bytes, start: int, expected: int) -> Non
     assert murmur3(data, start) == expected
 
 
-def test_the_hash_is_murmur3_of_seed_position_and_token() -> None:
+def test_hash_is_murmur3_of_seed_position_token() -> None:
     generator = torch.Generator().manual_seed(0)
     edges = [0, 1, 42, 2**31, 2**32 - 1, 2**32, 2**62 + 5, 2**63 - 1, -1]
     seeds = torch.tensor([*edges, *torch.randint(2**62, (40,), generator=generator).tolist()])
@@ -122,7 +122,7 @@ found = {
 @needs_sglang
 @pytest.mark.skipif(not FULL, reason="in `make test-full`: a question to a new release of SGLang")
 @pytest.mark.skipif(DEVICE != "cpu", reason="CPUs alone need stand-ins")
-def test_this_release_needs_the_stand_ins_as_they_are() -> None:
+def test_this_release_needs_every_stand_in() -> None:
     actual = in_sglang(ASSUMED)
     assert actual.pop("version") == SGLANG_VERSION
     assert [name for name, holds in actual.items() if not holds] == []

@@ -221,7 +221,7 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("path", "kind", "first", "said", "reason"), FAULTS, ids=[f"{f[0][1:]}-{f[1]}-{f[2]}" for f in FAULTS]
 )
-def test_a_server_that_fails_stays_out_and_the_others_go_on(
+def test_failed_server_stays_out_and_others_continue(
     servers: list[UpdateServer], path: str, kind: str, first: int, said: str, reason: str
 ) -> None:
     servers[1].faults = {path: (kind, first)}
@@ -297,7 +297,7 @@ def _answer_of(path: str, tokens: Any, logprobs: Any) -> Any:
     return generated if path == "/generate" else {"success": True, **info}
 
 
-def test_a_restarted_server_is_refit_with_the_version_of_the_others(servers: list[UpdateServer]) -> None:
+def test_restarted_server_is_refit_with_the_current_version(servers: list[UpdateServer]) -> None:
     run = run_of(servers[:2])
     run.sync.publish()
     run.trainer.step(2)
@@ -317,7 +317,7 @@ def test_a_restarted_server_is_refit_with_the_version_of_the_others(servers: lis
         assert len(servers[0].calls) == calls  # it goes on generating, undisturbed
 
 
-def test_without_a_server_left_the_run_ends_with_all_reasons(servers: list[UpdateServer]) -> None:
+def test_run_without_servers_ends_with_all_reasons(servers: list[UpdateServer]) -> None:
     servers[0].faults = {UPDATE: ("die", 1)}
     servers[1].faults = {UPDATE: ("error", 2)}
     run = run_of(servers[:2])
@@ -329,7 +329,7 @@ def test_without_a_server_left_the_run_ends_with_all_reasons(servers: list[Updat
     assert run.rotation.said == {0: "down", 1: "stale"}
 
 
-def test_a_server_of_another_model_ends_the_run_before_anything_is_sent(servers: list[UpdateServer]) -> None:
+def test_server_of_another_model_ends_the_run(servers: list[UpdateServer]) -> None:
     for server in servers[1:]:
         server.info = {
             "model": {**INFO["model"], "model_type": "qwen3"},
@@ -368,7 +368,7 @@ def test_a_resumed_run_stamps_its_version_again(servers: list[UpdateServer]) -> 
     assert run.sync.weight_version == 7
 
 
-def test_a_listener_is_called_between_loading_and_generating_with_the_servers_that_have_the_weights(
+def test_listener_is_called_between_loading_and_generating(
     servers: list[UpdateServer],
 ) -> None:
     seen: list[Any] = []

@@ -146,7 +146,7 @@ def servers(*receivers: FakeReceiver) -> list[Server]:
     return [Server(i, 1, ("here",), receiver) for i, receiver in enumerate(receivers)]
 
 
-def test_a_bug_is_raised_after_the_ranks_have_agreed() -> None:
+def test_own_bug_is_raised_after_ranks_agree() -> None:
     """The other ranks are inside collectives until then; what is no server's fault is not passed off as one."""
 
     def work(server: Server, receiver: Any) -> None:
@@ -216,7 +216,7 @@ def test_the_choice(setting: str, device: str, where: Placement, hosts: list[str
         ("auto", weights("cuda"), TOGETHER, ["b"], 1, "cuda_ipc: server 0 runs on a host without ranks of the trainer"),
     ],
 )
-def test_a_transport_that_cannot_reach_the_servers_is_refused(
+def test_transport_that_cannot_reach_servers_is_refused(
     setting: str, model: Any, where: Placement, hosts: list[str | None], tp: int, reason: str
 ) -> None:
     with pytest.raises(UserError, match=f"rollout.sglang.sync.transport={setting} is not possible") as refused:
@@ -224,19 +224,19 @@ def test_a_transport_that_cannot_reach_the_servers_is_refused(
     assert reason in str(refused.value)
 
 
-def test_cuda_ipc_needs_a_gpu_for_every_rank_of_the_servers() -> None:
+def test_cuda_ipc_needs_a_gpu_per_server_rank() -> None:
     reason = why_not("cuda_ipc", weights("cuda"), [Server(0, 2, ("a",)), Server(1, 2, ("a",))], TOGETHER)
     assert reason == "servers of one host have 4 tensor-parallel ranks together, the trainer has 2 GPUs there"
     reason = why_not("cuda_ipc", weights("cuda"), [Server(0, 1, ("a",)), Server(1, 2, ("b",))], TWO_HOSTS)
     assert reason == "servers of one host have 2 tensor-parallel ranks together, the trainer has 1 GPUs there"
 
 
-def test_servers_have_the_gpus_of_the_ranks_on_their_host() -> None:
+def test_servers_take_gpus_of_ranks_on_their_host() -> None:
     servers = [Server(0, 2, ("a",)), Server(1, 2, ("b",)), Server(2, 1, ("a",)), Server(3, 1, ("a",))]
     assert ranks_of_servers(servers, ["a", "a", "b", "a", "b"]) == {0: [0, 1], 1: [2, 4], 2: [3], 3: []}
 
 
-def test_a_server_on_several_hosts_has_an_equal_share_of_its_ranks_on_each() -> None:
+def test_spanning_server_has_equal_shares_of_its_hosts() -> None:
     """In the order of its nodes; the next server has the GPUs after them, on each."""
     hosts = ["a", "a", "b", "b", "c", "c"]
     servers = [Server(0, 2, ("b", "a")), Server(1, 2, ("b", "a")), Server(2, 2, ("c",))]
@@ -284,7 +284,7 @@ def test_who_talks_to_a_server() -> None:
     assert DistributedTransport(weights(), [own], **given).leader_of(own) == 0
 
 
-def test_settings_of_the_config_are_those_of_the_choice() -> None:
+def test_config_offers_the_settings_of_the_choice() -> None:
     assert set(FIELDS["rollout.sglang.sync.transport"].metadata["choices"]) == set(choose._SETTINGS) - {"auto on GPUs"}
 
 

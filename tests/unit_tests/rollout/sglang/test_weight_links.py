@@ -62,9 +62,7 @@ class CountingReceiver:
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
-def test_bytes_leave_the_trainer_once_whatever_the_number_of_servers(
-    links: Any, monkeypatch: pytest.MonkeyPatch, hosts: int
-) -> None:
+def test_bytes_leave_the_trainer_once_for_all_servers(links: Any, monkeypatch: pytest.MonkeyPatch, hosts: int) -> None:
     """The transport itself, over groups that count: one broadcast of each bucket, a request of each to every server."""
     sent: list[int] = []
     sizes: list[int] = []

@@ -15,8 +15,8 @@ from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.engines.base import EngineSettings
 from mega_rl.errors import RunError, UserError
-from mega_rl.rollout.sglang.build import Connection, device_share, servers_per_host, start_servers
-from mega_rl.rollout.sglang.server.memory import TRAINER_RESIDUE, DeviceShare, ServersMemory
+from mega_rl.rollout.sglang.build import Connection, colocated_bytes, servers_per_host, start_servers
+from mega_rl.rollout.sglang.server.memory import TRAINER_RESIDUE, ServersMemory, memory_fraction, server_reserve
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.trainer.assemble.plan import engine_settings
@@ -148,7 +148,7 @@ def used(devices: Sequence[DeviceMemory]) -> list[int]:
     return [device.used for device in devices]
 
 
-def test_colocated_servers_have_started_and_left_before_the_models_come(resources: ExitStack) -> None:
+def test_colocated_servers_start_before_the_models(resources: ExitStack) -> None:
     run = Colocation(resources)
     assert used(run.devices) == [SERVER["idle"]] * RANKS
     run.build_roles()
@@ -165,7 +165,7 @@ def test_servers_of_a_run_draw_different_noise(resources: ExitStack) -> None:
     assert [process.settings.seed for process in run.processes] == [7, 8]
 
 
-def test_buckets_of_a_send_have_left_before_the_servers_caches_come(resources: ExitStack) -> None:
+def test_buckets_leave_before_the_servers_caches_come(resources: ExitStack) -> None:
     """What a send of Qwen3-8B holds at most fits next to the servers' weights, and is given back to the device."""
     run = Colocation(resources)
     run.build_roles()
@@ -220,7 +220,7 @@ def test_the_sums_of_every_turn(run: Colocation) -> None:
 
 
 @pytest.mark.parametrize("when", ["while it generates", "before weights are sent", "while it holds on to its memory"])
-def test_a_lost_server_comes_back_into_the_memory_that_is_there(run: Colocation, when: str) -> None:
+def test_lost_server_returns_into_the_free_memory(run: Colocation, when: str) -> None:
     run.publish(1)
     run.generate()
     before = used(run.devices)
@@ -258,7 +258,7 @@ def test_the_run_ends_when_no_server_is_left(run: Colocation) -> None:
     assert run.actor.here == set(ACTOR)
 
 
-def test_servers_with_devices_of_their_own_keep_their_memory(resources: ExitStack) -> None:
+def test_separate_servers_keep_their_memory(resources: ExitStack) -> None:
     run = Colocation(resources, "rollout.sglang.placement=separate", devices=2 * RANKS)
     run.build_roles()  # while the servers come up
     run.pool.wait_ready()
@@ -269,7 +269,7 @@ def test_servers_with_devices_of_their_own_keep_their_memory(resources: ExitStac
     assert all(server.holds >= set(TAGS) for server in servers if server)
 
 
-def test_models_that_do_not_fit_beside_each_other_take_turns(resources: ExitStack) -> None:
+def test_models_that_do_not_fit_take_turns(resources: ExitStack) -> None:
     """An actor, a critic, a reference and a reward model, whose sum a device does not have: every turn's sum."""
     roles = {"critic": CRITIC, "reward": REFERENCE}
     together = Colocation(resources)
@@ -337,18 +337,17 @@ def test_a_reward_model_finds_room_after_a_validation(resources: ExitStack) -> N
 # -- the share of a device ---------------------------------------------------------------------------------------------
 
 
-def share_of(**changes: int) -> DeviceShare:
-    return DeviceShare(**{"total": 80 * GIB, "policy": 8 * GIB, "weights": 15 * GIB, "tp": 1, **changes})
+def fraction_of(setting: float, **changes: int) -> float:
+    return memory_fraction(setting, **{"total": 80 * GIB, "policy": 8 * GIB, "weights": 15 * GIB, "tp": 1, **changes})
 
 
-@pytest.mark.parametrize("total", [24, 48, 80, 141, 192])
-def test_the_computed_share_leaves_the_trainer_and_the_server_their_room(total: int) -> None:
-    share = share_of(total=total * GIB, policy=2 * GIB, weights=2 * GIB)
-    fraction = share.fraction(0.0)
-    left = share.total - fraction * share.total
-    assert left >= share.policy + TRAINER_RESIDUE + share.reserve
-    assert left - (share.policy + TRAINER_RESIDUE + share.reserve) < 0.002 * share.total
+@pytest.mark.parametrize("gib", [24, 48, 80, 141, 192])
+def test_computed_share_leaves_room_for_both(gib: int) -> None:
+    total, kept = gib * GIB, 2 * GIB + TRAINER_RESIDUE + server_reserve(gib * GIB, 1)
+    fraction = fraction_of(0.0, total=total, policy=2 * GIB, weights=2 * GIB)
+    assert kept <= total - fraction * total < kept + 0.002 * total
     assert fraction == round(fraction, 3)
+    assert fraction_of(0.55) == 0.55
 
 
 @pytest.mark.parametrize(
@@ -362,27 +361,24 @@ def test_the_computed_share_leaves_the_trainer_and_the_server_their_room(total: 
 )
 def test_a_share_that_cannot_work_is_refused(changes: dict[str, int], setting: float, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        share_of(**changes).fraction(setting)
-
-
-def test_a_share_of_the_users_is_taken_as_it_is() -> None:
-    assert share_of().fraction(0.55) == 0.55
+        fraction_of(setting, **changes)
 
 
 def test_the_policy_is_counted_by_its_layout() -> None:
     """8.19e9 parameters of Qwen3-8B in bf16, in halves; norms are whole on both ranks."""
 
-    def share(*settings: str, world_size: int = 2) -> DeviceShare:
-        rollout, _, engine = sections_of(*settings)
-        return device_share(rollout, engine, HF, total=80 * GIB, world_size=world_size)
-
-    whole, half = share("engine.megatron.tp=1"), share()
     buckets = sending_bytes(HF, bucket_bytes=256 << 20, itemsize=2)
-    assert whole.weights == half.weights == 2 * 8190735360
-    assert whole.policy - buckets == 2 * 8190735360
-    assert (whole.policy - buckets) / 2 <= half.policy - buckets < (whole.policy - buckets) / 2 * 1.001
-    fsdp = share("engine.backend=fsdp", "engine.megatron.tp=null", world_size=8)
-    assert fsdp.policy - buckets == 4 * 8190735360 // 8
+
+    def parts(*settings: str, world_size: int = 2) -> tuple[int, int]:
+        rollout, _, engine = sections_of(*settings)
+        policy, weights = colocated_bytes(rollout, engine, HF, world_size=world_size)
+        return policy - buckets, weights
+
+    assert parts("engine.megatron.tp=1") == (2 * 8190735360, 2 * 8190735360)
+    half, weights = parts()
+    assert weights == 2 * 8190735360
+    assert 8190735360 <= half < 8190735360 * 1.001
+    assert parts("engine.backend=fsdp", "engine.megatron.tp=null", world_size=8)[0] == 4 * 8190735360 // 8
 
 
 # -- how many servers a host has ---------------------------------------------------------------------------------------
@@ -408,7 +404,7 @@ def test_servers_fill_their_host_by_default(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
-def test_servers_on_several_hosts_take_a_share_of_their_ranks_on_each() -> None:
+def test_spanning_servers_take_shares_of_their_hosts() -> None:
     spanning = ["rollout.sglang.server.nodes=2", "rollout.sglang.server.tp=8"]
     assert count(*spanning, visible=8, ranks=8) == 2
     assert count(*spanning, visible=8, ranks=4, colocated=False) == 1
