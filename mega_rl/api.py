@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
 from mega_rl.config.loader import Overrides, load
-from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
 from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError

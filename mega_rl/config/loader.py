@@ -12,11 +12,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mega_rl.config.conditions import Unmet
+from mega_rl.config.choices import CHOICES
 from mega_rl.config.key_names import unknown_key, unknown_section
 from mega_rl.config.keys import FIELDS, SECTIONS, TYPES, as_nested, flattened, is_mapping, value_of
-from mega_rl.config.needs import unmet
-from mega_rl.config.plugins.choices import CHOICES
+from mega_rl.config.needs import Unmet, unmet
 from mega_rl.config.recipe import parse_value, read_recipe
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.data import completed_sources

@@ -11,9 +11,9 @@ from typing import TextIO
 
 import yaml
 
+from mega_rl.config.choices import ALGORITHM_CHOICES
 from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, TYPES, flat, keys_in
 from mega_rl.config.origins import recorded
-from mega_rl.config.plugins.choices import ALGORITHM_CHOICES
 from mega_rl.config.recipe import parse_value
 from mega_rl.config.schema import Config
 from mega_rl.config.values import describe_range

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from mega_rl.config.choices import CORRECTION, chosen
 from mega_rl.config.loader import load
-from mega_rl.config.plugins.choices import CORRECTION, chosen
 from mega_rl.config.rules import check
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config

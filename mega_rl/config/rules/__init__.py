@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from mega_rl.config.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.keys import open_ended
 from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, may_have_parts, unmet, updates_of_a_batch
-from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
 from mega_rl.config.rules import mixture as mixture_rules
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import reference as reference_rules

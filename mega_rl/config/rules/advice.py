@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mega_rl.config.choices import ADVANTAGE, LOSS, settings_of
 from mega_rl.config.needs import updates_of_a_batch
-from mega_rl.config.plugins.choices import ADVANTAGE, LOSS, settings_of
 from mega_rl.config.schema import Config
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from mega_rl.config.choices import corrects
 from mega_rl.config.facts import ModelFacts, divisors, listed
-from mega_rl.config.plugins.choices import corrects
 from mega_rl.config.rules.servers import is_loopback, server_arguments
 from mega_rl.config.schema import Config
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mega_rl.config.plugins.files import missing_name
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.sandbox import runs_code
+from mega_rl.config.user_files import missing_function
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight.checkpoints import tensor_shape
@@ -91,7 +91,7 @@ def _room(config: Config) -> Iterator[str]:
 
 def _function(function: str, key: str = "reward.function") -> Iterator[str]:
     """Yield the problem of the reward function of a setting; a user's file is parsed, not run."""
-    if problem := missing_name(function, builtin=sorted(BUILTINS), kind="function"):
+    if problem := missing_function(function, builtin=sorted(BUILTINS)):
         yield f"{key}={function!r}: {problem}"
 
 

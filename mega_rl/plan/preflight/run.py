@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl import versions
+from mega_rl.config.choices import CHOICES
 from mega_rl.config.loader import load
-from mega_rl.config.plugins.choices import CHOICES
-from mega_rl.config.plugins.files import missing_name
 from mega_rl.config.rules import check
 from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import Config, DataConfig, ValidationConfig
+from mega_rl.config.user_files import missing_function
 from mega_rl.converters.hf.config import facts_of
 from mega_rl.data.hub.names import dataset_name
 from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
@@ -48,7 +48,7 @@ DESCRIPTIONS: tuple[Check, ...] = (check_tokenizers, NO_FILES[0], check_servers,
 WEIGHTS_AND_DATA: tuple[Check, ...] = (
     check_weight_files,
     lambda config, _: check_validation(config.validation, config.data),
-    lambda config, _: (problem for choice in CHOICES for problem in choice.file_problems(config)),
+    lambda config, _: (problem for choice in CHOICES for problem in choice.own_problems(config)),
 )
 
 
@@ -142,7 +142,7 @@ def check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator
     """Yield the problems of the files of validation sets, and of the function that extracts a response's answer."""
     for name, files in validation.sets.items():
         yield from _data_files(f"validation.sets.{name}", files_of(files), data)
-    if validation.answer_of and (problem := missing_name(validation.answer_of, builtin=(), kind="function")):
+    if validation.answer_of and (problem := missing_function(validation.answer_of, builtin=())):
         yield f"validation.answer_of={validation.answer_of!r}: {problem}"
 
 

@@ -12,28 +12,24 @@ from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.corrections import CORRECTIONS, Correction
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
 from mega_rl.algorithms.losses.objectives import OBJECTIVES, PolicyObjective
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects, settings_of
 from mega_rl.config.needs import kl_estimator
-from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects, settings_of
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.algorithms import AdvantageSettings, LossSettings, Settings
 from mega_rl.config.values import shown
 from mega_rl.errors import UserError
-from mega_rl.workers.user_files import load_from_file
 
 log = logging.getLogger(__name__)
 
 
 def build_estimator(config: Config) -> AdvantageEstimator:
-    """Return the advantage estimator that the recipe chooses. Raises UserError: see `_build`, `_check_needs`."""
+    """Return the advantage estimator that the recipe chooses. Raises UserError: see `_build`."""
     estimator: AdvantageEstimator = _build(config, ADVANTAGE, ESTIMATORS)
-    _check_needs(config, ADVANTAGE, AdvantageSettings, estimator)
     return estimator
 
 
 def build_objective(config: Config) -> PolicyObjective:
-    """Return the policy loss that the recipe chooses. Raises UserError: see `_build`, `_check_needs`."""
+    """Return the policy loss that the recipe chooses. Raises UserError: see `_build`."""
     objective: PolicyObjective = _build(config, LOSS, OBJECTIVES)
-    _check_needs(config, LOSS, LossSettings, objective)
     return objective
 
 
@@ -58,25 +54,14 @@ def _build(config: Config, choice: Choice, registry: Mapping[str, Callable[..., 
     name, settings = chosen(config, choice), settings_of(config, choice)
     if name in registry:
         return registry[name](**settings)
-    made = choice.registered.get(name) or load_from_file(name, key=choice.key, kind="class")
+    made: Any = choice.own(config)
     if isinstance(made, type):
         try:
             made = made(**settings)
         except (TypeError, ValueError, AssertionError) as error:
             raise UserError(f"{choice.settings_key}={shown(settings)}: {name} refuses it: {error}") from error
-    try:
-        inspect.signature(made).bind(None)
-    except TypeError as error:
-        raise UserError(f"{choice.key}={name!r}: it is called with one {choice.argument}, but {error}") from error
+        try:
+            inspect.signature(made).bind(None)
+        except TypeError as error:
+            raise UserError(f"{choice.key}={name!r}: it is called with one {choice.argument}, but {error}") from error
     return made
-
-
-def _check_needs(config: Config, choice: Choice, area: type[Settings], made: object) -> None:
-    """Raise UserError where class variables that say what a class needs of a run are not in its own text."""
-    for need in (name for name in vars(area) if name.startswith(("needs_", "takes_"))):
-        if getattr(made, need, False) != choice.needs(config, need):
-            value = bool(getattr(made, need))
-            raise UserError(
-                f"{choice.key}={chosen(config, choice)!r}: its {need} is not what the text of its class says; write "
-                f"{need} = {value} into the body of the class, where it is read before anything runs"
-            )

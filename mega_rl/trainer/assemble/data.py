@@ -17,8 +17,8 @@ from jinja2 import nodes as nodes_of
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from mega_rl.config.choices import DATA
 from mega_rl.config.keys import with_settings
-from mega_rl.config.plugins.choices import DATA
 from mega_rl.config.rules import check
 from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import ChatConfig, Config, DataConfig, SourceConfig

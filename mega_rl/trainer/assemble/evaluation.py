@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mega_rl.config.schema import Config
+from mega_rl.config.user_files import load_from_file
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks
 from mega_rl.rewards.builtin import final_answer
 from mega_rl.rewards.role import UsersAnswers
 from mega_rl.trainer.validation import AnswersOf, Evaluation, EvaluationPlan
 from mega_rl.types import Draws, PromptSet
-from mega_rl.workers.user_files import load_from_file
 
 
 def build_evaluation(config: Config, sets: Sequence[PromptSet], everyone: Ranks) -> Evaluation:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mega_rl.config.attention import Role, requested_attention
-from mega_rl.config.plugins.choices import has_reference, needs_critic
+from mega_rl.config.choices import has_reference, needs_critic
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest

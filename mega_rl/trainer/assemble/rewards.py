@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mega_rl.config.plugins.choices import ADVANTAGE
+from mega_rl.config.choices import ADVANTAGE
 from mega_rl.config.schema import Config
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.protocols import Ranks, Scorer

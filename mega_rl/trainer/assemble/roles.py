@@ -12,9 +12,9 @@ import torch
 
 from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController
 from mega_rl.config.attention import Role
+from mega_rl.config.choices import LOSS, reads_reference
 from mega_rl.config.needs import is_on_policy, kl_estimator, models_take_turns
 from mega_rl.config.origins import recorded, short_commit
-from mega_rl.config.plugins.choices import LOSS, reads_reference
 from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config, KlConfig
 from mega_rl.converters.plan.parameters import hf_tensors

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
-from mega_rl.config.plugins.choices import DATA, ROLLOUT, Choice, chosen, settings_of
+from mega_rl.config.choices import DATA, ROLLOUT, Choice, chosen, settings_of
 from mega_rl.config.schema import Config
-from mega_rl.config.values import shown
+from mega_rl.config.user_files import users_code
 from mega_rl.data.rows import DataContext, RowSource
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RankState, RolloutEngine, RolloutSource, WeightSync
@@ -20,7 +20,6 @@ from mega_rl.trainer.assemble.roles import Roles
 from mega_rl.workers.own_rollouts.checks import CheckedRollouts, RowRules
 from mega_rl.workers.own_rollouts.context import RolloutContext
 from mega_rl.workers.own_rollouts.weights import WeightReceiver
-from mega_rl.workers.user_files import load_from_file, users_code
 
 
 class Maker(Protocol):
@@ -159,23 +158,7 @@ def _iterated(rows: Iterable[object], setting: str) -> Iterator[object]:
 def _maker(config: Config, choice: Choice) -> tuple[object, Maker]:
     """Return the chosen class or function, and a function of the context that makes its source.
 
-    Raises UserError for a file that fails to import, and for one that does not take the context and these settings.
+    Raises UserError: see `Choice.own`.
     """
-    name, settings = chosen(config, choice), settings_of(config, choice)
-    made = choice.registered.get(name) or load_from_file(name, key=choice.key, kind="class")
-    setting = f"{choice.key}={name!r}"
-    if not callable(made):
-        raise UserError(f"{setting}: is {type(made).__name__}; it must be a class or a function")
-    try:
-        inspect.signature(made).bind(None, **settings)
-    except TypeError as error:
-        what = f"the settings {shown(settings)}" if settings else "no settings"
-        raise UserError(f"{setting}: it is made with one {choice.argument} and {what}, but {error}") from error
-    for trait in choice.traits:
-        if bool(getattr(made, trait, False)) != choice.needs(config, trait):
-            value = bool(getattr(made, trait))
-            raise UserError(
-                f"{setting}: its {trait} is not what the text of its class says; write {trait} = {value} into the body "
-                "of the class, where it is read before anything runs"
-            )
+    made, settings = choice.own(config), settings_of(config, choice)
     return made, lambda context: made(context, **settings)

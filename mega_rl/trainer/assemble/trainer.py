@@ -13,9 +13,9 @@ from pathlib import Path
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.checkpoint.run_state import ORDER
 from mega_rl.checkpoint.store import HfExports, RunCheckpoints
+from mega_rl.config.choices import ADVANTAGE
 from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
-from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, TrainerConfig

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mega_rl.config.choices import ADVANTAGE
 from mega_rl.config.keys import FIELDS, value_of, with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
-from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, ReferenceLayoutConfig
 from mega_rl.data.hub.names import model_name

@@ -10,8 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
+from mega_rl.config.choices import ADVANTAGE
 from mega_rl.config.keys import with_settings
-from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES

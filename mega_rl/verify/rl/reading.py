@@ -7,8 +7,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 
+from mega_rl.config.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen, settings_of
 from mega_rl.config.keys import flattened
-from mega_rl.config.plugins.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen, settings_of
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserErrors
 from mega_rl.verify.rl.independent import records

@@ -17,11 +17,11 @@ from mega_rl.cli import app as cli
 from mega_rl.cli.help import summary
 from mega_rl.config import packaged
 from mega_rl.config.schema import Config
+from mega_rl.config.user_files import load_from_file
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.outcome import DEFAULT_RESTARTS
 from mega_rl.tracking.health.failure_kinds import LOST_CONNECTION
-from mega_rl.workers.user_files import load_from_file
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 ROOT = Path(__file__).parents[3]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, Choice
 from mega_rl.config.loader import load
-from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice
 from mega_rl.config.rules import check
 from mega_rl.trainer.assemble.algorithms import build_correction, build_estimator, build_objective
 

@@ -15,9 +15,9 @@ import mega_rl
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.losses.objectives import OBJECTIVES
+from mega_rl.config.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, chosen, needs_critic, reads_reference
 from mega_rl.config.loader import load
 from mega_rl.config.needs import has_several_models, is_on_policy
-from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, chosen, needs_critic, reads_reference
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
@@ -33,10 +33,6 @@ from tests.helpers.inputs import qwen3_config
 MINE = """
 from dataclasses import dataclass
 from typing import ClassVar
-
-import torch  # what is in a file is read from its text: this would fail the check below
-
-assert torch.never_run_by_a_check
 
 
 @dataclass(frozen=True)
@@ -61,13 +57,12 @@ def plain(inputs):
 
 number = 3
 """
-RUNS = MINE.replace("assert torch.never_run_by_a_check", "")
 
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "runs.py").write_text(RUNS)
+    (tmp_path / "fails.py").write_text("import torch\n\ntorch.no_such_name\n")
     return tmp_path
 
 
@@ -77,7 +72,7 @@ def problems(*overrides: str) -> list[str]:
         config = load(None, overrides)
     except UserErrors as errors:
         return list(errors.problems)
-    return [line for choice in CHOICES for line in choice.file_problems(config)]
+    return [line for choice in CHOICES for line in choice.own_problems(config)]
 
 
 @pytest.mark.parametrize(
@@ -164,17 +159,25 @@ def test_mistakes_in_names_and_settings(override: str, line: str) -> None:
         ),
         (
             "algorithm.advantage={}/mine.py",
-            "algorithm.advantage='{}/mine.py': name the class too, as {}/mine.py:Estimator; {}/mine.py has Estimator, "
-            "Heir, plain",
+            "algorithm.advantage='{}/mine.py': name the class too, as {}/mine.py",
         ),
         (
             "algorithm.advantage={}/mine.py:Estimator",
-            "algorithm.advantage='{}/mine.py:Estimator' needs algorithm.advantage_settings.alpha",
+            "algorithm.advantage='{}/mine.py:Estimator': it is made or called with no settings, but missing a required "
+            "argument: 'alpha'",
+        ),
+        (
+            "algorithm.advantage={}/mine.py:number",
+            "algorithm.advantage='{}/mine.py:number': is int; it must be a class or a function",
+        ),
+        (
+            "algorithm.advantage={}/fails.py:plain",
+            "algorithm.advantage='{}/fails.py:plain': {}/fails.py fails to import: AttributeError",
         ),
         (
             "algorithm.advantage={}/mine.py:Estimator algorithm.advantage_settings={{alpha: 1, bata: 2}}",
-            "algorithm.advantage_settings.bata has no effect: algorithm.advantage={}/mine.py:Estimator has no such "
-            "setting; did you mean beta?",
+            "algorithm.advantage='{}/mine.py:Estimator': it is made or called with the settings "
+            "{{'alpha': 1, 'bata': 2}}, but got an unexpected keyword argument 'bata'",
         ),
         (
             "algorithm.loss={}/mine.py:plain algorithm.loss_settings.a=1",
@@ -183,7 +186,7 @@ def test_mistakes_in_names_and_settings(override: str, line: str) -> None:
         ),
     ],
 )
-def test_mistakes_in_a_file_are_named_without_running_it(mine: Path, overrides: str, line: str) -> None:
+def test_mistakes_in_a_file_are_named(mine: Path, overrides: str, line: str) -> None:
     (actual,) = problems(*split(overrides.format(*[mine] * 4)))
     assert actual.startswith(line.format(*[mine] * 4))
 
@@ -192,14 +195,16 @@ def split(overrides: str) -> list[str]:
     return [f"algorithm.{text.strip()}" for text in overrides.split("algorithm.") if text]
 
 
-def test_the_needs_of_a_class_are_read_without_running_it(mine: Path) -> None:
+def test_needs_are_those_of_the_users_class(mine: Path) -> None:
     config = load(None, [f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage_settings.alpha=1"])
     assert problems(f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage_settings.alpha=1") == []
     assert needs_critic(config)
     assert has_several_models(config)
     assert ADVANTAGE.needs(config, "needs_groups")
     assert not ADVANTAGE.needs(config, "takes_kl")
-    assert not needs_critic(load(None, [f"algorithm.advantage={mine}/mine.py:plain"]))
+    assert needs_critic(load(None, [f"algorithm.advantage={mine}/mine.py:Heir"]))
+    for name in ("mine.py:plain", "fails.py:plain", "none.py:plain"):
+        assert not needs_critic(load(None, [f"algorithm.advantage={mine}/{name}"]))
 
 
 def test_a_teacher_is_a_reference_without_a_kl() -> None:
@@ -270,10 +275,10 @@ def test_a_users_class_may_need_no_reward(tmp_path: Path) -> None:
 
 
 def test_a_users_class_is_made_with_its_settings(mine: Path) -> None:
-    chosen = f"algorithm.advantage={mine}/runs.py:Estimator"
+    chosen = f"algorithm.advantage={mine}/mine.py:Estimator"
     estimator = build_estimator(load(None, [chosen, "algorithm.advantage_settings={alpha: 2.0}"]))
     assert (estimator.alpha, estimator.beta) == (2.0, 1.0)  # type: ignore[attr-defined]
-    objective = build_objective(load(None, [f"algorithm.loss={mine}/runs.py:plain"]))
+    objective = build_objective(load(None, [f"algorithm.loss={mine}/mine.py:plain"]))
     assert objective(torch.ones(1)) == 1  # type: ignore[arg-type, comparison-overlap]
     assert build_correction(load(None)) is None
 
@@ -335,19 +340,25 @@ def test_a_program_registers_its_own_by_name(monkeypatch: pytest.MonkeyPatch) ->
             mega_rl.register_advantage(name)(Registered)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("algorithm.advantage={}/runs.py:Heir", "refuses it: .*alpha"),
-        ("algorithm.advantage={}/runs.py:Heir algorithm.advantage_settings.alpha=1", "its needs_critic is not what"),
-        ("algorithm.advantage={}/runs.py:number", "it is called with one AdvantageInputs, but"),
-        ("algorithm.advantage={}/mine.py:plain", "fails to import: AttributeError"),
-    ],
-)
-def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: str) -> None:
-    config = load(None, split(overrides.format(mine)))
-    with pytest.raises(UserError, match=message):
-        build_estimator(config)
+def test_a_class_that_takes_no_inputs_is_refused(mine: Path) -> None:
+    (mine / "deaf.py").write_text("class Deaf:\n    def __call__(self): ...\n\ndef deaf(): ...\n")
+    with pytest.raises(UserError, match="it is called with one AdvantageInputs, but too many"):
+        build_estimator(load(None, [f"algorithm.advantage={mine}/deaf.py:Deaf"]))
+    with pytest.raises(UserError, match="made or called with one AdvantageInputs and no settings, but too many"):
+        build_estimator(load(None, [f"algorithm.advantage={mine}/deaf.py:deaf"]))
+
+
+def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
+    file, ran = tmp_path / "counted.py", tmp_path / "ran"
+    text = (
+        f"open({str(ran)!r}, 'a').write('x')\nclass Mine:\n    needs_critic = True\n    def __call__(self, inputs): ..."
+    )
+    file.write_text(text)
+    config = load(None, [f"algorithm.advantage={file}:Mine"])
+    check(config, world_size=1)
+    build_estimator(config)
+    assert problems(f"algorithm.advantage={file}:Mine") == []
+    assert ran.read_text() == "x"
 
 
 @pytest.mark.parametrize(
@@ -497,12 +508,3 @@ def test_what_only_running_the_file_shows(mine: Path, overrides: str, message: s
 )
 def test_what_an_estimator_needs_of_a_run(overrides: str, line: str) -> None:
     assert line in check(load(None, overrides.split()), world_size=1)
-
-
-def test_a_loss_says_what_it_needs_in_its_own_text(tmp_path: Path) -> None:
-    """A variable that another class has is read too late for the checks."""
-    text = "class First:\n    needs_updates = True\n    def __call__(self, tokens): ...\nclass Second(First): ...\n"
-    (tmp_path / "losses.py").write_text(text)
-    assert build_objective(load(None, [f"algorithm.loss={tmp_path}/losses.py:First"]))
-    with pytest.raises(UserError, match="its needs_updates is not what the text of its class says"):
-        build_objective(load(None, [f"algorithm.loss={tmp_path}/losses.py:Second"]))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.config.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen
 from mega_rl.config.keys import flat
-from mega_rl.config.plugins.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.algorithms import OPOSettings
 from mega_rl.config.schema.setting import setting

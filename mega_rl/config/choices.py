@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
 
 from mega_rl.config.keys import value_of
-from mega_rl.config.plugins.files import definition, missing_name
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, DataSettings, Settings
+from mega_rl.config.user_files import load_from_file
 from mega_rl.config.values import BadValue, coerce, shown
 from mega_rl.errors import UserError
 
@@ -29,7 +30,6 @@ class Choice:
     key: str  # "algorithm.advantage"; its settings are in "algorithm.advantage_settings"
     builtin: Mapping[str, type[Settings]]  # name -> dataclass of its settings
     argument: str  # type that it is called with, or made with
-    traits: tuple[str, ...] = ()  # class variables of a source that rules read
     given: tuple[str, ...] = ()  # fields of its class that are no settings: the run gives them when it makes one
     registered: dict[str, Registered] = field(default_factory=dict)  # by a Python program
 
@@ -41,9 +41,9 @@ class Choice:
     def completed(self, name: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:
         """Return every setting of a choice by name, defaults for those not given; mistakes go to `problems`.
 
-        The settings of a class in a file are as given: `file_problems` checks their names.
+        The settings of a class in a file are as given: `own` checks their names.
         """
-        area = self._named(name)
+        area = self.builtin.get(name) or self.registered.get(name)
         if area is None:
             if ".py" not in name:
                 problems.append(f"{self.key}={shown(name)}: {self._legal(name)}")
@@ -70,15 +70,46 @@ class Choice:
             raise UserError(f"{self.key}: {shown(name)} {reason}; take another name")
         self.registered[name] = chosen_by_it
 
-    def _named(self, name: str) -> Registered | None:
-        """Return the built-in or registered one of this name."""
-        return self.builtin.get(name) or self.registered.get(name)
-
     def needs(self, config: Config, need: str) -> bool:
-        """Return a class variable of the chosen class; False where a user's class does not set it to True."""
+        """Return a class variable of the chosen class; False if it has none, or if its file fails to import."""
         name = chosen(config, self)
-        area = self._named(name)
-        return need in _true_variables(name) if area is None else bool(getattr(area, need, False))
+        area = self.builtin.get(name) or self.registered.get(name)
+        if area is None:
+            with suppress(UserError):  # `own_problems` has it
+                area = load_from_file(name, key=self.key, kind="class")
+        return bool(getattr(area, need, False))
+
+    def own(self, config: Config) -> Registered:
+        """Return the user's class or function that a recipe chooses, from its file or as registered.
+
+        Raises UserError for a file that fails to import, and for a class or function that refuses its settings.
+        """
+        name, given = chosen(config, self), settings_of(config, self)
+        area: Registered = self.registered.get(name) or load_from_file(name, key=self.key, kind="class")
+        setting, is_class = f"{self.key}={name!r}", isinstance(area, type)
+        if not callable(area):
+            raise UserError(f"{setting}: is {type(area).__name__}; it must be a class or a function")
+        if given and not (is_class or self.given):
+            raise UserError(
+                f"{self.settings_key}={shown(given)}: {name} is a function, which has no settings; make it a dataclass "
+                "with __call__, whose fields are settings"
+            )
+        argument = f"one {self.argument}" * bool(self.given or not is_class)
+        settings = f"the settings {shown(given)}" if given else "no settings"
+        try:
+            inspect.signature(area).bind(*([None] if argument else []), **given)
+        except (TypeError, ValueError) as error:
+            with_what = " and ".join(filter(None, (argument, settings)))
+            raise UserError(f"{setting}: it is made or called with {with_what}, but {error}") from error
+        return area
+
+    def own_problems(self, config: Config) -> Iterator[str]:
+        """Yield why the user's class or function cannot be used; its file runs."""
+        if chosen(config, self) not in self.builtin:
+            try:
+                self.own(config)
+            except UserError as error:
+                yield str(error)
 
     def problems(self, config: Config) -> Iterator[str]:
         """Yield what is wrong with the settings of a built-in choice together."""
@@ -90,33 +121,6 @@ class Choice:
     def with_need(self, need: str) -> str:
         """Return the built-in choices that have a need, as one writes them: "algorithm.advantage=gae"."""
         return f"{self.key}=" + " or ".join(name for name, area in self.builtin.items() if getattr(area, need))
-
-    def file_problems(self, config: Config) -> Iterator[str]:
-        """Yield the mistakes in the choice of a user's own class, which is parsed and not run."""
-        name, given = chosen(config, self), settings_of(config, self)
-        if self._named(name) is not None:
-            return
-        if problem := missing_name(name, builtin=tuple(self.builtin), kind="class"):
-            yield f"{self.key}={name!r}: {problem}"
-        elif node := definition(name):
-            yield from self._unfit(name, node, given)
-
-    def _unfit(self, name: str, node: ast.FunctionDef | ast.ClassDef, given: Mapping[str, object]) -> Iterator[str]:
-        if isinstance(node, ast.FunctionDef):
-            if given:
-                what = f"with the field {self.given[0]}, whose other" if self.given else "with __call__, whose"
-                yield (
-                    f"{self.settings_key}={shown(dict(given))}: {name} is a function, which has no settings; make it a "
-                    f"dataclass {what} fields are settings"
-                )
-            return
-        if node.bases:  # fields may be inherited; the class itself refuses unknown ones when it is made
-            return
-        fields = {field: default for field, default in _fields(node) if field not in self.given}
-        yield from (self._unknown(name, setting, fields) for setting in given if setting not in fields)
-        missing = [setting for setting, has_default in fields.items() if not has_default and setting not in given]
-        if missing:
-            yield f"{self.key}={name!r} needs {' and '.join(f'{self.settings_key}.{setting}' for setting in missing)}"
 
     def _unknown(self, name: str, setting: str, fields: Mapping[str, object]) -> str:
         near = difflib.get_close_matches(setting, fields, n=1)
@@ -134,7 +138,7 @@ LOSS = Choice("algorithm.loss", LOSSES, "PolicyTokens")
 CORRECTION = Choice("algorithm.correction", CORRECTIONS, "SampledTokens")
 ALGORITHM_CHOICES = (ADVANTAGE, LOSS, CORRECTION)
 ROLLOUT = Choice("rollout.source", {"single_turn": Settings}, "RolloutContext", given=("context",))
-DATA = Choice("data.source", {"files": DataSettings}, "DataContext", ("has_validation",), ("context",))
+DATA = Choice("data.source", {"files": DataSettings}, "DataContext", given=("context",))
 CHOICES = (*ALGORITHM_CHOICES, ROLLOUT, DATA)
 
 
@@ -197,23 +201,3 @@ def _has_experts(folder: Path) -> bool:
 def _default(field: dataclasses.Field[object]) -> object:
     """Return the default of a field, MISSING without."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _fields(node: ast.ClassDef) -> Iterator[tuple[str, bool]]:
-    """Yield name of each field of a dataclass, and whether it has a default."""
-    for entry in node.body:
-        if isinstance(entry, ast.AnnAssign) and "ClassVar" not in ast.unparse(entry.annotation):
-            yield ast.unparse(entry.target), entry.value is not None
-
-
-def _true_variables(spec: str) -> set[str]:
-    """Return the names that the body of a user's class sets to True."""
-    node = definition(spec)
-    if not isinstance(node, ast.ClassDef):
-        return set()
-    names: set[str] = set()
-    for entry in node.body:
-        targets = entry.targets if isinstance(entry, ast.Assign) else [getattr(entry, "target", None)]
-        if isinstance(value := getattr(entry, "value", None), ast.Constant) and value.value is True:
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return names
