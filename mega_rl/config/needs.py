@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mega_rl.config.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
-from mega_rl.config.keys import flat, keys_below, keys_in, open_ended, value_of
+from mega_rl.config.keys import keys_below, keys_in, open_ended, value_of
 from mega_rl.config.schema import Config, KlConfig
 from mega_rl.config.schema.sandbox import runs_code
 
@@ -292,12 +292,12 @@ _NEEDS = (
 
 def unmet(config: Config) -> Iterator[Unmet]:
     """Yield every setting other than the default whose condition does not hold, each once, with its first condition."""
-    values, defaults = flat(config), flat(Config())
+    default = Config()
     missed = [need for need in _NEEDS if not need.holds(open_ended(config))]
     first = {key: need for need in reversed(missed) for key in need.keys}
     for key in dict.fromkeys(key for need in missed for key in need.keys):
-        if values[key] != defaults[key]:
-            yield Unmet(key, values[key], first[key])
+        if (value := value_of(config, key)) != value_of(default, key):
+            yield Unmet(key, value, first[key])
 
 
 def _warms_up_too_late(config: Config) -> bool:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import yaml
 
-from mega_rl.config.choices import ALGORITHM_CHOICES
+from mega_rl.config.choices import CHOICES
 from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, TYPES, flat, keys_in
 from mega_rl.config.origins import recorded
 from mega_rl.config.recipe import parse_value
@@ -34,9 +34,15 @@ def config_markdown() -> str:
     lines = [Path(__file__).with_name("page.md").read_text(encoding="utf-8")]
     for section, area in SECTIONS.items():
         lines += [f"## {section}", "", (area.__doc__ or "").strip(), "", *_table(keys_in(section))]
-    for choice in ALGORITHM_CHOICES:
-        lines += [f"## Choices of {choice.key}", "", "When to take which: [algorithms](algorithms.md).", ""]
-        lines += ["| choice | setting | default | legal | meaning |", "|---|---|---|---|---|"]
+    for key, choice in CHOICES.items():
+        guide = ["When to take which: [algorithms](algorithms.md).", ""] * key.startswith("algorithm.")
+        lines += [
+            f"## {key}",
+            "",
+            *guide,
+            "| name | setting | default | legal | meaning |",
+            "|---|---|---|---|---|",
+        ]
         lines += [row for name, area in choice.builtin.items() for row in _choice_rows(name, area)] + [""]
     return "\n".join(lines)
 
@@ -77,7 +83,7 @@ def _section_lines(config: Config, *, mark_changes: bool) -> list[str]:
 def _scalar(value: object) -> str:
     """One-line YAML of a value."""
     value = json.loads(json.dumps(value))  # without parts that are one object, for which YAML writes aliases
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
     text = text.removesuffix("\n").removesuffix("\n...")
     # The text "1e5" needs quotes for our reader, a line break an escape: JSON has both.
     return text if "\n" not in text and parse_value(text) == value else json.dumps(value)
@@ -86,6 +92,7 @@ def _scalar(value: object) -> str:
 def _row(key: str) -> str:
     field, hint = FIELDS[key], TYPES[key]
     kind = str(hint) if not isinstance(hint, type) or hint is list else hint.__name__
+    kind = "section" if field.metadata["kinds"] else kind
     kind = "mapping" if kind.startswith("dict") else kind
     unit = field.metadata["unit"]
     legal = describe_range(field) + (f" ({unit})" if unit else "")

@@ -83,10 +83,10 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"rollout.n={config.rollout.n}: algorithm.advantage={algorithm.advantage} compares samples of a prompt; "
             "legal: at least 2"
         )
-    sets = algorithm.advantage_settings.get("k") if algorithm.advantage == "pass_at_k" else None
+    sets = algorithm.advantage.settings.get("k") if algorithm.advantage.name == "pass_at_k" else None
     if isinstance(sets, int) and sets >= config.rollout.n >= 2:
         yield (
-            f"algorithm.advantage_settings.k={sets} with rollout.n={config.rollout.n}: pass_at_k compares sets of k "
+            f"algorithm.advantage.k={sets} with rollout.n={config.rollout.n}: pass_at_k compares sets of k "
             f"samples of a prompt, of which there must be several; legal: at most {config.rollout.n - 1}"
         )
     yield from _teacher(config)
@@ -105,13 +105,13 @@ def _algorithm(config: Config) -> Iterator[str]:
     yield from _kl_estimator(algorithm.kl)
     yield from _loss(config)
     yield from _zero_advantages(config)
-    for choice in CHOICES:
+    for choice in CHOICES.values():
         yield from choice.problems(config)
 
 
 def _teacher(config: Config) -> Iterator[str]:
     """Yield what keeps an estimator from the log-probs of a reference that it reads, or makes nothing of them."""
-    algorithm, name = config.algorithm, config.algorithm.advantage
+    algorithm, name = config.algorithm, config.algorithm.advantage.name
     compares = ADVANTAGE.needs(config, "needs_reference") and reads_reference(config)
     if compares and algorithm.old_logprobs == "rollout":
         yield (
@@ -120,10 +120,10 @@ def _teacher(config: Config) -> Iterator[str]:
         )
     if name != "distillation":
         return
-    weight = algorithm.advantage_settings.get("reward_weight")
+    weight = algorithm.advantage.settings.get("reward_weight")
     if weight and config.rollout.n < 2:
         yield (
-            f"algorithm.advantage_settings.reward_weight={weight} with rollout.n={config.rollout.n}: a reward is "
+            f"algorithm.advantage.reward_weight={weight} with rollout.n={config.rollout.n}: a reward is "
             "compared with those of the prompt's other samples; set rollout.n to 2 or more, or the weight to 0"
         )
     if not config.model.ref_path:
@@ -146,19 +146,19 @@ def _whole_vocabulary(config: Config) -> Iterator[str]:
             f"algorithm.kl.placement={algorithm.kl.placement} with algorithm.loss={algorithm.loss}: the teacher is the "
             "reference, and the loss is a divergence from it already; legal: none"
         )
-    if LOSS.needs(config, "needs_teacher") and algorithm.advantage != "distillation" and not config.model.ref_path:
+    if LOSS.needs(config, "needs_teacher") and algorithm.advantage.name != "distillation" and not config.model.ref_path:
         yield f"algorithm.loss={algorithm.loss} needs model.ref_path, the teacher"
-    if algorithm.loss != "distillation":
+    if algorithm.loss.name != "distillation":
         return
-    if algorithm.advantage != "distillation":
+    if algorithm.advantage.name != "distillation":
         yield (
             f"algorithm.advantage={algorithm.advantage} has no effect with algorithm.loss=distillation, which reads no "
             "advantages; set algorithm.advantage=distillation, or keep the advantages and another loss"
         )
-    settings = algorithm.advantage_settings if algorithm.advantage == "distillation" else {}
+    settings = algorithm.advantage.settings if algorithm.advantage.name == "distillation" else {}
     for name in (name for name, value in settings.items() if value):
         yield (
-            f"algorithm.advantage_settings.{name}={settings[name]} has no effect with algorithm.loss=distillation, "
+            f"algorithm.advantage.{name}={settings[name]} has no effect with algorithm.loss=distillation, "
             "which reads no advantages; set it to 0, or algorithm.loss=ppo, which learns from the sampled tokens"
         )
     if corrects(config):
@@ -176,7 +176,7 @@ def _loss(config: Config) -> Iterator[str]:
             f"algorithm.loss_aggregation={algorithm.loss_aggregation} with algorithm.loss={algorithm.loss}: the loss "
             "has one number for a response, which this would weigh by the response's length; legal: seq-mean-token-mean"
         )
-    of_tokens = needs_critic(config) or algorithm.advantage == "distillation"
+    of_tokens = needs_critic(config) or algorithm.advantage.name == "distillation"
     if LOSS.needs(config, "needs_response_advantages") and of_tokens:
         yield (
             f"algorithm.loss={algorithm.loss} with algorithm.advantage={algorithm.advantage}: the loss reads one "
@@ -200,7 +200,7 @@ def _loss(config: Config) -> Iterator[str]:
 def _zero_advantages(config: Config) -> Iterator[str]:
     """Yield what responses without an advantage would still teach, or that there are none."""
     algorithm, moe = config.algorithm, config.engine.megatron.moe
-    drift = algorithm.loss_settings.get("drift_coef")
+    drift = algorithm.loss.settings.get("drift_coef")
     if not config.trainer.microbatch.skip_zero_advantages:
         return
     key = "trainer.microbatch.skip_zero_advantages=true"
@@ -212,7 +212,7 @@ def _zero_advantages(config: Config) -> Iterator[str]:
     teaching = {
         f"algorithm.loss={algorithm.loss}": not LOSS.needs(config, "scales_with_advantage"),
         f"algorithm.entropy_coef={algorithm.entropy_coef:g}": algorithm.entropy_coef > 0.0,
-        f"algorithm.loss_settings.drift_coef={drift}": bool(drift),
+        f"algorithm.loss.drift_coef={drift}": bool(drift),
         "algorithm.kl.placement=loss": algorithm.kl.placement == "loss",
         f"engine.megatron.moe.aux_loss_coef={moe.aux_loss_coef:g}": moe.aux_loss_coef > 0.0,
         f"engine.megatron.moe.expert_bias_update_rate={moe.expert_bias_update_rate:g}": moe.expert_bias_update_rate > 0,
@@ -283,10 +283,10 @@ def _without_rewards(config: Config) -> Iterator[str]:
             f"reward.source=none with algorithm.advantage={algorithm.advantage}: it makes advantages of rewards; "
             f"{fix}, or take algorithm.advantage=distillation, which learns from a teacher alone"
         )
-    weight = algorithm.advantage_settings.get("reward_weight") if algorithm.advantage == "distillation" else 0
+    weight = algorithm.advantage.settings.get("reward_weight") if algorithm.advantage.name == "distillation" else 0
     if weight:
         yield (
-            f"algorithm.advantage_settings.reward_weight={weight} with reward.source=none: there is no reward to "
+            f"algorithm.advantage.reward_weight={weight} with reward.source=none: there is no reward to "
             f"weigh; {fix}, or set the weight to 0"
         )
     if best.startswith(("reward/", "val/reward_")):

@@ -22,7 +22,7 @@ def mixture(data: DataConfig) -> Iterator[str]:
         if data.mixture.temperature != 1.0:
             yield f"data.mixture.temperature={data.mixture.temperature:g} has no effect: it needs {_SOURCES}"
         return
-    if data.source != "files":
+    if data.source.name != "files":
         yield f"{_SOURCES} has no effect: data.source={data.source} yields the rows; set one of the two"
     for name in sources:
         if name in RESERVED:

@@ -15,7 +15,7 @@ def stream(config: Config) -> Iterator[str]:
             yield f"data.stream.timeout_s={own.timeout_s:g} has no effect: it needs data.stream.rows above 0"
         return
     chosen = f"data.stream.rows={own.rows}"
-    if data.source != "files":
+    if data.source.name != "files":
         yield f"{chosen} has no effect: data.source={data.source} yields the rows; leave one of the two out"
         return
     if config.trainer.epochs:

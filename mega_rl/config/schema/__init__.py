@@ -39,7 +39,6 @@ from mega_rl.config.schema.rollout import (
     SglangSyncConfig,
 )
 from mega_rl.config.schema.sandbox import RewardSandboxConfig
-from mega_rl.config.schema.setting import ATTENTION
 from mega_rl.config.schema.training import (
     AlgorithmConfig,
     KlConfig,
@@ -50,6 +49,7 @@ from mega_rl.config.schema.training import (
     TrainerConfig,
 )
 from mega_rl.config.schema.validation import ValidationConfig
+from mega_rl.config.setting import ATTENTION
 
 __all__ = [
     "ATTENTION",

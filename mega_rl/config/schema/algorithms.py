@@ -10,27 +10,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import Kind, by_name, setting
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of a choice."""
+class SingleTurn(Kind):
+    """One response of the engine to each prompt."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with settings that are each in range: "name=value: legal: ..."."""
-        yield from ()
+    name = "single_turn"
 
 
 @dataclass(frozen=True)
-class DataSettings(Settings):
-    """Traits of a source of prompts; without settings."""
+class Files(Kind):
+    """Rows of data.train_files, or of data.mixture."""
+
+    name = "files"
 
     has_validation: ClassVar[bool] = False  # has held-out rows of its own, the split "validation"
 
 
 @dataclass(frozen=True)
-class AdvantageSettings(Settings):
+class AdvantageSettings(Kind):
     """Needs of an advantage estimator; without settings."""
 
     needs_critic: ClassVar[bool] = False  # values of a critic, which then trains
@@ -45,6 +45,8 @@ class AdvantageSettings(Settings):
 @dataclass(frozen=True)
 class GAESettings(AdvantageSettings):
     """Generalized advantage estimation over the values of a critic."""
+
+    name = "gae"
 
     needs_critic: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
@@ -78,6 +80,8 @@ class GAESettings(AdvantageSettings):
 class GRPOSettings(AdvantageSettings):
     """Rewards relative to the other samples of the prompt."""
 
+    name = "grpo"
+
     needs_groups: ClassVar[bool] = True
 
     std: str = setting(
@@ -92,6 +96,8 @@ class GRPOSettings(AdvantageSettings):
 class GDPOSettings(AdvantageSettings):
     """Named parts of the rewards, each relative to the other samples of the prompt, summed by reward.weights."""
 
+    name = "gdpo"
+
     needs_groups: ClassVar[bool] = True
     needs_parts: ClassVar[bool] = True
 
@@ -100,12 +106,16 @@ class GDPOSettings(AdvantageSettings):
 class RLOOSettings(AdvantageSettings):
     """Rewards relative to the mean of the prompt's other samples."""
 
+    name = "rloo"
+
     needs_groups: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class ReMaxSettings(AdvantageSettings):
     """Returns relative to the reward of the prompt's greedy response."""
+
+    name = "remax"
 
     needs_greedy: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
@@ -115,12 +125,16 @@ class ReMaxSettings(AdvantageSettings):
 class OPOSettings(AdvantageSettings):
     """Rewards relative to the prompt's mean reward per token."""
 
+    name = "opo"
+
     needs_groups: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class PassAtKSettings(AdvantageSettings):
     """Rewards of sets of k samples of a prompt, of which one has to be right."""
+
+    name = "pass_at_k"
 
     needs_groups: ClassVar[bool] = True
 
@@ -137,6 +151,8 @@ class PassAtKSettings(AdvantageSettings):
 class ReinforcePlusPlusSettings(AdvantageSettings):
     """Returns of token rewards without a critic, whitened over the global batch."""
 
+    name = "reinforce_plus_plus"
+
     takes_kl: ClassVar[bool] = True
 
     gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
@@ -146,6 +162,8 @@ class ReinforcePlusPlusSettings(AdvantageSettings):
 class ReinforcePlusPlusBaselineSettings(AdvantageSettings):
     """REINFORCE++ of rewards relative to the mean of the prompt's samples."""
 
+    name = "reinforce_plus_plus_baseline"
+
     needs_groups: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
 
@@ -153,6 +171,8 @@ class ReinforcePlusPlusBaselineSettings(AdvantageSettings):
 @dataclass(frozen=True)
 class DistillationSettings(AdvantageSettings):
     """On-policy distillation: log ratios of a teacher, the model of model.ref_path, to the student."""
+
+    name = "distillation"
 
     needs_reference: ClassVar[bool] = True
     needs_no_rewards: ClassVar[bool] = True
@@ -166,7 +186,7 @@ class DistillationSettings(AdvantageSettings):
 
 
 @dataclass(frozen=True)
-class LossSettings(Settings):
+class LossSettings(Kind):
     """Needs of a policy loss; without settings."""
 
     needs_response_mean: ClassVar[bool] = False  # has one number for a response: a mean over tokens, then responses
@@ -183,6 +203,8 @@ class _MultipleOfAdvantage(LossSettings):
 @dataclass(frozen=True)
 class PPOSettings(_MultipleOfAdvantage):
     """The clipped objective."""
+
+    name = "ppo"
 
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
@@ -201,6 +223,8 @@ class PPOSettings(_MultipleOfAdvantage):
 class GSPOSettings(_MultipleOfAdvantage):
     """The clipped objective with the ratio of a whole response."""
 
+    name = "gspo"
+
     needs_response_mean: ClassVar[bool] = True
 
     clip_low: float = setting(3e-4, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
@@ -210,6 +234,8 @@ class GSPOSettings(_MultipleOfAdvantage):
 @dataclass(frozen=True)
 class GMPOSettings(_MultipleOfAdvantage):
     """The geometric mean of a response's clipped token ratios."""
+
+    name = "gmpo"
 
     needs_response_mean: ClassVar[bool] = True
     needs_response_advantages: ClassVar[bool] = True
@@ -227,12 +253,16 @@ class _Drifting(_MultipleOfAdvantage):
 class CISPOSettings(_Drifting):
     """REINFORCE with a capped ratio as weight: every token keeps a gradient."""
 
+    name = "cispo"
+
     cap: float = setting(5.0, "Largest ratio that weighs a token's gradient.", min=1.0)
 
 
 @dataclass(frozen=True)
 class SAPOSettings(_MultipleOfAdvantage):
     """A smooth gate in the place of the clip."""
+
+    name = "sapo"
 
     tau_positive: float = setting(1.0, "Steepness of the gate for positive advantages.", above=0.0)
     tau_negative: float = setting(
@@ -244,6 +274,8 @@ class SAPOSettings(_MultipleOfAdvantage):
 class DPPOTVSettings(_Drifting):
     """A trust region by the change of the sampled token's probability."""
 
+    name = "dppo_tv"
+
     threshold: float = setting(0.15, "No token's gradient moves its probability further than this.", above=0.0, max=1.0)
     cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
 
@@ -251,6 +283,8 @@ class DPPOTVSettings(_Drifting):
 @dataclass(frozen=True)
 class DPPOKLSettings(_Drifting):
     """A trust region by the divergence between the token's old and new probability."""
+
+    name = "dppo_kl"
 
     threshold: float = setting(0.05, "No token's gradient moves it further than this.", unit="nats", above=0.0)
     cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
@@ -260,6 +294,8 @@ class DPPOKLSettings(_Drifting):
 class ClipCovSettings(PPOSettings):
     """The clipped objective without the tokens that reduce the entropy most."""
 
+    name = "clip_cov"
+
     threshold: float = setting(
         5.0, "Covariance of advantage and log-prob from which a token gives no gradient.", unit="nats", above=0.0
     )
@@ -268,6 +304,8 @@ class ClipCovSettings(PPOSettings):
 @dataclass(frozen=True)
 class KLCovSettings(LossSettings):
     """The unclipped objective that holds the tokens back that reduce the entropy most."""
+
+    name = "kl_cov"
 
     needs_updates: ClassVar[bool] = True
 
@@ -287,6 +325,8 @@ class KLCovSettings(LossSettings):
 class TeacherDivergenceSettings(LossSettings):
     """On-policy distillation over the whole vocabulary, from the model of model.ref_path."""
 
+    name = "distillation"
+
     needs_teacher: ClassVar[bool] = True
 
     beta: float = setting(
@@ -299,13 +339,24 @@ class TeacherDivergenceSettings(LossSettings):
 
 
 @dataclass(frozen=True)
-class CorrectionSettings(Settings):
-    """No correction (none: every token counts fully), or another one, which the log names (auto)."""
+class CorrectionSettings(Kind):
+    """No correction: every token counts fully."""
+
+    name = "none"
+
+
+@dataclass(frozen=True)
+class AutoCorrection(CorrectionSettings):
+    """The correction that suits the run, which the log names."""
+
+    name = "auto"
 
 
 @dataclass(frozen=True)
 class TISSettings(CorrectionSettings):
     """Truncated importance sampling."""
+
+    name = "tis"
 
     level: str = setting(
         "token", "Ratio of each token, or of a response's probabilities.", choices=("token", "sequence")
@@ -330,6 +381,8 @@ class Band(CorrectionSettings):
 class IcePopSettings(Band):
     """Importance weights of tokens inside a band; tokens outside do not train."""
 
+    name = "icepop"
+
     low: float = setting(0.5, "Tokens of a smaller ratio of pi_old to pi_rollout do not train.", min=0.0)
     high: float = setting(5.0, "Tokens of a larger ratio do not train.", min=0.0)
 
@@ -337,6 +390,8 @@ class IcePopSettings(Band):
 @dataclass(frozen=True)
 class GeometricRejectionSettings(Band):
     """Responses whose mean ratio of a token is outside a band do not train."""
+
+    name = "geometric_rejection"
 
     low: float = setting(0.99, "Responses of a smaller geometric mean of pi_old over pi_rollout are rejected.", min=0.0)
     high: float = setting(1.01, "Responses of a larger geometric mean are rejected.", min=0.0)
@@ -346,6 +401,8 @@ class GeometricRejectionSettings(Band):
 class SequenceRejectionSettings(Band):
     """Responses whose ratio of probabilities is outside a band do not train."""
 
+    name = "sequence_rejection"
+
     low: float = setting(0.5, "Responses of a smaller ratio of pi_old to pi_rollout are rejected.", min=0.0)
     high: float = setting(2.0, "Responses of a larger ratio are rejected.", min=0.0)
 
@@ -353,6 +410,8 @@ class SequenceRejectionSettings(Band):
 @dataclass(frozen=True)
 class OPSMSettings(CorrectionSettings):
     """Responses of negative advantage that the policy has moved away from do not train."""
+
+    name = "opsm"
 
     delta: float = setting(
         0.1, "Largest mean of log(pi_rollout / pi) of a response that trains.", unit="nats per token", above=0.0
@@ -365,36 +424,36 @@ def _dual_clip(bound: float) -> Iterator[str]:
         yield f"dual_clip={bound:g}: legal: 0 (off) or above 1"
 
 
-ADVANTAGES: dict[str, type[AdvantageSettings]] = {
-    "gae": GAESettings,
-    "grpo": GRPOSettings,
-    "gdpo": GDPOSettings,
-    "rloo": RLOOSettings,
-    "reinforce_plus_plus": ReinforcePlusPlusSettings,
-    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaselineSettings,
-    "remax": ReMaxSettings,
-    "opo": OPOSettings,
-    "pass_at_k": PassAtKSettings,
-    "distillation": DistillationSettings,
-}
-LOSSES: dict[str, type[LossSettings]] = {
-    "ppo": PPOSettings,
-    "gspo": GSPOSettings,
-    "gmpo": GMPOSettings,
-    "cispo": CISPOSettings,
-    "sapo": SAPOSettings,
-    "dppo_tv": DPPOTVSettings,
-    "dppo_kl": DPPOKLSettings,
-    "clip_cov": ClipCovSettings,
-    "kl_cov": KLCovSettings,
-    "distillation": TeacherDivergenceSettings,
-}
-CORRECTIONS: dict[str, type[CorrectionSettings]] = {
-    "auto": CorrectionSettings,  # another one: `choices.chosen`
-    "none": CorrectionSettings,
-    "tis": TISSettings,
-    "icepop": IcePopSettings,
-    "geometric_rejection": GeometricRejectionSettings,
-    "sequence_rejection": SequenceRejectionSettings,
-    "opsm": OPSMSettings,
-}
+ADVANTAGES = by_name(
+    GAESettings,
+    GRPOSettings,
+    GDPOSettings,
+    RLOOSettings,
+    ReinforcePlusPlusSettings,
+    ReinforcePlusPlusBaselineSettings,
+    ReMaxSettings,
+    OPOSettings,
+    PassAtKSettings,
+    DistillationSettings,
+)
+LOSSES = by_name(
+    PPOSettings,
+    GSPOSettings,
+    GMPOSettings,
+    CISPOSettings,
+    SAPOSettings,
+    DPPOTVSettings,
+    DPPOKLSettings,
+    ClipCovSettings,
+    KLCovSettings,
+    TeacherDivergenceSettings,
+)
+CORRECTIONS = by_name(
+    AutoCorrection,
+    CorrectionSettings,
+    TISSettings,
+    IcePopSettings,
+    GeometricRejectionSettings,
+    SequenceRejectionSettings,
+    OPSMSettings,
+)

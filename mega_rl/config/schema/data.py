@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import setting
 from mega_rl.config.values import BadValue, coerce, shown
 
 # data/prompts, data/epochs and so on are metrics of all sources

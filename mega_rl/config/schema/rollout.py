@@ -6,9 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from mega_rl.config.schema.algorithms import Files, SingleTurn
 from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, StreamConfig
 from mega_rl.config.schema.sandbox import RewardSandboxConfig
-from mega_rl.config.schema.setting import ATTENTION, setting
+from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ class ChatConfig:
 class DataConfig:
     """Prompts: files, formats, lengths."""
 
-    source: str = setting(
+    source: Kind = tagged(
+        by_name(Files),
         "files",
         "Where training prompts come from: the files of train_files, or path/to/file.py:class that yields rows.",
     )
-    source_settings: dict[str, object] = setting({}, "Settings of a class that yields rows, by name.")
     train_files: list[str] = setting(
         [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
     )
@@ -75,7 +76,7 @@ class DataConfig:
     @property
     def reads_train_files(self) -> bool:
         """Return whether training prompts come from train_files."""
-        return self.source == "files" and not self.mixture.sources
+        return self.source.name == "files" and not self.mixture.sources
 
 
 @dataclass(frozen=True)
@@ -232,12 +233,12 @@ class RolloutConfig:
         "processes (hf), SGLang servers (sglang), or none, where a rollout.source of one's own needs no engine.",
         choices=("hf", "sglang", "none"),
     )
-    source: str = setting(
+    source: Kind = tagged(
+        by_name(SingleTurn),
         "single_turn",
         "How prompts become rollouts: one response of the engine to each (single_turn), or path/to/file.py:class, as "
         "for several turns with tools, recorded rollouts, or an inference server of one's own.",
     )
-    source_settings: dict[str, object] = setting({}, "Settings of a class that makes rollouts, by name.")
     n: int = setting(8, "Samples per prompt.", unit="samples", min=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
     top_p: float = setting(

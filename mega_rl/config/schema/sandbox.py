@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import setting
 
 if TYPE_CHECKING:
     from mega_rl.config.schema.rollout import RewardConfig

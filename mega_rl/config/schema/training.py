@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from mega_rl.config.schema.algorithms import GRPOSettings, PPOSettings
-from mega_rl.config.schema.setting import ATTENTION, defaults, setting
+from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
+from mega_rl.config.setting import ATTENTION, Kind, setting, tagged
 
 
 @dataclass(frozen=True)
@@ -119,24 +119,21 @@ class KlConfig:
 class AlgorithmConfig:
     """Advantages and losses; docs/algorithms.md has the settings of each choice."""
 
-    advantage: str = setting(
+    advantage: Kind = tagged(
+        ADVANTAGES,
         "grpo",
         "Advantage estimator: gae (needs a critic), grpo, gdpo (needs named rewards), rloo, reinforce_plus_plus, "
         "reinforce_plus_plus_baseline, remax, opo, pass_at_k, distillation (needs a reference), or "
         "path/to/file.py:class.",
     )
-    advantage_settings: dict[str, object] = setting(
-        defaults(GRPOSettings), "Settings of the estimator by name, as gamma or std."
-    )
-    loss: str = setting("ppo", "Policy loss: a built-in one, of those below, or path/to/file.py:class.")
-    loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
-    correction: str = setting(
+    loss: Kind = tagged(LOSSES, "ppo", "Policy loss: a built-in one, of those below, or path/to/file.py:class.")
+    correction: Kind = tagged(
+        CORRECTIONS,
         "auto",
         "Weights of token losses for what sampled the tokens, other weights or another engine: a built-in one, as tis "
         "(truncated importance sampling), none, path/to/file.py:class, or auto: tis for SGLang's samples in bf16 or of "
         "older weights, icepop for those of a mixture of experts, else none.",
     )
-    correction_settings: dict[str, object] = setting({}, "Settings of the correction by name, as cap.")
     entropy_coef: float = setting(
         0.0,
         "Weight of the entropy bonus; at 0 no entropy is computed, and its metric is the sampled tokens' mean -log p.",

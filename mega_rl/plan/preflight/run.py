@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl import versions
-from mega_rl.config.choices import CHOICES
+from mega_rl.config.choices import OWN_CHOICES
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.rules.validation import files_of
@@ -48,7 +48,7 @@ DESCRIPTIONS: tuple[Check, ...] = (check_tokenizers, NO_FILES[0], check_servers,
 WEIGHTS_AND_DATA: tuple[Check, ...] = (
     check_weight_files,
     lambda config, _: check_validation(config.validation, config.data),
-    lambda config, _: (problem for choice in CHOICES for problem in choice.own_problems(config)),
+    lambda config, _: (problem for choice in OWN_CHOICES for problem in choice.own_problems(config)),
 )
 
 

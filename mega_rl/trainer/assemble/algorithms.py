@@ -12,7 +12,8 @@ from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.corrections import CORRECTIONS, Correction
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
 from mega_rl.algorithms.losses.objectives import OBJECTIVES, PolicyObjective
-from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects, settings_of
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects
+from mega_rl.config.keys import value_of
 from mega_rl.config.needs import kl_estimator
 from mega_rl.config.schema import Config
 from mega_rl.config.values import shown
@@ -35,7 +36,7 @@ def build_objective(config: Config) -> PolicyObjective:
 
 def build_correction(config: Config) -> Correction | None:
     """Return the correction that the recipe chooses, None for none. Raises UserError: see `_build`."""
-    if config.algorithm.correction == "auto":
+    if config.algorithm.correction.name == "auto":
         log.info("algorithm.correction=auto takes %s", chosen(config, CORRECTION))
     return _build(config, CORRECTION, CORRECTIONS) if corrects(config) else None
 
@@ -51,7 +52,7 @@ def _build(config: Config, choice: Choice, registry: Mapping[str, Callable[..., 
 
     Raises UserError for a user's class that refuses its settings, and for one that is not called with one argument.
     """
-    name, settings = chosen(config, choice), settings_of(config, choice)
+    name, settings = chosen(config, choice), value_of(config, choice.key).settings
     if name in registry:
         return registry[name](**settings)
     made: Any = choice.own(config)
@@ -59,7 +60,7 @@ def _build(config: Config, choice: Choice, registry: Mapping[str, Callable[..., 
         try:
             made = made(**settings)
         except (TypeError, ValueError, AssertionError) as error:
-            raise UserError(f"{choice.settings_key}={shown(settings)}: {name} refuses it: {error}") from error
+            raise UserError(f"{choice.key}={shown(settings)}: {name} refuses it: {error}") from error
         try:
             inspect.signature(made).bind(None)
         except TypeError as error:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
 
-from mega_rl.config.choices import DATA, ROLLOUT, Choice, chosen, settings_of
+from mega_rl.config.choices import DATA, ROLLOUT, Choice, chosen
+from mega_rl.config.keys import value_of
 from mega_rl.config.schema import Config
 from mega_rl.config.user_files import users_code
 from mega_rl.data.rows import DataContext, RowSource
@@ -160,5 +161,5 @@ def _maker(config: Config, choice: Choice) -> tuple[object, Maker]:
 
     Raises UserError: see `Choice.own`.
     """
-    made, settings = choice.own(config), settings_of(config, choice)
+    made, settings = choice.own(config), value_of(config, choice.key).settings
     return made, lambda context: made(context, **settings)

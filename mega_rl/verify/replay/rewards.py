@@ -61,7 +61,7 @@ def compare_rewards(record: Record, *, atol: float | None = None) -> list[Differ
 def _local(config: Config) -> Config:
     """Return the config without validation, with local files for data of the Hub."""
     config = with_settings(config, {"data.val_files": [], "validation.sets": {}})
-    if config.data.source != "files":
+    if config.data.source.name != "files":
         raise UserError(
             f"--rewards: data.source={config.data.source} yields the rows; only those of files are read again"
         )

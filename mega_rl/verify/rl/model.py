@@ -67,7 +67,7 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
     _write_tokenizer(model)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows(seed)), "utf-8")
     named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(prompts)]}
-    named |= {"data.source": "files", "data.source_settings": {}}
+    named["data.source"] = "files"
     if ADVANTAGE.needs(run.config, "needs_reference"):
         teacher = folder / "teacher"
         write_checkpoint(teacher, random_tensors(small, seed=seed + 1), files={"config.json": config_file})

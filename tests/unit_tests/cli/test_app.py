@@ -118,7 +118,7 @@ def test_whole_process_says_one_line(program: Sequence[str]) -> None:
 
 
 def test_mistakes_are_shown_together(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "engine.megatron.tp=3", "algorithm.loss_settings.dual_clip=1"]) == 2
+    assert cli.main(["train", "engine.megatron.tp=3", "algorithm.loss.dual_clip=1"]) == 2
     lines = capfd.readouterr().err.splitlines()
     lines = [line for line in lines if not LOGGED.match(line)]
     assert len(lines) == 4

@@ -33,6 +33,6 @@ def test_every_loss_and_correction_has_a_paragraph_on_when_to_take_it(choice: Ch
 
 
 def test_every_estimator_has_a_recipe_and_a_paragraph() -> None:
-    chosen = {load(None, overrides.split()).algorithm.advantage for overrides in RECIPES.values()}
+    chosen = {load(None, overrides.split()).algorithm.advantage.name for overrides in RECIPES.values()}
     assert chosen >= set(ADVANTAGE.builtin)
     assert [name for name in ADVANTAGE.builtin if f"\n**`{name}`** " not in PAGE] == []

@@ -15,14 +15,13 @@ import mega_rl
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.losses.objectives import OBJECTIVES
-from mega_rl.config.choices import ADVANTAGE, CHOICES, CORRECTION, LOSS, chosen, needs_critic, reads_reference
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, OWN_CHOICES, chosen, needs_critic, reads_reference
 from mega_rl.config.loader import load
 from mega_rl.config.needs import has_several_models, is_on_policy
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.algorithms import GAESettings
-from mega_rl.config.schema.setting import defaults
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.setup import models_of
@@ -72,7 +71,7 @@ def problems(*overrides: str) -> list[str]:
         config = load(None, overrides)
     except UserErrors as errors:
         return list(errors.problems)
-    return [line for choice in CHOICES for line in choice.own_problems(config)]
+    return [line for choice in OWN_CHOICES for line in choice.own_problems(config)]
 
 
 @pytest.mark.parametrize(
@@ -88,13 +87,13 @@ def test_what_can_be_chosen_can_be_built_with_its_own_settings(choice: object, r
 
 
 def test_a_config_has_every_setting_of_its_choices() -> None:
-    gae = ["algorithm.advantage=gae", "algorithm.advantage_settings.gae_lambda=0.5"]
-    config = load(None, [*gae, "algorithm.loss_settings={clip_high: 1}"])
-    assert config.algorithm.advantage_settings == defaults(GAESettings) | {"gae_lambda": 0.5}
-    assert config.algorithm.loss_settings == {"clip_low": 0.2, "clip_high": 1.0, "dual_clip": 3.0}
-    assert load(None, ["algorithm.advantage=gae"]).algorithm.advantage_settings == defaults(GAESettings)
-    assert load(None, []).algorithm.advantage_settings == {"std": "group"}
-    assert load(None, ["algorithm.advantage_settings=null"]) == Config()
+    gae = ["algorithm.advantage=gae", "algorithm.advantage.gae_lambda=0.5"]
+    config = load(None, [*gae, "algorithm.loss={clip_high: 1}"])
+    assert config.algorithm.advantage == GAESettings(gae_lambda=0.5)
+    assert config.algorithm.loss.plain == {"name": "ppo", "clip_low": 0.2, "clip_high": 1.0, "dual_clip": 3.0}
+    assert load(None, ["algorithm.advantage=gae"]).algorithm.advantage == GAESettings()
+    assert load(None, []).algorithm.advantage.plain == {"name": "grpo", "std": "group"}
+    assert load(None, ["algorithm.advantage=null"]) == Config()
 
 
 def test_a_written_config_is_read_back(tmp_path: Path) -> None:
@@ -105,11 +104,11 @@ def test_a_written_config_is_read_back(tmp_path: Path) -> None:
 
 def test_a_recipes_setting_stays_beside_an_argument_and_goes_with_its_choice(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("algorithm: {advantage: gae, advantage_settings: {gamma: 0.9}}\n")
-    both = load(recipe, ["algorithm.advantage_settings.gae_lambda=0.5", "algorithm.advantage=gae"])
-    assert both.algorithm.advantage_settings == defaults(GAESettings) | {"gamma": 0.9, "gae_lambda": 0.5}
-    other = load(recipe, ["algorithm.advantage=grpo", "algorithm.advantage_settings.std=none"])
-    assert other.algorithm.advantage_settings == {"std": "none"}
+    recipe.write_text("algorithm: {advantage: {name: gae, gamma: 0.9}}\n")
+    both = load(recipe, ["algorithm.advantage.gae_lambda=0.5", "algorithm.advantage=gae"])
+    assert both.algorithm.advantage == GAESettings(gamma=0.9, gae_lambda=0.5)
+    other = load(recipe, ["algorithm.advantage=grpo", "algorithm.advantage.std=none"])
+    assert other.algorithm.advantage.plain == {"name": "grpo", "std": "none"}
 
 
 @pytest.mark.parametrize(
@@ -120,26 +119,25 @@ def test_a_recipes_setting_stays_beside_an_argument_and_goes_with_its_choice(tmp
             "algorithm.advantage='gpro': legal: gae, grpo or path/to/file.py:class; did you mean grpo?",
         ),
         (
-            "algorithm.loss_settings.clip_hig=0.3",
-            "algorithm.loss_settings.clip_hig has no effect: algorithm.loss=ppo has no such setting; did you mean "
-            "clip_high?",
+            "algorithm.loss.clip_hig=0.3",
+            "algorithm.loss.clip_hig has no effect: algorithm.loss=ppo has no such setting; did you mean clip_high?",
         ),
         (
-            "algorithm.correction_settings.cap=2",
-            "algorithm.correction_settings.cap has no effect: algorithm.correction=auto has no such setting; it has "
-            "none",
+            "algorithm.correction.cap=2",
+            "algorithm.correction.cap has no effect: algorithm.correction=auto has no such setting; it belongs to "
+            "algorithm.correction=tis",
         ),
         (
-            "algorithm.advantage=gae algorithm.advantage_settings.gamma=2",
-            "algorithm.advantage_settings.gamma=2: must be at least 0 and at most 1",
+            "algorithm.advantage=gae algorithm.advantage.gamma=2",
+            "algorithm.advantage.gamma=2: must be at least 0 and at most 1",
         ),
         (
-            "algorithm.advantage=gae algorithm.advantage_settings.whiten=1",
-            "algorithm.advantage_settings.whiten=1: needs true or false",
+            "algorithm.advantage=gae algorithm.advantage.whiten=1",
+            "algorithm.advantage.whiten=1: needs true or false",
         ),
         (
-            "algorithm.advantage_settings=3",
-            "algorithm.advantage_settings=3: needs a mapping of names to values; write it as {name: value}",
+            "algorithm.advantage=3",
+            "algorithm.advantage=3: needs a name, or a mapping such as {name: grpo}",
         ),
     ],
 )
@@ -175,13 +173,13 @@ def test_mistakes_in_names_and_settings(override: str, line: str) -> None:
             "algorithm.advantage='{}/fails.py:plain': {}/fails.py fails to import: AttributeError",
         ),
         (
-            "algorithm.advantage={}/mine.py:Estimator algorithm.advantage_settings={{alpha: 1, bata: 2}}",
+            "algorithm.advantage={}/mine.py:Estimator algorithm.advantage={{alpha: 1, bata: 2}}",
             "algorithm.advantage='{}/mine.py:Estimator': it is made or called with the settings "
             "{{'alpha': 1, 'bata': 2}}, but got an unexpected keyword argument 'bata'",
         ),
         (
-            "algorithm.loss={}/mine.py:plain algorithm.loss_settings.a=1",
-            "algorithm.loss_settings={{'a': 1}}: {}/mine.py:plain is a function, which has no settings; make it a "
+            "algorithm.loss={}/mine.py:plain algorithm.loss.a=1",
+            "algorithm.loss={{'a': 1}}: {}/mine.py:plain is a function, which has no settings; make it a "
             "dataclass with __call__, whose fields are settings",
         ),
     ],
@@ -196,8 +194,8 @@ def split(overrides: str) -> list[str]:
 
 
 def test_needs_are_those_of_the_users_class(mine: Path) -> None:
-    config = load(None, [f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage_settings.alpha=1"])
-    assert problems(f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage_settings.alpha=1") == []
+    config = load(None, [f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage.alpha=1"])
+    assert problems(f"algorithm.advantage={mine}/mine.py:Estimator", "algorithm.advantage.alpha=1") == []
     assert needs_critic(config)
     assert has_several_models(config)
     assert ADVANTAGE.needs(config, "needs_groups")
@@ -276,7 +274,7 @@ def test_a_users_class_may_need_no_reward(tmp_path: Path) -> None:
 
 def test_a_users_class_is_made_with_its_settings(mine: Path) -> None:
     chosen = f"algorithm.advantage={mine}/mine.py:Estimator"
-    estimator = build_estimator(load(None, [chosen, "algorithm.advantage_settings={alpha: 2.0}"]))
+    estimator = build_estimator(load(None, [chosen, "algorithm.advantage={alpha: 2.0}"]))
     assert (estimator.alpha, estimator.beta) == (2.0, 1.0)  # type: ignore[attr-defined]
     objective = build_objective(load(None, [f"algorithm.loss={mine}/mine.py:plain"]))
     assert objective(torch.ones(1)) == 1  # type: ignore[arg-type, comparison-overlap]
@@ -326,14 +324,14 @@ def test_a_program_registers_its_own_by_name(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(LOSS.registered, "other", id)
     monkeypatch.setitem(ADVANTAGE.registered, "mine", Registered)
     assert mega_rl.register_advantage("mine")(Registered) is Registered
-    config = load(None, ["algorithm.advantage=mine", "algorithm.advantage_settings.alpha=3"])
-    assert config.algorithm.advantage_settings == {"alpha": 3, "names": []}
+    config = load(None, ["algorithm.advantage=mine", "algorithm.advantage.alpha=3"])
+    assert config.algorithm.advantage.plain == {"name": "mine", "alpha": 3, "names": []}
     assert needs_critic(config)
     assert build_estimator(config)(None) == 3  # type: ignore[arg-type, comparison-overlap]
-    assert problems("algorithm.advantage=mine", "algorithm.advantage_settings.alpha=3") == []
-    assert problems("algorithm.advantage=mine") == ["algorithm.advantage=mine needs algorithm.advantage_settings.alpha"]
-    assert problems("algorithm.loss=other", "algorithm.loss_settings.a=1") == [
-        "algorithm.loss_settings.a has no effect: algorithm.loss=other has no such setting; it has none"
+    assert problems("algorithm.advantage=mine", "algorithm.advantage.alpha=3") == []
+    assert problems("algorithm.advantage=mine") == ["algorithm.advantage=mine needs algorithm.advantage.alpha"]
+    assert problems("algorithm.loss=other", "algorithm.loss.a=1") == [
+        "algorithm.loss.a has no effect: algorithm.loss=other has no such setting; it has none"
     ]
     for name, reason in (("gae", "is a built-in one"), ("my file", "is no name")):
         with pytest.raises(UserError, match=reason):
@@ -365,8 +363,8 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
     ("overrides", "line"),
     [
         (
-            "algorithm.advantage=pass_at_k algorithm.advantage_settings.k=8 rollout.n=8",
-            "algorithm.advantage_settings.k=8 with rollout.n=8: pass_at_k compares sets of k samples of a prompt, of "
+            "algorithm.advantage=pass_at_k algorithm.advantage.k=8 rollout.n=8",
+            "algorithm.advantage.k=8 with rollout.n=8: pass_at_k compares sets of k samples of a prompt, of "
             "which there must be several; legal: at most 7",
         ),
         (
@@ -405,9 +403,8 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
             "trainer would count as one to the reference; legal: auto, recompute",
         ),
         (
-            "algorithm.advantage=distillation model.ref_path=t rollout.n=1 "
-            "algorithm.advantage_settings.reward_weight=0.5",
-            "algorithm.advantage_settings.reward_weight=0.5 with rollout.n=1: a reward is compared with those of the "
+            "algorithm.advantage=distillation model.ref_path=t rollout.n=1 algorithm.advantage.reward_weight=0.5",
+            "algorithm.advantage.reward_weight=0.5 with rollout.n=1: a reward is compared with those of the "
             "prompt's other samples; set rollout.n to 2 or more, or the weight to 0",
         ),
         (
@@ -430,8 +427,8 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
         ),
         (
             "algorithm.advantage=distillation algorithm.loss=distillation model.ref_path=t "
-            "algorithm.advantage_settings.gamma=0.5",
-            "algorithm.advantage_settings.gamma=0.5 has no effect with algorithm.loss=distillation, which reads no "
+            "algorithm.advantage.gamma=0.5",
+            "algorithm.advantage.gamma=0.5 has no effect with algorithm.loss=distillation, which reads no "
             "advantages; set it to 0, or algorithm.loss=ppo, which learns from the sampled tokens",
         ),
         (
@@ -451,8 +448,8 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
         ),
         (
             "reward.source=none algorithm.advantage=distillation model.ref_path=t rollout.n=4 "
-            "algorithm.advantage_settings.reward_weight=0.5",
-            "algorithm.advantage_settings.reward_weight=0.5 with reward.source=none: there is no reward to weigh; name "
+            "algorithm.advantage.reward_weight=0.5",
+            "algorithm.advantage.reward_weight=0.5 with reward.source=none: there is no reward to weigh; name "
             "who scores, as reward.source=function, or set the weight to 0",
         ),
         (
@@ -500,9 +497,8 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
             "the KL of single tokens is lost; set algorithm.kl.placement=loss",
         ),
         (
-            "algorithm.advantage=gae algorithm.advantage_settings.policy_lambda=0.95 "
-            "algorithm.advantage_settings.length_alpha=0.05",
-            "algorithm.advantage_settings.policy_lambda=0.95 has no effect beside length_alpha=0.05",
+            "algorithm.advantage=gae algorithm.advantage.policy_lambda=0.95 algorithm.advantage.length_alpha=0.05",
+            "algorithm.advantage.policy_lambda=0.95 has no effect beside length_alpha=0.05",
         ),
     ],
 )

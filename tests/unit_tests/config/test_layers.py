@@ -52,8 +52,6 @@ SWITCHED_OFF = {
     "algorithm.advantage=grpo rollout.n=2": (
         "algorithm.advantage=gae", "optim.critic_lr=1e-3", "algorithm.critic_warmup_steps=3",
     ),
-    "algorithm.advantage=grpo rollout.n=3": ("algorithm.advantage=gae", "algorithm.advantage_settings={gamma: 0.9}"),
-    "algorithm.correction=none": ("algorithm.correction=tis", "algorithm.correction_settings={cap: 3.0}"),
     "algorithm.kl.placement=none": (
         "algorithm.kl.placement=loss", "algorithm.kl.control=adaptive", "algorithm.kl.target=0.3",
     ),
@@ -85,6 +83,16 @@ def test_an_argument_may_switch_off_what_the_recipe_sets(
     assert named
     (line,) = caplog.messages
     assert all(key in line for key in named)
+
+
+def test_another_kind_drops_the_settings_of_the_recipes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = recipe(tmp_path, "algorithm.correction={name: tis, cap: 3.0}")
+    with caplog.at_level(logging.INFO, logger="mega_rl.config.loader"):
+        assert load(path, ["algorithm.correction=none"]) == load(None, ["algorithm.correction=none"])
+    assert caplog.messages == [
+        "the arguments leave these settings of the recipe without effect, which take their defaults: "
+        "algorithm.correction.cap=3.0 (need algorithm.correction=tis)"
+    ]
 
 
 def test_the_line_names_each_setting_and_its_condition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

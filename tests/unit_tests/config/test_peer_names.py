@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,15 +14,14 @@ from mega_rl.config.key_names import NAMES, in_peers, nearest_key
 from mega_rl.config.keys import FIELDS, SECTIONS, is_mapping, keys_in
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.setting import defaults
 from mega_rl.errors import UserErrors
 
 ENTRIES = {
-    f"{choice.settings_key}.{name}"
-    for choice in CHOICES
-    for area in choice.builtin.values()
-    for name in defaults(area)
-}  # fmt: skip
+    f"{key}.{field.name}"
+    for key, choice in CHOICES.items()
+    for kind in choice.builtin.values()
+    for field in dataclasses.fields(kind)  # type: ignore[arg-type]
+}
 
 
 def problems(recipe: Path | None, *overrides: str) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def broken(*overrides: str, world_size: int = 1, facts: ModelFacts = FACTS) -> l
                 "algorithm.kl.target=0.2",
             ),
         ),
-        (1, ("algorithm.loss_settings.dual_clip=4",)),
+        (1, ("algorithm.loss.dual_clip=4",)),
         (1, ("optim.schedule=cosine", "optim.min_lr_ratio=0.1", "optim.warmup_steps=99")),
         (1, ("algorithm.advantage=gae", "optim.warmup_steps=59", "algorithm.critic_warmup_steps=40")),
         (1, ("trainer.microbatch.packing=false", "trainer.microbatch.size=2")),
@@ -238,11 +238,11 @@ RULES = [
         "algorithm.correction=tis has no effect: it needs algorithm.old_logprobs=auto or recompute: with rollout the "
         "ratio itself is to what sampled; set that or leave it out (on a command line: algorithm.correction=null)",
     ),
-    (1, "algorithm.loss_settings.dual_clip=1", "algorithm.loss_settings.dual_clip=1: legal: 0 (off) or above 1"),
+    (1, "algorithm.loss.dual_clip=1", "algorithm.loss.dual_clip=1: legal: 0 (off) or above 1"),
     (
         1,
-        "algorithm.loss=clip_cov algorithm.loss_settings.dual_clip=0.5",
-        "algorithm.loss_settings.dual_clip=0.5: legal: 0 (off) or above 1",
+        "algorithm.loss=clip_cov algorithm.loss.dual_clip=0.5",
+        "algorithm.loss.dual_clip=0.5: legal: 0 (off) or above 1",
     ),
     (
         1,
@@ -273,7 +273,7 @@ RULES = [
         for setting in (
             "algorithm.loss=kl_cov algorithm.epochs=2",
             "algorithm.entropy_coef=0.01",
-            "algorithm.loss_settings.drift_coef=0.5 algorithm.loss=cispo",
+            "algorithm.loss.drift_coef=0.5 algorithm.loss=cispo",
             "algorithm.kl.placement=loss",
         )
     ),
@@ -648,7 +648,7 @@ def test_a_loss_of_ones_own_says_what_it_needs(tmp_path: Path) -> None:
 def test_rules_without_a_model_and_all_at_once() -> None:
     config = load(
         None,
-        ["engine.megatron.tp=3", "algorithm.loss_settings.dual_clip=0.5", "optim.warmup_steps=200", "data.val_size=1"],
+        ["engine.megatron.tp=3", "algorithm.loss.dual_clip=0.5", "optim.warmup_steps=200", "data.val_size=1"],
     )
     assert len(check(config, world_size=4)) == 4
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import (
     AlgorithmConfig,
     Config,
@@ -197,7 +198,7 @@ def run_config(engine: str, root: Path) -> Config:
         config,
         model=model,
         trainer=trainer,
-        algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(placement="reward")),
+        algorithm=AlgorithmConfig(advantage=kind_of("algorithm.advantage", "gae"), kl=KlConfig(placement="reward")),
         data=DataConfig(train_files=[str(root / "train.jsonl")], max_prompt_tokens=8),
         rollout=RolloutConfig(n=1, max_new_tokens=8, verify_interval=1),
         reward=RewardConfig(source="model", model=RewardModelConfig(path=str(root / "reward"))),

@@ -95,7 +95,7 @@ def read(folder: Path, name: str, *settings: str) -> tuple[list[Any], Any]:
 
 
 def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:
-    train, held_out = read(folder, "Rows", "data.source_settings.count=3", "trainer.val_interval=1", "trainer.seed=4")
+    train, held_out = read(folder, "Rows", "data.source.count=3", "trainer.val_interval=1", "trainer.seed=4")
     assert [(prompt.text, prompt.answer, prompt.index) for prompt in train] == [
         (f"{i}+4=", str(i), i) for i in range(3)
     ]
@@ -117,7 +117,7 @@ def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:
         ("three", "", "data.source='{}:three': is int; it must be a class or a function"),
         (
             "Without",
-            "data.source_settings.count=3",
+            "data.source.count=3",
             "data.source='{}:Without': it is made or called with one DataContext",
         ),
     ],
@@ -159,14 +159,14 @@ def test_a_rollout_source_has_its_methods(folder: Path) -> None:
         ),
         ("data.source=OWN:Row", "data.source='OWN:Row': OWN defines no 'Row'; it has Without, Rows, Heir, bad"),
         (
-            "data.source=OWN:Rows data.source_settings.cuont=1",
+            "data.source=OWN:Rows data.source.cuont=1",
             "data.source='OWN:Rows': it is made or called with one DataContext and the settings {'cuont': 1}, but got",
         ),
         (
-            "data.source=OWN:bad data.source_settings.count=1",
+            "data.source=OWN:bad data.source.count=1",
             "data.source='OWN:bad': it is made or called with one DataContext and the settings {'count': 1}, but got",
         ),
-        ("data.source_settings.count=1", "data.source_settings.count has no effect: data.source=files has no such"),
+        ("data.source.count=1", "data.source.count has no effect: data.source=files has no such"),
     ],
 )
 def test_mistakes_in_settings_are_seen_before_a_source_is_made(folder: Path, settings: str, line: str) -> None:
