@@ -205,7 +205,7 @@ def train(config: Config, *, reward: RewardFunction | None = None) -> Outcome:
 
 def _with_reward(config: Config, reward: RewardFunction) -> Config:
     """Return the config with the function's name in it, for the run's own records."""
-    if config.reward.source != "function":
+    if config.reward.source.name != "function":
         raise UserError(
             f"reward: a function is given, but reward.source={config.reward.source}; set reward.source=function"
         )

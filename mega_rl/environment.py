@@ -42,7 +42,7 @@ def variables_of(engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerC
     """Return the variables of a trainer's rank on a GPU; without effect on a CPU."""
     parallel = engine.megatron
     variables: dict[str, str] = dict(DETERMINISTIC) if trainer.deterministic else {}
-    if engine.backend == "megatron" and parallel.tp > 1 and parallel.ddp.implementation == "ddp":
+    if engine.backend == "megatron" and parallel.tp > 1 and parallel.ddp.name == "ddp":
         # One hardware queue keeps the order in which kernels are started, on which Megatron-Core relies to have a
         # tensor-parallel message on its way before the product that hides it. FSDP's gathers want several queues.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"

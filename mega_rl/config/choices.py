@@ -173,7 +173,7 @@ def reads_reference(config: Config) -> bool:
     """Return whether a step evaluates the reference, for its log-probs of the sampled tokens."""
     # The loss of the same name reads no advantages.
     of_tokens = ADVANTAGE.needs(config, "needs_reference") and config.algorithm.loss.name != "distillation"
-    return config.algorithm.kl.placement != "none" or of_tokens
+    return config.algorithm.kl.name != "none" or of_tokens
 
 
 def corrects(config: Config) -> bool:

@@ -86,12 +86,12 @@ def as_nested(config: Config) -> dict[str, Any]:
 def flattened(nested: Mapping[str, object], section: str = "") -> dict[str, object]:
     """Return the entries of a nested record by their dotted names: {"optim": {"lr": 1e-06}} -> {"optim.lr": 1e-06}.
 
-    A setting that is itself a mapping stays one.
+    A setting that is itself a mapping stays one, a tagged section does not.
     """
     entries: dict[str, object] = {}
     for name, value in nested.items():
         key = f"{section}{name}"
-        if isinstance(value, Mapping) and key not in FIELDS:
+        if isinstance(value, Mapping) and (key not in FIELDS or key in TAGGED):
             entries |= flattened(value, f"{key}.")
         else:
             entries[key] = value
@@ -114,9 +114,11 @@ def kind_of(key: str, value: object) -> Kind:
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
     """Return the config with these values by their dotted keys; a name stands for a kind with its defaults."""
     for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        if section in TAGGED and name == "name":
+            key, (section, _, name) = section, section.rpartition(".")
         if key in TAGGED and not isinstance(value, Kind):
             value = kind_of(key, value)
-        section, _, name = key.rpartition(".")
         changed: Any = dataclasses.replace(value_of(config, section), **{name: value})
         while section:
             section, _, name = section.rpartition(".")

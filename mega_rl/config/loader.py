@@ -163,7 +163,7 @@ def _config(layers: Sequence[Settings], problems: list[str]) -> Config:
     values: Settings = {}
     for key, field in FIELDS.items():
         if key in TAGGED:
-            entries: Any = raw[key] if key in chosen else {}
+            entries: Any = OmegaConf.to_container(OmegaConf.select(merged, key)) if key in chosen else {}
             values[key] = CHOICES[key].made(entries, problems)
             continue
         try:

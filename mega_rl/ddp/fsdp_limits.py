@@ -7,62 +7,51 @@ from collections.abc import Iterator, Sequence
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from mega_rl.config.schema import DdpConfig
+from mega_rl.config.schema import DataParallelConfig
 from mega_rl.errors import UserErrors
 
 
-def check_fsdp(ddp: DdpConfig, *, chunks: Sequence[torch.nn.Module], collection: ProcessGroupCollection) -> None:
+def check_fsdp(
+    ddp: DataParallelConfig, *, chunks: Sequence[torch.nn.Module], collection: ProcessGroupCollection
+) -> None:
     """Refuse layouts and settings under which sharded data parallelism of megatron-core 0.16.1 is wrong or undone.
 
     Raises:
         UserErrors: on all ranks alike.
     """
     problems = list(_both(ddp, chunks))
-    if ddp.implementation == "megatron_fsdp":
+    if ddp.name == "megatron_fsdp":
         problems += _megatron(ddp, collection)
         if any(not p.requires_grad for chunk in chunks for p in chunk.parameters()):
             problems.append(
-                "model.frozen with engine.megatron.ddp.implementation=megatron_fsdp: Megatron-Core waits for a "
-                "gradient of every parameter; use engine.megatron.ddp.implementation=torch_fsdp2 or ddp"
+                "model.frozen with engine.megatron.ddp=megatron_fsdp: Megatron-Core waits for a "
+                "gradient of every parameter; use engine.megatron.ddp=torch_fsdp2 or ddp"
             )
-    elif ddp.optimizer_instances > 1:
-        problems.append(
-            "engine.megatron.ddp.implementation=torch_fsdp2 with "
-            f"engine.megatron.ddp.optimizer_instances={ddp.optimizer_instances}: copies of the shards are not "
-            "supported; set engine.megatron.ddp.optimizer_instances=1 or "
-            "engine.megatron.ddp.implementation=megatron_fsdp"
-        )
     if problems:
         raise UserErrors(problems)
 
 
-def _both(ddp: DdpConfig, chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+def _both(ddp: DataParallelConfig, chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
     if any(not getattr(p, "allreduce", True) for chunk in chunks for p in chunk.parameters()):
         yield (
-            f"engine.megatron.ddp.implementation={ddp.implementation} with experts that are not on every rank "
+            f"engine.megatron.ddp={ddp.name} with experts that are not on every rank "
             "(engine.megatron.ep, etp): gradients would be summed over ranks with other experts; use "
-            "engine.megatron.ep=1 and etp=0, or engine.megatron.ddp.implementation=ddp"
-        )
-    if ddp.average_in_collective:
-        yield (
-            f"engine.megatron.ddp.implementation={ddp.implementation} with "
-            "engine.megatron.ddp.average_in_collective=true: gradients are sums there; set "
-            "engine.megatron.ddp.average_in_collective=false"
+            "engine.megatron.ep=1 and etp=0, or engine.megatron.ddp=ddp"
         )
 
 
-def _megatron(ddp: DdpConfig, collection: ProcessGroupCollection) -> Iterator[str]:
+def _megatron(ddp: DataParallelConfig, collection: ProcessGroupCollection) -> Iterator[str]:
     plain = ddp.fsdp_sharding == "optim"
     if collection.pp.size() > 1:
         yield (
-            f"engine.megatron.ddp.implementation=megatron_fsdp with engine.megatron.pp={collection.pp.size()}: "
+            f"engine.megatron.ddp=megatron_fsdp with engine.megatron.pp={collection.pp.size()}: "
             "Megatron-Core's sharding has no place for pipelines; use engine.megatron.pp=1, or "
-            "engine.megatron.ddp.implementation=torch_fsdp2 or ddp"
+            "engine.megatron.ddp=torch_fsdp2 or ddp"
         )
     if collection.dp_cp.size() == 1:
         yield (
-            "engine.megatron.ddp.implementation=megatron_fsdp with one data-parallel rank: there is nothing to shard, "
-            "and Megatron-Core adds gradients up wrongly; use more ranks or engine.megatron.ddp.implementation=ddp"
+            "engine.megatron.ddp=megatron_fsdp with one data-parallel rank: there is nothing to shard, "
+            "and Megatron-Core adds gradients up wrongly; use more ranks or engine.megatron.ddp=ddp"
         )
     if plain and ddp.overlap_grad_reduce:
         # Each reduced shard is added to the local gradient, which the unsharded buffer still holds.

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
-from mega_rl.config.schema import DdpConfig
+from mega_rl.config.schema import DataParallelConfig
 from mega_rl.ddp import megatron_fsdp, torch_fsdp2
 from mega_rl.ddp.bucket_groups import gather_outdated, use_summing_groups
 from mega_rl.ddp.finalize import finalize_sums
@@ -24,7 +24,7 @@ def wrap_chunks(
     chunks: Sequence[MegatronModule],
     *,
     config: TransformerConfig,
-    ddp: DdpConfig,
+    ddp: DataParallelConfig,
     distributed_optimizer: bool,
     collection: ProcessGroupCollection,
 ) -> list[DistributedDataParallel]:
@@ -40,9 +40,9 @@ def wrap_chunks(
     Raises:
         UserError: FP32 accumulation of gradients that travel in FP32.
     """
-    if ddp.implementation != "ddp":
+    if ddp.name != "ddp":
         check_fsdp(ddp, chunks=chunks, collection=collection)
-        shard = torch_fsdp2.shard_chunks if ddp.implementation == "torch_fsdp2" else megatron_fsdp.shard_chunks
+        shard = torch_fsdp2.shard_chunks if ddp.name == "torch_fsdp2" else megatron_fsdp.shard_chunks
         device = next(chunks[0].parameters()).device
         return list(shard(chunks, config=config, ddp=ddp, collection=collection, device=device))
     if ddp.reduce_scatter_fp32_accumulation and ddp.grad_reduce_in_fp32:
@@ -68,7 +68,9 @@ def wrap_chunks(
     return wrapped
 
 
-def _ddp_config(ddp: DdpConfig, *, distributed_optimizer: bool, interleaved: bool) -> DistributedDataParallelConfig:
+def _ddp_config(
+    ddp: DataParallelConfig, *, distributed_optimizer: bool, interleaved: bool
+) -> DistributedDataParallelConfig:
     """Return Megatron-Core's DDP settings of one chunk, which Megatron-Core modifies."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
@@ -95,7 +97,7 @@ def _count_padding(chunk: DistributedDataParallel) -> None:
             bucket.numel_unpadded = bucket.grad_data.numel()
 
 
-def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DdpConfig) -> None:
+def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DataParallelConfig) -> None:
     """Choose sums in FP32 and rank order if set, and on gloo, where they are faster than its reduce-scatter."""
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     if ddp.reduce_scatter_fp32_accumulation:
@@ -118,7 +120,9 @@ def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DdpConf
         use_summing_groups(chunk, scratch=scratch)
 
 
-def _hook_into_schedule(config: TransformerConfig, wrapped: Sequence[DistributedDataParallel], ddp: DdpConfig) -> None:
+def _hook_into_schedule(
+    config: TransformerConfig, wrapped: Sequence[DistributedDataParallel], ddp: DataParallelConfig
+) -> None:
     """Set the schedule's hooks: finalisation of gradients, no_sync and, interleaved, the start of chunks' traffic."""
     config.finalize_model_grads_func = finalize_sums
     if len(wrapped) == 1:

@@ -186,7 +186,7 @@ class AbsentRewards:
             "%s=1: every response of the step was left out, so that there is nothing to learn from; the reward returns "
             "None for all of them%s",
             MASKED,
-            " or fails, with reward.pool.on_failure=mask: look at the warnings above" if _failed(metrics) else "",
+            " or fails, with reward.source.on_failure=mask: look at the warnings above" if _failed(metrics) else "",
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from mega_rl.config.setting import setting
+from mega_rl.config.setting import Kind, setting
 from mega_rl.config.values import BadValue, coerce, shown
 
 # data/prompts, data/epochs and so on are metrics of all sources
@@ -70,14 +70,23 @@ class StreamConfig:
 
 
 @dataclass(frozen=True)
-class SuccessConfig:
+class AllPrompts(Kind):
+    """All prompts alike, from the first step on."""
+
+    name = "none"
+
+
+@dataclass(frozen=True)
+class SuccessCurriculum(Kind):
     """Prompts preferred by the success rate that the run measures in their own samples."""
 
+    name = "success"
+
     prefer: str = setting(
-        "none",
+        "learnable",
         "Prompts that are drawn more often: learnable ones, by p(1 - p) of their success rate p, or unsolved ones, by "
-        "1 - p; none: nothing is measured.",
-        choices=("none", "learnable", "unsolved"),
+        "1 - p.",
+        choices=("learnable", "unsolved"),
     )
     explore: float = setting(
         0.25, "Share of the draws that go through epochs of all prompts, so that each is measured.", above=0.0, max=0.9
@@ -91,12 +100,12 @@ class SuccessConfig:
 
 
 @dataclass(frozen=True)
-class CurriculumConfig:
+class ColumnCurriculum(Kind):
     """Easy prompts first: a run draws from more and more of its prompts, by a column that says how hard each is."""
 
-    key: str = setting(
-        "", "Column with a number, as a success rate that was measured before; empty: all prompts from the start on."
-    )
+    name = "column"
+
+    key: str = setting("difficulty", "Column with a number, as a success rate that was measured before.")
     easy: str = setting("low", "The end of the column with the easy prompts.", choices=("low", "high"))
     start: float = setting(
         0.25, "Share of each source's prompts, the easiest, that the first step draws from.", above=0.0
@@ -104,7 +113,6 @@ class CurriculumConfig:
     steps: int = setting(
         100, "Steps after which a run draws from all; until then the share grows evenly.", unit="steps", min=1
     )
-    success: SuccessConfig = dataclasses.field(default_factory=SuccessConfig)
 
 
 def completed_sources(key: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_rl.config.schema.algorithms import Files, SingleTurn
-from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, StreamConfig
-from mega_rl.config.schema.sandbox import RewardSandboxConfig
+from mega_rl.config.schema.data import (
+    AllPrompts,
+    ColumnCurriculum,
+    MixtureConfig,
+    StreamConfig,
+    SuccessCurriculum,
+)
+from mega_rl.config.schema.sandbox import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 
 
@@ -68,9 +74,14 @@ class DataConfig:
     overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
     shuffle: bool = setting(True, "Shuffle the training prompts each epoch, from trainer.seed.")
+    curriculum: Kind = tagged(
+        by_name(AllPrompts, ColumnCurriculum, SuccessCurriculum),
+        "none",
+        "Prompts that are drawn first or more often: all alike (none), the easy ones first by a column that says how "
+        "hard each is (column), or by the success rate that the run measures in their own samples (success).",
+    )
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
-    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
 
     @property
@@ -266,8 +277,10 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(Kind):
     """A sequence-classification checkpoint that scores, on the run's engine."""
+
+    name = "model"
 
     path: str = setting("", "Hugging Face sequence-classification checkpoint with one label.")
     attn_implementation: str = setting(
@@ -278,8 +291,10 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
-class RewardHttpConfig:
+class RewardHttpConfig(Kind):
     """An HTTP service that scores."""
+
+    name = "http"
 
     url: str = setting("", "Address that batches are posted to, as http://127.0.0.1:8000/score.")
     key_file: str = setting("", "File with the service's bearer token, mode 0600; empty sends none.")
@@ -290,8 +305,10 @@ class RewardHttpConfig:
 
 
 @dataclass(frozen=True)
-class RewardPoolConfig:
-    """Worker processes that call the reward function."""
+class RewardFunctionConfig(Kind):
+    """Python functions: reward.function or reward.functions, called in worker processes or in the rank."""
+
+    name = "function"
 
     workers: int = setting(
         -1,
@@ -316,7 +333,7 @@ class RewardPoolConfig:
     on_failure: str = setting(
         "score",
         "Treatment of a response whose function raises, gives no usable number, takes longer than the deadline or "
-        "crashes its worker: score gives it reward.pool.failure_score, mask leaves it out as if it had not been drawn.",
+        "crashes its worker: score gives it failure_score, mask leaves it out as if it had not been drawn.",
         choices=("score", "mask"),
     )
     failure_score: float = setting(0.0, "Reward of such a response; the lowest one is right.")
@@ -326,6 +343,13 @@ class RewardPoolConfig:
         min=0.0,
         max=1.0,
     )
+
+
+@dataclass(frozen=True)
+class NoRewards(Kind):
+    """No rewards: the run learns from a teacher only."""
+
+    name = "none"
 
 
 @dataclass(frozen=True)
@@ -350,11 +374,11 @@ class OverlongConfig:
 class RewardConfig:
     """Rewards: functions, services, reward models."""
 
-    source: str = setting(
+    source: Kind = tagged(
+        by_name(RewardFunctionConfig, RewardModelConfig, RewardHttpConfig, NoRewards),
         "function",
         "Who scores: a Python function, a sequence-classification checkpoint on the run's engine, an HTTP service, or "
         "none, where a run learns from a teacher alone.",
-        choices=("function", "model", "http", "none"),
     )
     function: str = setting(
         "exact_match",
@@ -380,8 +404,20 @@ class RewardConfig:
         "Leave the tokenizer's special tokens out of the text that is scored; false shows those that the model wrote, "
         "such as tags of boxes, channels or tool calls. The stop token that ended the response is in neither.",
     )
-    pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
-    model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
-    http: RewardHttpConfig = dataclasses.field(default_factory=RewardHttpConfig)
-    sandbox: RewardSandboxConfig = dataclasses.field(default_factory=RewardSandboxConfig)
+    sandbox: RewardSandboxConfig = tagged(
+        by_name(LocalSandboxConfig, RemoteSandboxConfig),
+        "local",
+        "Locked processes in which the reward function code_tests runs programs: on the rank's host, or at a service. "
+        "There is no way to run them unlocked.",
+    )
     overlong: OverlongConfig = dataclasses.field(default_factory=OverlongConfig)
+
+    @property
+    def model_path(self) -> str:
+        """Return the checkpoint of the reward model; empty for other sources."""
+        return self.source.path if isinstance(self.source, RewardModelConfig) else ""
+
+    @property
+    def calls(self) -> RewardFunctionConfig:
+        """Return how functions are called; defaults for other sources."""
+        return self.source if isinstance(self.source, RewardFunctionConfig) else RewardFunctionConfig()

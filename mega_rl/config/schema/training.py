@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
-from mega_rl.config.setting import ATTENTION, Kind, setting, tagged
+from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,27 @@ class OptimConfig:
     )
 
 
-@dataclass(frozen=True)
-class KlConfig:
-    """The penalty on the distance from the reference policy."""
+class KlConfig(Kind):
+    """A penalty on the distance from the reference policy; the values here are those of a run without one."""
 
-    placement: str = setting("none", "Where the KL to the reference policy enters.", choices=("none", "reward", "loss"))
-    estimator: str = setting(
-        "auto",
-        "KL estimator; auto takes k1 in the reward, k3 in the loss. In the loss k2 and k3 have one gradient.",
-        choices=("auto", "k1", "k2", "k3"),
-    )
+    estimator: str = "k3"
+    coef: float = 0.0
+    control: str = "fixed"
+    target: float = 0.1
+    horizon: int = 10_000
+    reference_interval: int = 0
+    reference_rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class NoKl(KlConfig):
+    """No penalty."""
+
+    name = "none"
+
+
+@dataclass(frozen=True)
+class _Penalty(KlConfig):
     coef: float = setting(0.001, "KL coefficient (the initial one if adaptive).", min=0.0)
     control: str = setting("fixed", "Fixed or adaptive KL coefficient.", choices=("fixed", "adaptive"))
     target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
@@ -113,6 +124,25 @@ class KlConfig:
         above=0.0,
         max=1.0,
     )
+
+
+@dataclass(frozen=True)
+class KlInReward(_Penalty):
+    """A penalty taken off the rewards of tokens, by the estimator k1."""
+
+    name = "reward"
+    # Other estimators in the reward have gradients that are not the KL's: docs/adr/0022-kl-gradients.md.
+    estimator = "k1"
+
+
+@dataclass(frozen=True)
+class KlInLoss(_Penalty):
+    """A term of the loss."""
+
+    name = "loss"
+
+    # The gradient of k1 in the loss is 0 on average: docs/adr/0022-kl-gradients.md.
+    estimator: str = setting("k3", "KL estimator; k2 and k3 have one gradient.", choices=("k2", "k3"))
 
 
 @dataclass(frozen=True)
@@ -156,7 +186,11 @@ class AlgorithmConfig:
     )
     epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
     critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
-    kl: KlConfig = dataclasses.field(default_factory=KlConfig)
+    kl: KlConfig = tagged(
+        by_name(NoKl, KlInReward, KlInLoss),
+        "none",
+        "Where the KL to the reference policy enters: nowhere, in the rewards of tokens, or in the loss.",
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, RemoteSandboxConfig, RewardHttpConfig
 from mega_rl.config.schema.sandbox import runs_code
 from mega_rl.config.user_files import missing_function
 from mega_rl.converters.architecture import HFConfig
@@ -20,17 +20,17 @@ from mega_rl.rewards.service import find_service
 def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
     """Yield the problems of the source that reward.source names."""
     reward = config.reward
-    if reward.source == "function":
+    if reward.source.name == "function":
         if reward.functions:
             for name, function in reward.functions.items():
                 yield from _named_function(name, function)
         else:
             yield from _function(reward.function)
         yield from _sandbox(config)
-    elif reward.source == "http":
+    elif reward.source.name == "http":
         yield from _service(config)
-    elif "reward.model.path" in checkpoints:
-        yield from _head(Path(reward.model.path), checkpoints["reward.model.path"])
+    elif "reward.source.path" in checkpoints:
+        yield from _head(Path(reward.model_path), checkpoints["reward.source.path"])
         yield from _room(config)
 
 
@@ -39,7 +39,7 @@ def _sandbox(config: Config) -> Iterator[str]:
     if not runs_code(config.reward):
         return
     sandbox = config.reward.sandbox
-    if sandbox.kind == "remote" and not sandbox.url.startswith(("http://", "https://")):
+    if isinstance(sandbox, RemoteSandboxConfig) and not sandbox.url.startswith(("http://", "https://")):
         return  # a rule between settings refuses it
     try:
         check_sandbox(sandbox)
@@ -48,15 +48,16 @@ def _sandbox(config: Config) -> Iterator[str]:
 
 
 def _service(config: Config) -> Iterator[str]:
-    reward = config.reward
+    http = config.reward.source
+    assert isinstance(http, RewardHttpConfig)
     try:
-        if reward.http.url.startswith(("http://", "https://")):  # a rule between settings refuses others
-            find_service(reward.http.url, reward.http.key_file)
+        if http.url.startswith(("http://", "https://")):  # a rule between settings refuses others
+            find_service(http.url, http.key_file)
     except UserError as error:
         yield str(error)
-    if reward.http.timeout_s >= config.trainer.timeout_s:
+    if http.timeout_s >= config.trainer.timeout_s:
         yield (
-            f"reward.http.timeout_s={reward.http.timeout_s:g} must be below "
+            f"reward.source.timeout_s={http.timeout_s:g} must be below "
             f"trainer.timeout_s={config.trainer.timeout_s:g}, the time that other ranks wait for the scores"
         )
 
@@ -67,12 +68,12 @@ def _head(directory: Path, hf: HFConfig) -> Iterator[str]:
     names = hf.raw.get("id2label")
     labels = len(names) if isinstance(names, dict) else hf.raw.get("num_labels", 1)
     if labels != 1:
-        yield f"reward.model.path: {directory / 'config.json'}: has {labels} labels; {fix}"
+        yield f"reward.source.path: {directory / 'config.json'}: has {labels} labels; {fix}"
     expected, shape = [1, hf.hidden_size], tensor_shape(directory, hf.value_head)
     if shape is None:
-        yield f"reward.model.path: {directory}: has no {hf.value_head}; {fix}"
+        yield f"reward.source.path: {directory}: has no {hf.value_head}; {fix}"
     elif shape != expected:
-        yield f"reward.model.path: {directory}: {hf.value_head} has shape {shape}, not {expected}; {fix}"
+        yield f"reward.source.path: {directory}: {hf.value_head} has shape {shape}, not {expected}; {fix}"
 
 
 def _room(config: Config) -> Iterator[str]:

@@ -14,7 +14,6 @@ from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
 from mega_rl.algorithms.losses.objectives import OBJECTIVES, PolicyObjective
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects
 from mega_rl.config.keys import value_of
-from mega_rl.config.needs import kl_estimator
 from mega_rl.config.schema import Config
 from mega_rl.config.values import shown
 from mega_rl.errors import UserError
@@ -44,7 +43,7 @@ def build_correction(config: Config) -> Correction | None:
 def build_reward_kl(config: Config, controller: KLController) -> RewardKL | None:
     """Return the KL penalty in token rewards; None where the KL is a term of the loss, or there is none."""
     kl = config.algorithm.kl
-    return RewardKL(controller, KL_ESTIMATORS[kl_estimator(kl)]) if kl.placement == "reward" else None
+    return RewardKL(controller, KL_ESTIMATORS[kl.estimator]) if kl.name == "reward" else None
 
 
 def _build(config: Config, choice: Choice, registry: Mapping[str, Callable[..., Any]]) -> Any:

@@ -132,7 +132,7 @@ def load_data(
     )
     source_key = data.source_key if config.reward.sources else ""
     of_rows = RowColumns(data.prompt_key, data.answer_key, columns, source=source_key)
-    to_train = replace(of_rows, difficulty=data.curriculum.key)
+    to_train = replace(of_rows, difficulty=getattr(data.curriculum, "key", ""))
     load = partial(
         load_with,
         columns=of_rows,
@@ -176,7 +176,7 @@ def _load_mixture(
         try:
             own = load(
                 source.files,
-                columns=RowColumns(prompt_key, answer_key, columns, data.curriculum.key),
+                columns=RowColumns(prompt_key, answer_key, columns, getattr(data.curriculum, "key", "")),
                 template=chat_template(tokens.tokenizer, chat),
             )
         except UserError as error:

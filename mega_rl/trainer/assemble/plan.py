@@ -104,7 +104,7 @@ def roles_of(config: Config) -> list[Role]:
         "actor": True,
         "critic": needs_critic(config),
         "reference": has_reference(config),
-        "reward": config.reward.source == "model",
+        "reward": config.reward.source.name == "model",
     }
     return [role for role, is_there in there.items() if is_there]
 
@@ -116,7 +116,7 @@ def checkpoint_of(config: Config, role: Role) -> Path:
         "actor": model.path,
         "critic": model.critic_path or model.path,
         "reference": model.ref_path or model.path,
-        "reward": config.reward.model.path,
+        "reward": config.reward.model_path,
     }
     return Path(paths[role])
 

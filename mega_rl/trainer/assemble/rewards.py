@@ -19,9 +19,9 @@ def read_rows_as(config: Config, tokens: Tokens) -> TokenRows | None:
 
     None of other sources of rewards. Raises UserError for a tokenizer that cannot be loaded.
     """
-    if config.reward.source != "model":
+    if config.reward.source.name != "model":
         return None
-    path = Path(config.reward.model.path)
+    path = Path(config.reward.model_path)
     own = load_tokenizer(path)
     identities = [read_tokenizer(folder) for folder in (path, Path(config.model.path))]
     digests = {None if identity is None else identity.digest for identity in identities}

@@ -13,7 +13,7 @@ import torch
 from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController
 from mega_rl.config.attention import Role
 from mega_rl.config.choices import LOSS, reads_reference
-from mega_rl.config.needs import is_on_policy, kl_estimator, models_take_turns
+from mega_rl.config.needs import is_on_policy, models_take_turns
 from mega_rl.config.origins import recorded, short_commit
 from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config, KlConfig
@@ -143,8 +143,8 @@ def build_actor_role(
     algorithm, objective = config.algorithm, build_objective(config)
     loss = PolicyLoss(
         objective,
-        kl=kl if algorithm.kl.placement == "loss" else None,
-        kl_estimator=KL_ESTIMATORS[kl_estimator(algorithm.kl)],
+        kl=kl if algorithm.kl.name == "loss" else None,
+        kl_estimator=KL_ESTIMATORS[algorithm.kl.estimator],
         entropy_coef=algorithm.entropy_coef,
         drift_coef=getattr(objective, "drift_coef", 0.0),
         correction=build_correction(config),
@@ -190,9 +190,9 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
                 trains=engine.name in TRAINED_ROLES,
             )
         )
-    if reward.source in ("function", "http"):
+    if reward.source.name in ("function", "http"):
         function = ", ".join(reward.functions.values()) or reward.function
-        facts.append(RoleFacts("reward", function if reward.source == "function" else reward.http.url))
+        facts.append(RoleFacts("reward", getattr(reward.source, "url", function)))
     return facts
 
 
@@ -207,4 +207,4 @@ def build_kl(kl: KlConfig) -> KLController:
     """Return the controller of the KL coefficient."""
     if kl.control == "adaptive":
         return AdaptiveKL(kl.coef, target=kl.target, horizon=kl.horizon)
-    return FixedKL(kl.coef if kl.placement != "none" else 0.0)
+    return FixedKL(kl.coef)

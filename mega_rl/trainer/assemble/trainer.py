@@ -18,7 +18,7 @@ from mega_rl.config.needs import is_on_policy
 from mega_rl.config.origins import as_record
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
-from mega_rl.config.schema import Config, TrainerConfig
+from mega_rl.config.schema import Config, SuccessCurriculum, TrainerConfig
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.accelerator.standin import resident_bytes
@@ -245,7 +245,7 @@ def _step_meter(parts: _LoadedRun, accelerator: Accelerator) -> StepMeter:
         peak_memory=lambda: {**accelerator.take_peak_memory(), "host": resident_bytes()},
         traces=traces,
         step=parts.restored.steps,
-        scores=parts.plan.config.reward.source != "none",
+        scores=parts.plan.config.reward.source.name != "none",
     )
 
 
@@ -281,10 +281,10 @@ def _connect(parts: _LoadedRun, sink: MetricsSink, meter: StepMeter, stop_reques
 def _collector(parts: _LoadedRun, rewards: Scorer, stage: Stages, log: StepLog) -> Collector:
     """Return the source of a step's samples."""
     config, roles, rollouts, order = parts.plan.config, parts.roles, parts.rollouts, parts.prompts
-    success, dynamic = config.data.curriculum.success, config.rollout.dynamic_sampling
+    success, dynamic = config.data.curriculum, config.rollout.dynamic_sampling
     per_step, ranks = config.trainer.prompts_per_step, roles.actor_engine.data_parallel
     meter = None
-    if order.rates is not None:
+    if order.rates is not None and isinstance(success, SuccessCurriculum):
         meter = SuccessMeter(order.rates, success.right_above, success.right_part)
     collector = Collector(
         order=order.steps,

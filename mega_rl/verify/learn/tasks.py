@@ -46,7 +46,7 @@ def bandit_reward(prompt: str, response: str) -> float:
 
 
 def _bandit(advantage: str) -> dict[str, object]:
-    kl = {"algorithm.kl.placement": "loss", "algorithm.kl.coef": BETA}
+    kl = {"algorithm.kl": "loss", "algorithm.kl.coef": BETA}
     return {"algorithm.advantage": advantage, **kl}
 
 
@@ -68,7 +68,7 @@ BANDIT = LearningTask(
             "gae, KL in the reward",
             {
                 **_bandit("gae"),
-                "algorithm.kl.placement": "reward",
+                "algorithm.kl": "reward",
                 "algorithm.advantage.whiten": False,
                 "optim.critic_lr": 3e-3,
             },

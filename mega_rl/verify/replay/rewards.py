@@ -33,7 +33,7 @@ def compare_rewards(record: Record, *, atol: float | None = None) -> list[Differ
     that fail as they would in a run.
     """
     config = _local(recorded_config(record.description))
-    if config.reward.source != "function":
+    if config.reward.source.name != "function":
         raise UserError(
             f"--rewards: the run has reward.source={config.reward.source}; only functions are called again, leave the "
             "option out"

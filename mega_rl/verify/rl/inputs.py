@@ -113,7 +113,7 @@ def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None)
 
 def _source_of_rewards(read: Config) -> Mapping[str, object]:
     """Return the settings of a lockstep's reward: the lockstep's own function, or none where the recipe has none."""
-    return NO_REWARD if read.reward.source == "none" else {"reward.function": REWARD}
+    return NO_REWARD if read.reward.source.name == "none" else {"reward.function": REWARD}
 
 
 def _is_kept(key: str) -> bool:
@@ -184,7 +184,7 @@ def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | No
 
     None of a run that has no reward.
     """
-    if config.reward.source == "none":
+    if config.reward.source.name == "none":
         return None
     weighted = tuple(config.reward.weights)
     if not weighted and not ADVANTAGE.needs(config, "needs_parts"):

@@ -52,7 +52,6 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         raise UserErrors(problems)
     algorithm, kl, overlong = config.algorithm, config.algorithm.kl, config.reward.overlong
     optim = {name: value for name, value in vars(config.optim).items() if name != "max_skipped_steps"}
-    usual_estimator = {"none": "k3", "reward": "k1", "loss": "k3"}[kl.placement]
     return LockstepSettings(
         advantage=_followed(config, ADVANTAGE),
         loss=_followed(config, LOSS),
@@ -72,8 +71,8 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         overlong_buffer=overlong.buffer_tokens,
         overlong_penalty=overlong.penalty,
         old_is_rollout=algorithm.old_logprobs == "rollout",
-        kl_placement=kl.placement,
-        kl_estimator=usual_estimator if kl.estimator == "auto" else kl.estimator,
+        kl_placement=kl.name,
+        kl_estimator=kl.estimator,
         kl_coef=kl.coef,
         kl_target=kl.target if kl.control == "adaptive" else 0.0,
         kl_horizon=kl.horizon,

@@ -96,6 +96,25 @@ def test_a_config_has_every_setting_of_its_choices() -> None:
     assert load(None, ["algorithm.advantage=null"]) == Config()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ("algorithm.kl.coef=0.1", "algorithm.kl=none has no such setting; it belongs to algorithm.kl=reward or loss"),
+        (
+            "engine.megatron.ddp=torch_fsdp2 engine.megatron.ddp.optimizer_instances=2",
+            "it belongs to engine.megatron.ddp=ddp or megatron_fsdp",
+        ),
+        ("reward.source.url=http://h/", "reward.source=function has no such setting; it belongs to reward.source=http"),
+        ("reward.sandbox.url=http://h/", "it belongs to reward.sandbox=remote"),
+        ("data.curriculum.easy=high", "it belongs to data.curriculum=column"),
+        ("data.curriculum=hard", "data.curriculum='hard': legal: none, column, success"),
+    ],
+)
+def test_a_setting_of_another_name_is_unknown(overrides: str, line: str) -> None:
+    (actual,) = problems(*overrides.split())
+    assert line in actual
+
+
 def test_a_written_config_is_read_back(tmp_path: Path) -> None:
     config = load(None, ["algorithm.advantage=grpo", "rollout.n=2", "algorithm.correction=tis"])
     (tmp_path / "config.yaml").write_text(resolved_yaml(config))
@@ -372,8 +391,8 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
             "rollout.n=1: algorithm.advantage=opo compares samples of a prompt; legal: at least 2",
         ),
         (
-            "algorithm.advantage=rloo rollout.n=4 algorithm.kl.placement=reward",
-            "algorithm.kl.placement=reward with advantage=rloo: it has one reward for a whole response, a KL per token "
+            "algorithm.advantage=rloo rollout.n=4 algorithm.kl=reward",
+            "algorithm.kl=reward with advantage=rloo: it has one reward for a whole response, a KL per token "
             "has no place in it; legal: none, loss, or reward with advantage=gae",
         ),
         (
@@ -382,7 +401,7 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
             "gives one number; return a mapping from a function of your own, or take algorithm.advantage=grpo",
         ),
         (
-            "algorithm.advantage=gdpo rollout.n=4 reward.source=model reward.model.path=r",
+            "algorithm.advantage=gdpo rollout.n=4 reward.source=model reward.source.path=r",
             "algorithm.advantage=gdpo with reward.source=model: it reads named parts of the reward, but this gives one "
             "number; return a mapping from a function of your own, or take algorithm.advantage=grpo",
         ),
@@ -408,8 +427,7 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
             "prompt's other samples; set rollout.n to 2 or more, or the weight to 0",
         ),
         (
-            "algorithm.advantage=distillation model.ref_path=t algorithm.kl.placement=loss "
-            "algorithm.kl.reference_interval=2",
+            "algorithm.advantage=distillation model.ref_path=t algorithm.kl=loss algorithm.kl.reference_interval=2",
             "algorithm.kl.reference_interval=2 with algorithm.advantage=distillation: the teacher would become its "
             "student; set it to 0",
         ),
@@ -437,8 +455,8 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
             "divergence over all tokens; legal: none",
         ),
         (
-            "algorithm.advantage=distillation algorithm.loss=distillation model.ref_path=t algorithm.kl.placement=loss",
-            "algorithm.kl.placement=loss with algorithm.loss=distillation: the teacher is the reference, and the loss "
+            "algorithm.advantage=distillation algorithm.loss=distillation model.ref_path=t algorithm.kl=loss",
+            "algorithm.kl=loss with algorithm.loss=distillation: the teacher is the reference, and the loss "
             "is a divergence from it already; legal: none",
         ),
         (
@@ -475,26 +493,20 @@ def test_a_file_runs_once_for_load_rules_and_assembly(tmp_path: Path) -> None:
             "reward.skip_special_tokens=null)",
         ),
         (
-            "algorithm.kl.reference_interval=10",
-            "algorithm.kl.reference_interval=10 has no effect: it needs algorithm.kl.placement=reward or loss; set "
-            "that or leave it out (on a command line: algorithm.kl.reference_interval=null)",
-        ),
-        (
-            "algorithm.kl.placement=loss algorithm.kl.reference_rate=0.5",
+            "algorithm.kl=loss algorithm.kl.reference_rate=0.5",
             "algorithm.kl.reference_rate=0.5 has no effect: it needs algorithm.kl.reference_interval above 0; set that "
             "or leave it out (on a command line: algorithm.kl.reference_rate=null)",
         ),
         (
-            "algorithm.kl.placement=loss algorithm.kl.reference_interval=10 "
-            "engine.megatron.ddp.implementation=torch_fsdp2",
+            "algorithm.kl=loss algorithm.kl.reference_interval=10 engine.megatron.ddp=torch_fsdp2",
             "algorithm.kl.reference_interval=10 cannot work: it needs engine.backend=fsdp or "
-            "engine.megatron.ddp.implementation=ddp: others leave a rank a share of the actor and the whole reference; "
+            "engine.megatron.ddp=ddp: others leave a rank a share of the actor and the whole reference; "
             "set that or leave it out (on a command line: algorithm.kl.reference_interval=null)",
         ),
         (
-            "algorithm.advantage=reinforce_plus_plus algorithm.kl.placement=reward algorithm.loss=gmpo",
-            "algorithm.loss=gmpo with algorithm.kl.placement=reward: the loss reads one advantage for a response, so "
-            "the KL of single tokens is lost; set algorithm.kl.placement=loss",
+            "algorithm.advantage=reinforce_plus_plus algorithm.kl=reward algorithm.loss=gmpo",
+            "algorithm.loss=gmpo with algorithm.kl=reward: the loss reads one advantage for a response, so "
+            "the KL of single tokens is lost; set algorithm.kl=loss",
         ),
         (
             "algorithm.advantage=gae algorithm.advantage.policy_lambda=0.95 algorithm.advantage.length_alpha=0.05",

@@ -43,7 +43,7 @@ SWITCHED_OFF = {
     ),
     "engine.megatron.tp=1": ("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"),
     "engine.megatron.pp=1": ("engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true"),
-    "reward.source=http reward.http.url=http://localhost:1/": ("reward.function=math_verify",),
+    "reward.source=http reward.source.url=http://localhost:1/": ("reward.function=math_verify",),
     "reward.source=none algorithm.advantage=distillation model.ref_path=t": (
         "reward.function=r.py:parts", "reward.weights={format: 0.2}", "reward.overlong.buffer_tokens=16",
         "reward.skip_special_tokens=false", "algorithm.advantage=grpo", "rollout.n=2",
@@ -51,9 +51,6 @@ SWITCHED_OFF = {
     ),
     "algorithm.advantage=grpo rollout.n=2": (
         "algorithm.advantage=gae", "optim.critic_lr=1e-3", "algorithm.critic_warmup_steps=3",
-    ),
-    "algorithm.kl.placement=none": (
-        "algorithm.kl.placement=loss", "algorithm.kl.control=adaptive", "algorithm.kl.target=0.3",
     ),
     "rollout.sglang.urls=http://localhost:1 rollout.sglang.keys_file=k": (
         "rollout.backend=sglang", "rollout.sglang.server.max_total_tokens=20000",
@@ -118,11 +115,11 @@ def test_an_argument_without_effect_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_never_had_an_effect_stays_an_error(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "algorithm.kl.coef=0.5", "engine.megatron.tp=2")
+    path = recipe(tmp_path, "optim.min_lr_ratio=0.5", "engine.megatron.tp=2")
     for arguments in ([], ["trainer.seed=3"], ["engine.backend=fsdp"]):
         config = load(path, arguments)
-        assert config.algorithm.kl.coef == 0.5
-        assert any("algorithm.kl.coef=0.5 has no effect" in line for line in check(config, world_size=2))
+        assert config.optim.min_lr_ratio == 0.5
+        assert any("optim.min_lr_ratio=0.5 has no effect" in line for line in check(config, world_size=2))
     assert config.engine.megatron.tp == 1
 
 
@@ -134,7 +131,7 @@ def test_nothing_is_dropped_without_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spelling", ["optim.lr=null", "~optim.lr"])
 def test_a_setting_is_unset_by_null(tmp_path: Path, spelling: str) -> None:
-    path = recipe(tmp_path, "optim.lr=0.5", "model.ref_path=old", "algorithm.kl.placement=loss")
+    path = recipe(tmp_path, "optim.lr=0.5", "model.ref_path=old", "algorithm.kl=loss")
     assert load(path, [spelling]).optim.lr == DEFAULTS["optim.lr"]
     assert load(path, ["optim.lr=0.25", spelling]).optim.lr == DEFAULTS["optim.lr"]
     assert load(path, [spelling, "optim.lr=0.25"]).optim.lr == 0.25

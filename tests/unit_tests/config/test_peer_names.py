@@ -56,7 +56,7 @@ def test_every_name_stands_for_a_setting(peer: str) -> None:
         ),
         ("tensor-model-parallel-size=2", "slime's tensor_model_parallel_size is engine.megatron.tp here"),
         ("rollout.n_samples_per_prompt=4", "OpenRLHF's and slime's n_samples_per_prompt is rollout.n here"),
-        ("reward.model_name_or_path=x", "OpenRLHF's reward.model_name_or_path is reward.model.path here"),
+        ("reward.model_name_or_path=x", "OpenRLHF's reward.model_name_or_path is reward.source.path here"),
         ("x.model_name_or_path=x", "TRL's model_name_or_path is model.path here"),
     ],
 )

@@ -130,7 +130,7 @@ def test_no_server_listens_on_all_interfaces(host: str) -> None:
 
 
 def test_off_policy_samples_need_old_logprobs() -> None:
-    single = ("trainer.prompts_per_step=8", "trainer.minibatch_size=8", "algorithm.kl.placement=none")
+    single = ("trainer.prompts_per_step=8", "trainer.minibatch_size=8", "algorithm.kl=none")
     assert is_on_policy(load(None, single))
     assert not is_on_policy(load(None, [*single, "algorithm.correction=tis"]))
     assert not is_on_policy(load(None, [*single, SGLANG, "trainer.async_steps=1"]))

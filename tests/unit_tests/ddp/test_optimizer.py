@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "fsdp": (
         {"cpu_offload": 0.5},
         "torch_fsdp2",
-        "engine.megatron.optimizer.cpu_offload=0.5 needs engine.megatron.ddp.implementation=ddp",
+        "engine.megatron.optimizer.cpu_offload=0.5 needs engine.megatron.ddp=ddp",
     ),
 }
 SCHEDULES = {

@@ -29,13 +29,14 @@ from mega_rl.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
-    KlConfig,
+    KlInLoss,
+    KlInReward,
     MegatronConfig,
     MetricsConfig,
     MicrobatchConfig,
     MoeConfig,
     RewardConfig,
-    RewardPoolConfig,
+    RewardFunctionConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -63,12 +64,12 @@ RELATIVE_TOLERANCE = 1e-4
 ALGORITHMS = {
     "ppo": AlgorithmConfig(
         advantage=kind_of("algorithm.advantage", {"name": "gae", "gae_lambda": 0.95}),
-        kl=KlConfig(placement="reward", coef=0.05, control="adaptive"),
+        kl=KlInReward(coef=0.05, control="adaptive"),
         entropy_coef=0.01,
         epochs=2,
     ),
     "grpo": AlgorithmConfig(
-        kl=KlConfig(placement="loss", coef=0.05),
+        kl=KlInLoss(coef=0.05),
         loss_aggregation="seq-mean-token-mean",
     ),
 }
@@ -139,7 +140,9 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
         reward=RewardConfig(
             function=f"{folder / 'reward.py'}:{'in_parts' if algorithm in PARTS else 'share_of_odd_digits'}",
             weights={"first": 0.5} if algorithm in PARTS else {},
-            pool=RewardPoolConfig(workers=0),  # their number, and so their metrics, would depend on the ranks of a host
+            source=RewardFunctionConfig(
+                workers=0
+            ),  # their number, and so their metrics, would depend on the ranks of a host
         ),
         metrics=MetricsConfig(tensorboard=False, progress_bar=False, rollout_interval=0),
         trainer=TrainerConfig(

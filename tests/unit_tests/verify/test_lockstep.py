@@ -178,7 +178,7 @@ def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str
     config, trace = runs[name, layout]
     updates = list(follow_config(config, trace))
     assert problem_of(updates, TOLERANCES) == ""
-    assert all((REWARDS in update.errors) == (config.reward.source != "none") for update in updates)
+    assert all((REWARDS in update.errors) == (config.reward.source.name != "none") for update in updates)
     assert {update.step for update in updates} == set(range(config.trainer.steps))
     assert max(update.errors["gradient"] for update in updates) > 0.0  # sums in another order: two computations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import ColumnCurriculum, Config, SuccessCurriculum
 from mega_rl.data.sampling.epochs import Growth, StepOrder
 from mega_rl.data.sampling.mixture import OrderPlan, mixture_of, weights_by_size
 from mega_rl.data.sampling.success import Preference, SuccessRates
@@ -38,8 +38,8 @@ def prompt_order(config: Config, prompts: Sequence[Prompt], streams: TrainStream
 
 def success_rates(config: Config, prompts: Sequence[Prompt]) -> SuccessRates | None:
     """Return the success rates of the training prompts, none measured yet; None of a run that does not go by them."""
-    own = config.data.curriculum.success
-    return None if own.prefer == "none" else SuccessRates(prompts, memory=own.memory)
+    own = config.data.curriculum
+    return SuccessRates(prompts, memory=own.memory) if isinstance(own, SuccessCurriculum) else None
 
 
 def prompt_sampler(config: Config, prompts: Sequence[Prompt], rates: SuccessRates | None = None) -> StepOrder:
@@ -48,12 +48,12 @@ def prompt_sampler(config: Config, prompts: Sequence[Prompt], rates: SuccessRate
     rates: of `success_rates`, which the order follows.
     """
     data, trainer = config.data, config.trainer
-    own = data.curriculum.success
+    success = data.curriculum if rates is not None else None
     plan = OrderPlan(
         shuffle=data.shuffle,
         seed=trainer.seed,
         growth=_growth(config),
-        preference=None if rates is None else Preference(own.prefer, own.explore),
+        preference=Preference(success.prefer, success.explore) if isinstance(success, SuccessCurriculum) else None,
     )
     if not data.mixture.sources:
         return plan.order(prompts, rates, batch_size=trainer.prompts_per_step)
@@ -73,8 +73,9 @@ def prompt_sampler(config: Config, prompts: Sequence[Prompt], rates: SuccessRate
 def _growth(config: Config) -> Growth | None:
     """Return how a curriculum grows, None without one."""
     own = config.data.curriculum
-    draws = own.steps * config.trainer.prompts_per_step
-    return Growth(own.start, draws, easy_is_high=own.easy == "high") if own.key else None
+    if not isinstance(own, ColumnCurriculum):
+        return None
+    return Growth(own.start, own.steps * config.trainer.prompts_per_step, easy_is_high=own.easy == "high")
 
 
 def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> Iterator[str]:

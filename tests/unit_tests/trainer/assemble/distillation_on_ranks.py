@@ -92,7 +92,7 @@ def distillation(folder: str, loss: str, teacher: str, lr: float, roles: str, *,
     config = run_config(Path(folder), layout, "grpo")
     config = replaced(config, "algorithm", advantage="distillation")
     config = replaced(config, "algorithm", loss=loss, loss_aggregation="token-mean")
-    config = replaced(config, "algorithm.kl", placement="none", coef=0.001)
+    config = replaced(config, "algorithm", kl="none")
     config = replaced(config, "model", ref_path=str(Path(folder) / teacher))
     config = replaced(config, "optim", lr=lr)
     config = replaced(config, "rollout", n=8)

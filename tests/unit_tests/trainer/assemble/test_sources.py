@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import mega_rl
-from mega_rl.config.choices import CHOICES, DATA, ROLLOUT
+from mega_rl.config.choices import DATA, OWN_CHOICES, ROLLOUT
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.data import rows
@@ -179,7 +179,7 @@ def problems(settings: str) -> list[str]:
         config = load(None, settings.split())
     except UserError as error:
         return str(error).splitlines()
-    of_files = [line for choice in CHOICES for line in choice.own_problems(config)]
+    of_files = [line for choice in OWN_CHOICES for line in choice.own_problems(config)]
     return [*check(config, world_size=1), *of_files]
 
 
