@@ -1,4 +1,4 @@
-"""Settings of advantage estimators, policy losses and corrections, one dataclass each, and needs of sources.
+"""Settings of advantage estimators and corrections, one dataclass each, and needs of sources.
 
 The class with the formula, in `mega_rl.algorithms`, inherits from the dataclass of its settings; class variables say
 what the choice needs of a run. A user's own class has fields and class variables of the same kind.
@@ -6,8 +6,9 @@ what the choice needs of a run. A user's own class has fields and class variable
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import ClassVar
 
 from mega_rl.config.setting import Kind, by_name, setting
@@ -186,159 +187,6 @@ class DistillationSettings(AdvantageSettings):
 
 
 @dataclass(frozen=True)
-class LossSettings(Kind):
-    """Needs of a policy loss; without settings."""
-
-    needs_response_mean: ClassVar[bool] = False  # has one number for a response: a mean over tokens, then responses
-    needs_response_advantages: ClassVar[bool] = False  # reads the mean of a response's advantages alone
-    needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
-    needs_teacher: ClassVar[bool] = False  # divergences from the reference over the whole vocabulary
-    scales_with_advantage: ClassVar[bool] = False  # a multiple of the advantage: where that is 0, so is the gradient
-
-
-class _MultipleOfAdvantage(LossSettings):
-    scales_with_advantage: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class PPOSettings(_MultipleOfAdvantage):
-    """The clipped objective."""
-
-    name = "ppo"
-
-    clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
-    clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
-    dual_clip: float = setting(
-        3.0,
-        "Lower bound of the objective for negative advantages, as a ratio above 1: beyond it a token gives no "
-        "gradient, which would grow with the ratio; 0 turns it off.",
-        min=0.0,
-    )
-
-    def problems(self) -> Iterator[str]:
-        yield from _dual_clip(self.dual_clip)
-
-
-@dataclass(frozen=True)
-class GSPOSettings(_MultipleOfAdvantage):
-    """The clipped objective with the ratio of a whole response."""
-
-    name = "gspo"
-
-    needs_response_mean: ClassVar[bool] = True
-
-    clip_low: float = setting(3e-4, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
-    clip_high: float = setting(4e-4, "The ratio is clipped at 1 + clip_high.", above=0.0)
-
-
-@dataclass(frozen=True)
-class GMPOSettings(_MultipleOfAdvantage):
-    """The geometric mean of a response's clipped token ratios."""
-
-    name = "gmpo"
-
-    needs_response_mean: ClassVar[bool] = True
-    needs_response_advantages: ClassVar[bool] = True
-
-    clip_low: float = setting(0.4, "Log ratios are clipped at -clip_low where the advantage is negative.", above=0.0)
-    clip_high: float = setting(0.4, "Log ratios are clipped at clip_high where the advantage is positive.", above=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Drifting(_MultipleOfAdvantage):
-    drift_coef: float = setting(0.0, "Weight of (log p - log q)^2 / 2 in the loss, q of what sampled.", min=0.0)
-
-
-@dataclass(frozen=True)
-class CISPOSettings(_Drifting):
-    """REINFORCE with a capped ratio as weight: every token keeps a gradient."""
-
-    name = "cispo"
-
-    cap: float = setting(5.0, "Largest ratio that weighs a token's gradient.", min=1.0)
-
-
-@dataclass(frozen=True)
-class SAPOSettings(_MultipleOfAdvantage):
-    """A smooth gate in the place of the clip."""
-
-    name = "sapo"
-
-    tau_positive: float = setting(1.0, "Steepness of the gate for positive advantages.", above=0.0)
-    tau_negative: float = setting(
-        1.05, "Steepness for negative advantages; larger, since their gradients spread over many tokens.", above=0.0
-    )
-
-
-@dataclass(frozen=True)
-class DPPOTVSettings(_Drifting):
-    """A trust region by the change of the sampled token's probability."""
-
-    name = "dppo_tv"
-
-    threshold: float = setting(0.15, "No token's gradient moves its probability further than this.", above=0.0, max=1.0)
-    cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
-
-
-@dataclass(frozen=True)
-class DPPOKLSettings(_Drifting):
-    """A trust region by the divergence between the token's old and new probability."""
-
-    name = "dppo_kl"
-
-    threshold: float = setting(0.05, "No token's gradient moves it further than this.", unit="nats", above=0.0)
-    cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
-
-
-@dataclass(frozen=True)
-class ClipCovSettings(PPOSettings):
-    """The clipped objective without the tokens that reduce the entropy most."""
-
-    name = "clip_cov"
-
-    threshold: float = setting(
-        5.0, "Covariance of advantage and log-prob from which a token gives no gradient.", unit="nats", above=0.0
-    )
-
-
-@dataclass(frozen=True)
-class KLCovSettings(LossSettings):
-    """The unclipped objective that holds the tokens back that reduce the entropy most."""
-
-    name = "kl_cov"
-
-    needs_updates: ClassVar[bool] = True
-
-    threshold: float = setting(
-        3.0, "Covariance of advantage and log-prob from which a token is held back.", unit="nats", above=0.0
-    )
-    coef: float = setting(1.0, "Weight of these tokens' |log ratio| in the loss.", above=0.0)
-    dual_clip: float = setting(
-        3.0, "Lower bound of the objective for negative advantages, as a ratio above 1; 0 turns it off.", min=0.0
-    )
-
-    def problems(self) -> Iterator[str]:
-        yield from _dual_clip(self.dual_clip)
-
-
-@dataclass(frozen=True)
-class TeacherDivergenceSettings(LossSettings):
-    """On-policy distillation over the whole vocabulary, from the model of model.ref_path."""
-
-    name = "distillation"
-
-    needs_teacher: ClassVar[bool] = True
-
-    beta: float = setting(
-        1.0,
-        "Divergence of student p and teacher q: 1 is KL(p || q), 0 is KL(q || p), between them the generalised "
-        "Jensen-Shannon divergence with the mixture beta q + (1 - beta) p.",
-        min=0.0,
-        max=1.0,
-    )
-
-
-@dataclass(frozen=True)
 class CorrectionSettings(Kind):
     """No correction: every token counts fully."""
 
@@ -418,12 +266,6 @@ class OPSMSettings(CorrectionSettings):
     )
 
 
-def _dual_clip(bound: float) -> Iterator[str]:
-    """Yield what is wrong with a dual clip that cuts off tokens inside the other bounds."""
-    if 0 < bound <= 1:
-        yield f"dual_clip={bound:g}: legal: 0 (off) or above 1"
-
-
 ADVANTAGES = by_name(
     GAESettings,
     GRPOSettings,
@@ -436,18 +278,8 @@ ADVANTAGES = by_name(
     PassAtKSettings,
     DistillationSettings,
 )
-LOSSES = by_name(
-    PPOSettings,
-    GSPOSettings,
-    GMPOSettings,
-    CISPOSettings,
-    SAPOSettings,
-    DPPOTVSettings,
-    DPPOKLSettings,
-    ClipCovSettings,
-    KLCovSettings,
-    TeacherDivergenceSettings,
-)
+# Found by name, since the losses stand above this package: config reads their settings, and they read `setting`.
+LOSSES: Mapping[str, type[Kind]] = import_module("mega_rl.algorithms.policy_losses").LOSSES
 CORRECTIONS = by_name(
     AutoCorrection,
     CorrectionSettings,

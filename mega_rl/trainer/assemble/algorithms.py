@@ -11,7 +11,8 @@ from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.corrections import CORRECTIONS, Correction
 from mega_rl.algorithms.kl import KL_ESTIMATORS, KLController, RewardKL
-from mega_rl.algorithms.losses.objectives import OBJECTIVES, PolicyObjective
+from mega_rl.algorithms.losses.tokens import PolicyObjective
+from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, Choice, chosen, corrects
 from mega_rl.config.keys import value_of
 from mega_rl.config.schema import Config
@@ -29,7 +30,7 @@ def build_estimator(config: Config) -> AdvantageEstimator:
 
 def build_objective(config: Config) -> PolicyObjective:
     """Return the policy loss that the recipe chooses. Raises UserError: see `_build`."""
-    objective: PolicyObjective = _build(config, LOSS, OBJECTIVES)
+    objective: PolicyObjective = _build(config, LOSS, LOSSES)
     return objective
 
 

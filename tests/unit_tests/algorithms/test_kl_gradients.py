@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, RewardKL, kl_penalty
-from mega_rl.algorithms.losses.objectives import PPO
+from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check

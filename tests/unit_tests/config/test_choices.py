@@ -14,7 +14,6 @@ import torch
 import mega_rl
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.corrections import CORRECTIONS
-from mega_rl.algorithms.losses.objectives import OBJECTIVES
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, OWN_CHOICES, chosen, needs_critic, reads_reference
 from mega_rl.config.loader import load
 from mega_rl.config.needs import has_several_models, is_on_policy
@@ -74,9 +73,7 @@ def problems(*overrides: str) -> list[str]:
     return [line for choice in OWN_CHOICES for line in choice.own_problems(config)]
 
 
-@pytest.mark.parametrize(
-    ("choice", "registry"), [(ADVANTAGE, ESTIMATORS), (LOSS, OBJECTIVES), (CORRECTION, CORRECTIONS)]
-)
+@pytest.mark.parametrize(("choice", "registry"), [(ADVANTAGE, ESTIMATORS), (CORRECTION, CORRECTIONS)])
 def test_what_can_be_chosen_can_be_built_with_its_own_settings(choice: object, registry: dict[str, type]) -> None:
     builtin = {name: area for name, area in choice.builtin.items() if name not in ("none", "auto")}  # type: ignore[attr-defined]
     assert list(builtin) == list(registry)

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.losses.objectives import OBJECTIVES
+from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import (
     AlgorithmConfig,
