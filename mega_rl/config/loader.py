@@ -251,4 +251,4 @@ def _set_aside(config: Config, inherited: Settings, given: Settings) -> Config:
 
 def _kept(kept: Settings, entry: Unmet) -> list[str]:
     """Return the keys by which a recipe gives a setting: its own, or those of a tagged section."""
-    return [key for key in kept if key == entry.key or (entry.key in TAGGED and key.startswith(f"{entry.key}."))]
+    return [key for key in kept if key == entry.key or (is_mapping(entry.key) and key.startswith(f"{entry.key}."))]

@@ -247,7 +247,6 @@ _NEEDS = (
         lambda config: not config.rollout.sglang.urls,
     ),
     within("rollout.sglang", "keys_file", "rollout.sglang.urls"),
-    within("rollout.sglang", "max_failed_share", "rollout.sglang.failed_samples=mask"),
     Need(
         ("rollout.sglang.return_routing",),
         "engine.backend=megatron with engine.megatron.moe.routing_replay=true, which replays what servers report",
@@ -267,7 +266,6 @@ _NEEDS = (
         fault="cannot run ahead",
     ),
     Need(("rollout.sglang.partial_rollout",), "trainer.async_steps=1"),
-    within("rollout.sglang.sync", "probe_mean_limit probe_max_limit", "rollout.sglang.sync.probe_tokens above 0"),
 )
 
 

@@ -117,19 +117,25 @@ class SglangServerConfig:
         "Address that started servers bind to, or the network interface whose address each host takes; on several "
         "hosts loopback stands for each host's address towards MASTER_ADDR.",
     )
-    max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
-    mem_fraction: float = setting(
-        0.0,
-        "Share of a device's memory for weights and KV cache; 0 lets SGLang choose for servers with devices of their "
-        "own, and takes what the trainer leaves for colocated ones.",
-        min=0.0,
-        max=0.95,
-    )
     args: dict[str, object] = setting(
         {},
-        "Further arguments of SGLang, by the names of its ServerArgs: {ep_size: 8, kv_cache_dtype: fp8_e5m2}. true "
-        "sets a flag. Arguments that a setting of mega_rl decides, or that no weight update can follow, are refused.",
+        "Further arguments of SGLang, by the names of its ServerArgs: {max_total_tokens: 20000, ep_size: 8}. true sets "
+        "a flag. Without mem_fraction_static SGLang chooses for servers with devices of their own, and colocated ones "
+        "take what the trainer leaves. Arguments that a setting of mega_rl decides, or that no weight update can "
+        "follow, are refused.",
     )
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Return the tokens of a server's KV cache; 0: SGLang chooses."""
+        given = self.args.get("max_total_tokens", 0)
+        return given if isinstance(given, int) else 0
+
+    @property
+    def mem_fraction(self) -> float:
+        """Return the share of a device's memory for weights and KV cache; 0: not given."""
+        given = self.args.get("mem_fraction_static", 0.0)
+        return float(given) if isinstance(given, int | float) else 0.0
 
 
 @dataclass(frozen=True)
@@ -144,18 +150,6 @@ class SglangSyncConfig:
     )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
-    probe_mean_limit: float = setting(
-        0.0,
-        "Largest mean of |trainer - server| log-prob over a probe's tokens; 0 takes 1e-4 in fp32 and 0.15 in bf16.",
-        unit="nats",
-        min=0.0,
-    )
-    probe_max_limit: float = setting(
-        0.0,
-        "Largest |trainer - server| log-prob of one of a probe's tokens; 0 takes 1e-4 in fp32 and 1 in bf16.",
-        unit="nats",
-        min=0.0,
-    )
 
 
 @dataclass(frozen=True)
@@ -177,13 +171,11 @@ class SglangConfig:
     max_concurrency: int = setting(256, "Requests in flight at one server.", unit="requests", min=1)
     retries: int = setting(3, "Further tries of a sample after a failed one.", unit="tries", min=0)
     restarts: int = setting(3, "Times within one step that lost servers are brought back.", unit="times", min=0)
-    failed_samples: str = setting(
-        "fatal",
-        "What a sample without an answer does: end the run, or stay out of the loss.",
-        choices=("fatal", "mask"),
-    )
     max_failed_share: float = setting(
-        0.1, "Share of a step's samples that may be masked before the run ends.", min=0.0, max=1.0
+        0.0,
+        "Share of a step's samples without an answer that stay out of the loss; more end the run. At 0 the first does.",
+        min=0.0,
+        max=1.0,
     )
     partial_rollout: bool = setting(
         False, "Let a weight update interrupt responses, which go on under the new weights; tokens carry their version."

@@ -195,7 +195,12 @@ def server_settings(
         seed=trainer.seed,
         start_timeout_s=sglang.start_timeout_s,
         return_routing=sglang.return_routing,
-        args=dict(server.args) | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
+        args={
+            name: value
+            for name, value in server.args.items()
+            if name not in ("max_total_tokens", "mem_fraction_static")
+        }
+        | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
     )
 
 
@@ -370,8 +375,7 @@ def _weight_sync(
     own: Mapping[int, Control],
     hidden: Sequence[int],
 ) -> SglangWeightSync:
-    sync, hf, name = rollout.sglang.sync, actor.sharding.hf, _name_of(dtype)
-    limits = (sync.probe_mean_limit or LIMITS[name][0], sync.probe_max_limit or LIMITS[name][1])
+    sync, hf, limits = rollout.sglang.sync, actor.sharding.hf, LIMITS[_name_of(dtype)]
     probe = Probe(actor.forward, world, hf.vocab_size, rollout.temperature, sync.probe_tokens, limits, tuple(hidden))
     return SglangWeightSync(
         transport,
@@ -382,7 +386,7 @@ def _weight_sync(
         expected=ExpectedServer(
             hf=hf,
             sent=sent_tensors(actor.sharding, dtype),
-            dtype=name,
+            dtype=_name_of(dtype),
             tp=None if rollout.sglang.urls else rollout.sglang.server.tp,
             routing=rollout.sglang.return_routing,
         ),

@@ -188,7 +188,7 @@ def _sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> Sglan
             timeout_s=sglang.request_timeout_s,
             concurrency=connection.concurrency,
             restarts=sglang.restarts,
-            failed=FailedSamples(mask=sglang.failed_samples == "mask", max_share=sglang.max_failed_share),
+            failed=FailedSamples(sglang.max_failed_share),
             routed=None if moe is None or not sglang.return_routing else RoutedLayers(moe.layers, moe.top_k),
             token_versions=sglang.partial_rollout,
         ),

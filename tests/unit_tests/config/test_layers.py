@@ -53,7 +53,7 @@ SWITCHED_OFF = {
         "algorithm.advantage=gae", "optim.critic_lr=1e-3", "algorithm.critic_warmup_steps=3",
     ),
     "rollout.sglang.urls=http://localhost:1 rollout.sglang.keys_file=k": (
-        "rollout.backend=sglang", "rollout.sglang.server.max_total_tokens=20000",
+        "rollout.backend=sglang", "rollout.sglang.server.count=2",
     ),
     "rollout.backend=hf": (
         "rollout.backend=sglang", "trainer.async_steps=1", "algorithm.correction=tis", "rollout.sglang.server.tp=1",

@@ -30,7 +30,7 @@ def broken(*overrides: str) -> list[str]:
         (SGLANG, "rollout.sglang.server.tp=6", "rollout.sglang.server.count=2"),
         (SGLANG, "trainer.async_steps=1", "rollout.sglang.partial_rollout=true", "algorithm.correction=tis"),
         (SGLANG, "rollout.sglang.placement=colocated"),
-        (SGLANG, "rollout.sglang.failed_samples=mask", "rollout.sglang.max_failed_share=0.5"),
+        (SGLANG, "rollout.sglang.max_failed_share=0.5"),
         (SGLANG, *JOINED),
         (SGLANG, *JOINED, "rollout.sglang.sync.transport=shared_memory"),
         (SGLANG, "rollout.sglang.urls=[http://node1:30000,https://node2:30000]", "rollout.sglang.keys_file=keys.json"),
@@ -96,11 +96,6 @@ def test_runs(overrides: tuple[str, ...]) -> None:
             "rollout.sglang.sync.timeout_s=600 must be below trainer.timeout_s=600",
         ),
         ((SGLANG, "rollout.sglang.partial_rollout=true"), "it needs trainer.async_steps=1"),
-        ((SGLANG, "rollout.sglang.max_failed_share=0.5"), "it needs rollout.sglang.failed_samples=mask"),
-        (
-            (SGLANG, "rollout.sglang.sync.probe_tokens=0", "rollout.sglang.sync.probe_max_limit=1"),
-            "it needs rollout.sglang.sync.probe_tokens above 0",
-        ),
     ],
 )
 def test_broken_rules_are_named(overrides: tuple[str, ...], words: str) -> None:
