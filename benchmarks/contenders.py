@@ -154,7 +154,7 @@ def run_mega_rl(folder: Path) -> None:
         f"rollout.max_new_tokens={task.new_tokens}",
         f"reward.function={Path(__file__)}:score",
         "algorithm.advantage=grpo",
-        f"algorithm.kl.placement={'loss' if task.kl_coef else 'none'}",
+        f"algorithm.kl={'loss' if task.kl_coef else 'none'}",
         *([f"algorithm.kl.coef={task.kl_coef}"] if task.kl_coef else []),
         f"optim.lr={LEARNING_RATE}",
         f"trainer.prompts_per_step={task.prompts}",

@@ -125,7 +125,7 @@ def training_flops(shape: Shape, lengths: list[int]) -> float:
 
 def step(*, tiny: bool) -> Iterator[Record]:
     """Training steps and log-prob passes against the peak of bf16, and the turns of a real engine."""
-    from mega_rl.algorithms.losses.objectives import PPO
+    from mega_rl.algorithms.policy_losses.clipped import PPO
     from mega_rl.workers.models import PolicyLoss
 
     loss = PolicyLoss(PPO(clip_high=0.28, dual_clip=0.0), kl=None, kl_estimator="k3", on_policy=True)

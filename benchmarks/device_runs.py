@@ -73,7 +73,7 @@ def _train(folder: Path, device: str, *, steps: int) -> list[dict[str, float]]:
         "trainer.minibatch_size": 8 if steps == 1 else 64,
         "engine.megatron.tp": 1,
         "algorithm.advantage": "grpo",
-        "algorithm.kl.placement": "loss",
+        "algorithm.kl": "loss",
         "algorithm.kl.estimator": "k3",
         "algorithm.entropy_coef": 0.01,  # a fresh model earns no reward, and has no gradient without it
         "model.path": str(folder / "model"),

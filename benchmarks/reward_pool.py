@@ -73,7 +73,7 @@ def shares_of_step(num_workers: int, steps: int, folder: Path) -> dict[str, floa
     sums.write_data(run_dir / "data", seed=0)
     sums.write_model(run_dir / "model", seed=0)
     settings = [setting("trainer.run_dir", str(run_dir)), setting("model.path", str(run_dir / "model"))]
-    settings += [*TASKS["sums"].overrides(run_dir), f"reward.pool.workers={num_workers}", f"trainer.steps={steps}"]
+    settings += [*TASKS["sums"].overrides(run_dir), f"reward.source.workers={num_workers}", f"trainer.steps={steps}"]
     launch(["train", "--config", "quickstart", *settings, "checkpoint.save_final=false"])
     records = [one.metrics for one in read_metrics(run_dir / "metrics.jsonl") if "time/reward_s" in one.metrics]
     of_steps = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mega_rl.algorithms.advantages.base import AdvantageInputs
     from mega_rl.algorithms.corrections import SampledTokens
-    from mega_rl.algorithms.losses.objectives import PolicyTokens
+    from mega_rl.algorithms.losses.tokens import PolicyTokens
     from mega_rl.api import (
         Outcome,
         Trainer,
@@ -68,7 +68,7 @@ _OF_API = (
 )  # fmt: skip
 _MODULES = {
     "AdvantageInputs": "mega_rl.algorithms.advantages.base",
-    "PolicyTokens": "mega_rl.algorithms.losses.objectives",
+    "PolicyTokens": "mega_rl.algorithms.losses.tokens",
     "SampledTokens": "mega_rl.algorithms.corrections",
     "Config": "mega_rl.config.schema",
     "DataContext": "mega_rl.data.rows",

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
 from mega_rl.config.loader import Overrides, load
-from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
 from mega_rl.config.schema import Config
 from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
@@ -205,7 +205,7 @@ def train(config: Config, *, reward: RewardFunction | None = None) -> Outcome:
 
 def _with_reward(config: Config, reward: RewardFunction) -> Config:
     """Return the config with the function's name in it, for the run's own records."""
-    if config.reward.source != "function":
+    if config.reward.source.name != "function":
         raise UserError(
             f"reward: a function is given, but reward.source={config.reward.source}; set reward.source=function"
         )

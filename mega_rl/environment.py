@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ DETERMINISTIC = {
 }
 # The trainer's allocator. Segments that expand cannot be released by SGLang's memory saver, nor shared over CUDA IPC.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+SOURCES = Path(__file__).parents[1]  # an installed package has no Makefile there
 _set_by_run: set[str] = set()  # and not by the user
 
 
@@ -40,7 +42,7 @@ def variables_of(engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerC
     """Return the variables of a trainer's rank on a GPU; without effect on a CPU."""
     parallel = engine.megatron
     variables: dict[str, str] = dict(DETERMINISTIC) if trainer.deterministic else {}
-    if engine.backend == "megatron" and parallel.tp > 1 and parallel.ddp.implementation == "ddp":
+    if engine.backend == "megatron" and parallel.tp > 1 and parallel.ddp.name == "ddp":
         # One hardware queue keeps the order in which kernels are started, on which Megatron-Core relies to have a
         # tensor-parallel message on its way before the product that hides it. FSDP's gathers want several queues.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
@@ -72,3 +74,9 @@ def _shares_devices(rollout: RolloutConfig, trainer: TrainerConfig) -> bool:
     if sglang.placement == "auto":
         return not sglang.urls and not trainer.async_steps
     return sglang.placement == "colocated"
+
+
+def made_by_make() -> bool:
+    """Return whether this program runs in the environment that `make` makes in a source tree, from that tree."""
+    folder = SOURCES / ".venv"
+    return (SOURCES / "Makefile").is_file() and folder.is_dir() and folder.resolve() == Path(sys.prefix).resolve()

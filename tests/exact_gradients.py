@@ -22,7 +22,7 @@ from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import KL_ESTIMATORS, FixedKL, RewardKL
-from mega_rl.algorithms.losses.objectives import OBJECTIVES
+from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.algorithms.statistics import SumOverRanks
 from mega_rl.config.schema.algorithms import ADVANTAGES, LOSSES

@@ -32,7 +32,8 @@ _WITHOUT_EFFECT = (
     "model.recompute", "model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation",
     "rollout.hf.", "rollout.sglang.", "rollout.bucket_mib", "rollout.verify_interval", "rollout.mismatch.",
     "data.source", "data.stream.timeout_s", "data.train_files", "data.val_files",
-    "reward.http.", "reward.model.attn_implementation",
+    "reward.source.url", "reward.source.key_file", "reward.source.retries", "reward.source.batch_size",
+    "reward.source.concurrency", "reward.source.attn_implementation",
 )  # fmt: skip
 # The only settings of engine.megatron that change the numbers.
 _WITH_EFFECT = (

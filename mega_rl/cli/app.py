@@ -17,11 +17,11 @@ import typer
 
 from mega_rl import __version__
 from mega_rl.cli.help import Commands, Later
+from mega_rl.config.user_files import place_in_users_code
 from mega_rl.environment import LAST_WORD
 from mega_rl.errors import PeerError, RunError, UserError, UserErrors, limits_as_errors
 from mega_rl.tracking import progress
 from mega_rl.tracking.progress import printable
-from mega_rl.workers.user_files import place_in_users_code
 
 EXIT_INTERRUPTED = 130
 # Rank 0 reports a mistake that every rank finds, and the launcher then ends the others. A rank that is still alive

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import mega_rl
 from mega_rl import versions
-from mega_rl.config.checkout import made_by_make
+from mega_rl.environment import made_by_make
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.parallel.accelerator.patches import patches

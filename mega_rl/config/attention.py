@@ -23,6 +23,8 @@ def requested_attention(config: Config, role: Role) -> RequestedAttention:
         "actor": RequestedAttention("same", ""),
         "critic": RequestedAttention(model.critic_attn_implementation, "model.critic_attn_implementation"),
         "reference": RequestedAttention(model.ref_attn_implementation, "model.ref_attn_implementation"),
-        "reward": RequestedAttention(config.reward.model.attn_implementation, "reward.model.attn_implementation"),
+        "reward": RequestedAttention(
+            getattr(config.reward.source, "attn_implementation", "same"), "reward.source.attn_implementation"
+        ),
     }[role]
     return RequestedAttention(model.attn_implementation, "model.attn_implementation") if own.word == "same" else own

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
 
 from mega_rl.config.schema import Config
+from mega_rl.config.setting import Kind, OwnKind
 
 Setting = dataclasses.Field[Any]
 _NO_SETTING = "origins"
@@ -26,7 +28,7 @@ def _walk(section: str, area: type) -> Iterator[_Name]:
     hints = get_type_hints(area)
     for field in dataclasses.fields(area):
         name, kind = f"{section}{field.name}", hints[field.name]
-        if dataclasses.is_dataclass(kind):
+        if dataclasses.is_dataclass(kind) and "kinds" not in field.metadata:
             yield _Name(name, kind, None)
             yield from _walk(f"{name}.", hints[field.name])
         elif name != _NO_SETTING:
@@ -50,37 +52,46 @@ def keys_below(section: str) -> tuple[str, ...]:
     return tuple(key for key in FIELDS if key.startswith(f"{section}."))
 
 
-def is_mapping(key: str) -> bool:
-    """Return whether a setting's value is a mapping, whose entries may be given one by one: key.name=value."""
-    return getattr(TYPES.get(key), "__origin__", None) is dict
-
-
 def value_of(config: Config, key: str) -> Any:
     """Return the value of a setting."""
     return attrgetter(key)(config)
 
 
-def flat(config: Config) -> dict[str, object]:
-    """Return every setting by its dotted key."""
-    return {key: value_of(config, key) for key in FIELDS}
+# Tagged sections with their default kinds.
+TAGGED: dict[str, Kind] = {key: value_of(Config(), key) for key, field in FIELDS.items() if field.metadata["kinds"]}
+
+
+def is_mapping(key: str) -> bool:
+    """Return whether a setting's value is a mapping, whose entries may be given one by one: key.name=value."""
+    return key in TAGGED or getattr(TYPES.get(key), "__origin__", None) is dict
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Return every setting as a plain value by its dotted key; a tagged section is a mapping with its name."""
+    return {key: value_of(config, key).plain if key in TAGGED else value_of(config, key) for key in FIELDS}
 
 
 def as_nested(config: Config) -> dict[str, Any]:
     """Return every setting as plain values by section and name."""
-    nested = dataclasses.asdict(config)
-    del nested[_NO_SETTING]
+    nested: dict[str, Any] = {}
+    for key, value in flat(config).items():
+        *sections, name = key.split(".")
+        inside = nested
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = copy.deepcopy(value)
     return nested
 
 
 def flattened(nested: Mapping[str, object], section: str = "") -> dict[str, object]:
     """Return the entries of a nested record by their dotted names: {"optim": {"lr": 1e-06}} -> {"optim.lr": 1e-06}.
 
-    A setting that is itself a mapping stays one.
+    A setting that is itself a mapping stays one, a tagged section does not.
     """
     entries: dict[str, object] = {}
     for name, value in nested.items():
         key = f"{section}{name}"
-        if isinstance(value, Mapping) and key not in FIELDS:
+        if isinstance(value, Mapping) and (key not in FIELDS or key in TAGGED):
             entries |= flattened(value, f"{key}.")
         else:
             entries[key] = value
@@ -92,10 +103,22 @@ def open_ended(config: Config) -> Config:
     return with_settings(config, {"trainer.steps": 10**9}) if config.trainer.epochs else config
 
 
+def kind_of(key: str, value: object) -> Kind:
+    """Return the kind of a tagged section that a name, or a mapping with it, stands for; values are not checked."""
+    entries: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value)  # type: ignore[call-overload]
+    name = entries.pop("name", TAGGED[key].name)
+    kinds: Mapping[str, type[Kind]] = FIELDS[key].metadata["kinds"]
+    return kinds[name](**entries) if name in kinds else OwnKind(name, entries)
+
+
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
-    """Return the config with these values by their dotted keys."""
+    """Return the config with these values by their dotted keys; a name stands for a kind with its defaults."""
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
+        if section in TAGGED and name == "name":
+            key, (section, _, name) = section, section.rpartition(".")
+        if key in TAGGED and not isinstance(value, Kind):
+            value = kind_of(key, value)
         changed: Any = dataclasses.replace(value_of(config, section), **{name: value})
         while section:
             section, _, name = section.rpartition(".")

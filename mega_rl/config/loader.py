@@ -12,11 +12,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mega_rl.config.conditions import Unmet
+from mega_rl.config.choices import CHOICES
 from mega_rl.config.key_names import unknown_key, unknown_section
-from mega_rl.config.keys import FIELDS, SECTIONS, TYPES, as_nested, flattened, is_mapping, value_of
-from mega_rl.config.needs import unmet
-from mega_rl.config.plugins.choices import CHOICES
+from mega_rl.config.keys import FIELDS, SECTIONS, TAGGED, TYPES, as_nested, flat, flattened, is_mapping, value_of
+from mega_rl.config.needs import Unmet, unmet
 from mega_rl.config.recipe import parse_value, read_recipe
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.data import completed_sources
@@ -64,7 +63,9 @@ def _settings_in(content: Mapping[Any, Any], prefix: str, problems: list[str]) -
     """Yield key and value of every setting of nested sections; unknown keys go to `problems`."""
     for name, value in content.items():
         key = f"{prefix}{name}"
-        if key in FIELDS or is_mapping(key.rpartition(".")[0]):
+        if key in TAGGED:
+            yield from _of_tagged(key, value, problems)
+        elif key in FIELDS or is_mapping(key.rpartition(".")[0]):
             yield key, UNSET if value is None else value
         elif isinstance(value, Mapping) and key in SECTIONS:
             yield from _settings_in(value, f"{key}.", problems)
@@ -77,6 +78,18 @@ def _settings_in(content: Mapping[Any, Any], prefix: str, problems: list[str]) -
             problems.append(unknown_key(key))
 
 
+def _of_tagged(key: str, value: Any, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a tagged section one by one; a text in its place is the name."""
+    if value is None or value is UNSET:
+        yield key, UNSET
+    elif isinstance(value, str):
+        yield f"{key}.name", value
+    elif isinstance(value, Mapping):
+        yield from ((f"{key}.{name}", UNSET if entry is None else entry) for name, entry in value.items())
+    else:
+        problems.append(f"{key}={shown(value)}: needs a name, or a mapping such as {{name: {TAGGED[key].name}}}")
+
+
 def _given(overrides: Overrides, problems: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield key and value of each override; mistakes go to `problems`."""
     if isinstance(overrides, DictConfig):
@@ -86,9 +99,11 @@ def _given(overrides: Overrides, problems: list[str]) -> Iterator[tuple[str, Any
         return
     for override in overrides:
         try:
-            yield _override(override)
+            key, value = _override(override)
         except UserError as error:
             problems.append(str(error))
+        else:
+            yield from _of_tagged(key, value, problems) if key in TAGGED else [(key, value)]
 
 
 def _plain(value: Any) -> Any:
@@ -125,18 +140,19 @@ def _override(override: str) -> tuple[str, Any]:
 
 
 def _drop_settings_of_others(inherited: Settings, given: Settings) -> None:
-    """Drop the recipe's settings of an algorithm in whose place the overrides choose another; the log names them.
+    """Drop the recipe's settings of a kind in whose place the overrides choose another; the log names them.
 
-    A setting may mean something else to another algorithm: a clip of 0.2 suits the ratio of a token and clips next to
+    A setting may mean something else to another kind: a clip of 0.2 suits the ratio of a token and clips next to
     nothing of a sequence's.
     """
-    for choice in CHOICES:
-        before = inherited.get(choice.key, value_of(Config(), choice.key))
-        if given.get(choice.key, before) != before and choice.settings_key in inherited:
+    for key, default in TAGGED.items():
+        before = inherited.get(f"{key}.name", default.name)
+        others = [entry for entry in inherited if entry.startswith(f"{key}.") and entry != f"{key}.name"]
+        if given.get(f"{key}.name", before) != before and others:
             logger.info(
-                "the arguments leave these settings of the recipe without effect, which take their defaults: %s=%s "
-                "(needs %s=%s)",
-                choice.settings_key, shown(inherited.pop(choice.settings_key)), choice.key, before,
+                "the arguments leave these settings of the recipe without effect, which take their defaults: %s "
+                "(need %s=%s)",
+                ", ".join(f"{entry}={shown(inherited.pop(entry))}" for entry in others), key, before,
             )  # fmt: skip
 
 
@@ -146,15 +162,16 @@ def _config(layers: Sequence[Settings], problems: list[str]) -> Config:
     raw = flattened(OmegaConf.to_container(merged))  # type: ignore[arg-type]
     values: Settings = {}
     for key, field in FIELDS.items():
+        if key in TAGGED:
+            entries: Any = OmegaConf.to_container(OmegaConf.select(merged, key)) if key in chosen else {}
+            values[key] = CHOICES[key].made(entries, problems)
+            continue
         try:
             values[key] = coerce(_resolved(merged, key, raw[key]), TYPES[key], field)
         except BadValue as error:
             problems.append(f"{key}={shown(raw[key])}: {error}")
             values[key] = value_of(Config(), key)
     values[SOURCES] = completed_sources(SOURCES, values[SOURCES], problems)
-    for choice in CHOICES:
-        given = values[choice.settings_key] if choice.settings_key in chosen else {}
-        values[choice.settings_key] = choice.completed(values[choice.key], given, problems)
     # Sections inside others come after them, so that going backwards each finds those in it.
     for section in reversed(SECTIONS):
         values[section] = SECTIONS[section](**_entries(values, f"{section}."))
@@ -170,7 +187,7 @@ def _merged(layers: Sequence[Settings], problems: list[str]) -> tuple[DictConfig
         if setting != key:
             value = _with_entry(merged, setting, chosen, key.rpartition(".")[2], value)
         chosen = chosen - {setting} if value is UNSET else chosen | {setting}
-        value = value_of(Config(), setting) if value is UNSET else value
+        value = flat(Config())[setting] if value is UNSET else value
         try:
             OmegaConf.update(merged, setting, value, merge=False)
         except OmegaConfBaseException:
@@ -216,10 +233,10 @@ def _set_aside(config: Config, inherited: Settings, given: Settings) -> Config:
     idle_anyway = {entry.key for entry in unmet(_config([inherited], []))}
     kept = {key: value for key, value in inherited.items() if key not in given}
     dropped: list[Unmet] = []
-    while idle := [entry for entry in unmet(config) if entry.key in kept and entry.key not in idle_anyway]:
+    while idle := [entry for entry in unmet(config) if _kept(kept, entry) and entry.key not in idle_anyway]:
         dropped += idle
-        for entry in idle:
-            del kept[entry.key]
+        for key in [key for entry in idle for key in _kept(kept, entry)]:
+            del kept[key]
         problems: list[str] = []
         config = _config([kept, given], problems)
         if problems:  # a value that refers to a dropped setting
@@ -230,3 +247,8 @@ def _set_aside(config: Config, inherited: Settings, given: Settings) -> Config:
             ", ".join(f"{entry.setting} (needs {entry.need.condition})" for entry in dropped),
         )
     return config
+
+
+def _kept(kept: Settings, entry: Unmet) -> list[str]:
+    """Return the keys by which a recipe gives a setting: its own, or those of a tagged section."""
+    return [key for key in kept if key == entry.key or (is_mapping(entry.key) and key.startswith(f"{entry.key}."))]

@@ -2,29 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from mega_rl.config.conditions import SANDBOX_NEEDS, Need, Unmet, within
-from mega_rl.config.keys import flat, keys_below, keys_in, open_ended
-from mega_rl.config.plugins.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
-from mega_rl.config.schema import Config, KlConfig
+from mega_rl.config.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
+from mega_rl.config.keys import TAGGED, keys_below, keys_in, open_ended, value_of
+from mega_rl.config.schema import Config
+from mega_rl.config.schema.sandbox import runs_code
 
-# Estimators that make a penalty by placement; `auto` is the first (docs/decisions.md).
-KL_ESTIMATORS_BY_PLACEMENT = {"none": ("k3",), "reward": ("k1",), "loss": ("k3", "k2")}
+# "KEY=A or B", "KEY above 0", "KEY other than 0", "KEY" that is set, "no KEY"; a remark may follow a colon.
+_CONDITION = re.compile(r"(no )?([a-z0-9_.]+)(?:=(\w+(?: or \w+)*)| (above|other than) (\d+))?(?:: .*)?")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Keys that mean something only where a condition holds."""
+
+    keys: tuple[str, ...]
+    condition: str  # as the user would write it: "engine.backend=megatron"
+    check: Callable[[Config], bool] | None = None  # of a condition that is not of the forms of `_CONDITION`
+    fault: str = "has no effect"  # of a key whose condition does not hold
+
+    def holds(self, config: Config) -> bool:
+        """Return whether the condition holds."""
+        if self.check is not None:
+            return self.check(config)
+        match = _CONDITION.fullmatch(self.condition)
+        assert match is not None, f"{self.condition!r} needs a check"
+        absent, key, choices, relation, bound = match.groups()
+        try:
+            value = value_of(config, key)
+        except AttributeError:  # another kind of this tagged section, which has neither this setting nor `keys`
+            return True
+        if choices:
+            return str(value).lower() in choices.split(" or ")
+        if relation:
+            return bool(value > int(bound) if relation == "above" else value != int(bound))
+        return bool(value) != bool(absent)
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """A setting other than the default whose condition does not hold."""
+
+    key: str  # "engine.megatron.tp"
+    value: object
+    need: Need
+
+    @property
+    def setting(self) -> str:
+        """The setting as one writes it: "engine.megatron.tp=2"."""
+        value = str(self.value)
+        return f"{self.key}={value.lower() if isinstance(self.value, bool) else value}"
+
+
+def within(section: str, names: str, condition: str) -> Need:
+    """Return the Need of some keys of a section."""
+    return Need(tuple(f"{section}.{name}" for name in names.split()), condition)
+
 
 _ENGINE_KEYS = {
     "megatron": (*keys_below("engine.megatron"), "model.recompute_modules", "model.recompute_layers"),
     "fsdp": keys_below("engine.fsdp"),
 }
-_SOURCE_KEYS = {
-    "function": ("reward.function", "reward.functions", *keys_in("reward.pool")),
-    "model": keys_in("reward.model"),
-    "http": keys_in("reward.http"),
-}
 
 _NEEDS = (
     *(Need(keys, f"engine.backend={engine}") for engine, keys in _ENGINE_KEYS.items()),
-    *(Need(keys, f"reward.source={name}") for name, keys in _SOURCE_KEYS.items()),
+    within("reward", "function functions", "reward.source=function"),
     Need(
         (
             "model.critic_path",
@@ -38,12 +83,8 @@ _NEEDS = (
     ),
     Need(
         ("model.ref_path", "model.ref_attn_implementation", *keys_in("engine.megatron.reference")),
-        f"a reference: algorithm.kl.placement=reward or loss, or {ADVANTAGE.with_need('needs_reference')}",
+        f"a reference: algorithm.kl=reward or loss, or {ADVANTAGE.with_need('needs_reference')}",
         has_reference,
-    ),
-    Need(
-        ("algorithm.kl.estimator", "algorithm.kl.coef", "algorithm.kl.control", "algorithm.kl.reference_interval"),
-        "algorithm.kl.placement=reward or loss",
     ),
     Need(("algorithm.kl.target", "algorithm.kl.horizon"), "algorithm.kl.control=adaptive"),
     within("algorithm.kl", "reference_rate", "algorithm.kl.reference_interval above 0"),
@@ -54,15 +95,15 @@ _NEEDS = (
     ),
     Need(
         ("algorithm.kl.reference_interval",),
-        "engine.backend=fsdp or engine.megatron.ddp.implementation=ddp: others leave a rank a share of the actor and "
+        "engine.backend=fsdp or engine.megatron.ddp=ddp: others leave a rank a share of the actor and "
         "the whole reference",
-        lambda config: config.engine.backend == "fsdp" or config.engine.megatron.ddp.implementation == "ddp",
+        lambda config: config.engine.backend == "fsdp" or config.engine.megatron.ddp.name == "ddp",
         fault="cannot work",
     ),
     Need(
         ("engine.resident_roles",),
         f"a second model: {ADVANTAGE.with_need('needs_critic')} or {ADVANTAGE.with_need('needs_reference')}, "
-        "algorithm.kl.placement=reward or loss, or reward.source=model",
+        "algorithm.kl=reward or loss, or reward.source=model",
         lambda config: has_several_models(config),
     ),
     Need(
@@ -77,21 +118,11 @@ _NEEDS = (
     Need(("model.fp32_head",), "model.dtype=bf16"),
     Need(("model.recompute_modules",), "model.recompute=selective"),
     Need(("model.recompute_layers",), "model.recompute=full"),
-    within("engine.megatron.ddp", "fsdp_sharding", "engine.megatron.ddp.implementation=megatron_fsdp"),
-    within("engine.megatron.ddp", "bucket_size", "engine.megatron.ddp.overlap_grad_reduce=true"),
     Need(
-        (
-            "engine.megatron.ddp.bucket_size",
-            "engine.megatron.ddp.reduce_scatter_fp32_accumulation",
-            "engine.megatron.optimizer.distributed",
-        ),
-        "engine.megatron.ddp.implementation=ddp",
+        ("engine.megatron.ddp.bucket_size",),
+        "engine.megatron.ddp.overlap_grad_reduce=true",
     ),
-    within(
-        "engine.megatron.ddp",
-        "overlap_grad_reduce overlap_param_gather",
-        "engine.megatron.ddp.implementation=ddp or megatron_fsdp",
-    ),
+    within("engine.megatron.optimizer", "distributed", "engine.megatron.ddp=ddp"),
     Need(
         ("engine.megatron.ddp.overlap_param_gather",),
         "engine.megatron.ddp.overlap_grad_reduce=true and engine.megatron.optimizer.distributed=true, whose updates "
@@ -115,13 +146,17 @@ _NEEDS = (
     Need(("optim.min_lr_ratio",), "optim.schedule=linear or cosine"),
     within("trainer.microbatch", "max_tokens", "trainer.microbatch.packing=true"),
     within("trainer.microbatch", "size", "trainer.microbatch.packing=false"),
-    within("reward.pool", "timeout_s memory_mib", "reward.pool.workers other than 0"),
-    within("reward.pool", "failure_score", "reward.pool.on_failure=score"),
+    Need(
+        ("reward.source.timeout_s", "reward.source.memory_mib"),
+        "reward.source.workers other than 0",
+        lambda config: config.reward.source.name != "function" or config.reward.calls.workers != 0,
+    ),
+    within("reward.source", "failure_score", "reward.source.on_failure=score"),
     within("reward.overlong", "penalty", "reward.overlong.buffer_tokens above 0"),
     Need(
         ("reward.overlong.buffer_tokens", "rollout.dynamic_sampling.max_generations"),
         "rewards, which reward.source=none has not",
-        lambda config: config.reward.source != "none",
+        lambda config: config.reward.source.name != "none",
     ),
     within("trainer.profile", "ranks memory", "trainer.profile.steps"),
     Need(
@@ -177,7 +212,7 @@ _NEEDS = (
         "validation.k, or validation.n above 1: it is of pass@k and maj@k",
         lambda config: bool(config.validation.counted),
     ),
-    *SANDBOX_NEEDS,
+    Need(("reward.sandbox",), "the reward function code_tests", lambda config: runs_code(config.reward)),
     Need(("reward.function",), "no reward.functions"),
     Need(("reward.sources",), "reward.functions"),
     Need(("data.source_key",), "reward.sources"),
@@ -212,7 +247,6 @@ _NEEDS = (
         lambda config: not config.rollout.sglang.urls,
     ),
     within("rollout.sglang", "keys_file", "rollout.sglang.urls"),
-    within("rollout.sglang", "max_failed_share", "rollout.sglang.failed_samples=mask"),
     Need(
         ("rollout.sglang.return_routing",),
         "engine.backend=megatron with engine.megatron.moe.routing_replay=true, which replays what servers report",
@@ -232,18 +266,20 @@ _NEEDS = (
         fault="cannot run ahead",
     ),
     Need(("rollout.sglang.partial_rollout",), "trainer.async_steps=1"),
-    within("rollout.sglang.sync", "probe_mean_limit probe_max_limit", "rollout.sglang.sync.probe_tokens above 0"),
 )
 
 
 def unmet(config: Config) -> Iterator[Unmet]:
     """Yield every setting other than the default whose condition does not hold, each once, with its first condition."""
-    values, defaults = flat(config), flat(Config())
+    default = Config()
     missed = [need for need in _NEEDS if not need.holds(open_ended(config))]
     first = {key: need for need in reversed(missed) for key in need.keys}
     for key in dict.fromkeys(key for need in missed for key in need.keys):
-        if values[key] != defaults[key]:
-            yield Unmet(key, values[key], first[key])
+        section, _, name = key.rpartition(".")
+        usual = type(value_of(config, section))() if section in TAGGED else value_of(default, section)
+        value = getattr(value_of(config, section), name, None)
+        if value is not None and value != getattr(usual, name):
+            yield Unmet(key, value, first[key])
 
 
 def _warms_up_too_late(config: Config) -> bool:
@@ -254,7 +290,7 @@ def _warms_up_too_late(config: Config) -> bool:
 
 def has_several_models(config: Config) -> bool:
     """Return whether a run has a model besides the actor."""
-    return needs_critic(config) or has_reference(config) or config.reward.source == "model"
+    return needs_critic(config) or has_reference(config) or config.reward.source.name == "model"
 
 
 def models_take_turns(config: Config, *, colocated: bool) -> bool:
@@ -267,8 +303,8 @@ def models_take_turns(config: Config, *, colocated: bool) -> bool:
 def may_have_parts(config: Config) -> bool:
     """Return whether rewards may have named parts: those of a service and of a user's function."""
     reward = config.reward
-    return reward.source == "http" or (
-        reward.source == "function" and (bool(reward.functions) or ":" in reward.function)
+    return reward.source.name == "http" or (
+        reward.source.name == "function" and (bool(reward.functions) or ":" in reward.function)
     )
 
 
@@ -286,13 +322,8 @@ def is_on_policy(config: Config) -> bool:
     """Return whether updates are made with the weights that sampled and nothing before needs the old log-probs."""
     algorithm, trainer = config.algorithm, config.trainer
     single_update = updates_of_a_batch(config) == 1
-    needed_before = algorithm.kl.placement == "reward"
+    needed_before = algorithm.kl.name == "reward"
     needed_before = needed_before or (ADVANTAGE.needs(config, "needs_reference") and reads_reference(config))
     needed_before = needed_before or algorithm.critic_warmup_steps > 0 or corrects(config)
     sampled_now = trainer.async_steps == 0
     return algorithm.old_logprobs == "auto" and single_update and sampled_now and not needed_before
-
-
-def kl_estimator(kl: KlConfig) -> str:
-    """Return the name of the KL estimator that a run uses."""
-    return KL_ESTIMATORS_BY_PLACEMENT[kl.placement][0] if kl.estimator == "auto" else kl.estimator

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from mega_rl.config.keys import with_settings
+from mega_rl.config.keys import as_nested, with_settings
 from mega_rl.config.schema import Config, Origin
 
 
@@ -18,9 +18,7 @@ def recorded(config: Config) -> Config:
 
 def as_record(config: Config) -> dict[str, Any]:
     """Return every setting as nested plain values, names of the Hub pinned: {"optim": {"lr": 1e-06, ...}, ...}."""
-    record = dataclasses.asdict(recorded(config))
-    del record["origins"]
-    return record
+    return as_nested(recorded(config))
 
 
 def short_commit(name: str) -> str:

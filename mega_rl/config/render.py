@@ -10,9 +10,9 @@ from typing import Any, TextIO
 
 import yaml
 
+from mega_rl.config.choices import CHOICES
 from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, flat, keys_in
 from mega_rl.config.origins import recorded
-from mega_rl.config.plugins.choices import ALGORITHM_CHOICES
 from mega_rl.config.recipe import parse_value
 from mega_rl.config.schema import Config
 from mega_rl.config.values import describe_range
@@ -35,11 +35,12 @@ def config_markdown() -> str:
         summary = (area.__doc__ or "").strip().partition("\n")[0]
         lines += [f"## {section}", "", summary, ""]
         lines += [_row(key, flat(Config())[key], FIELDS[key]) for key in keys_in(section)] + [""]
-    for choice in ALGORITHM_CHOICES:
-        lines += [f"## Choices of {choice.key}", ""]
+    for key, choice in CHOICES.items():
+        lines += [f"## {key}", ""]
         for name, area in choice.builtin.items():
             lines.append(f"- **{name}**: {(area.__doc__ or '').strip().partition(chr(10))[0]}")
-            lines += ["  " + _row(field.name, field.default, field) for field in dataclasses.fields(area)]
+            settings = dataclasses.fields(area) if dataclasses.is_dataclass(area) else ()
+            lines += ["  " + _row(field.name, field.default, field) for field in settings if field.metadata]
         lines.append("")
     return "\n".join(lines)
 
@@ -61,7 +62,7 @@ def _section_lines(config: Config, *, mark_changes: bool) -> list[str]:
 def _scalar(value: object) -> str:
     """One-line YAML of a value."""
     value = json.loads(json.dumps(value))  # without parts that are one object, for which YAML writes aliases
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
     text = text.removesuffix("\n").removesuffix("\n...")
     # The text "1e5" needs quotes for our reader, a line break an escape: JSON has both.
     return text if "\n" not in text and parse_value(text) == value else json.dumps(value)

@@ -24,6 +24,8 @@ def shown(value: object) -> str:
 def describe_range(field: dataclasses.Field[Any]) -> str:
     """Legal values of a field in words: 'at least 1', 'above 0 and at most 1', 'one of bf16, fp32'; '' for any."""
     meta = field.metadata
+    if meta["kinds"]:
+        return "named " + ", ".join(meta["kinds"])
     if meta["choices"]:
         return "one of " + ", ".join(meta["choices"])
     bounds = [("above", meta["above"]), ("at least", meta["min"]), ("at most", meta["max"])]

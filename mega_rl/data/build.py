@@ -8,7 +8,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mega_rl.config.schema import ChatConfig, DataConfig, SourceConfig, TrainerConfig
+from mega_rl.config.schema import (
+    ChatConfig,
+    ColumnCurriculum,
+    DataConfig,
+    SourceConfig,
+    SuccessCurriculum,
+    TrainerConfig,
+)
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.hub.names import dataset_name
@@ -72,7 +79,12 @@ def read_mixture(data: DataConfig, tokenizer: Tokenizer, *, vocab_size: int, col
     problems: list[str] = []
     for name, source in data.mixture.named().items():
         reading = build_reading(
-            data, tokenizer, source, vocab_size=vocab_size, columns=columns, difficulty=data.curriculum.key
+            data,
+            tokenizer,
+            source,
+            vocab_size=vocab_size,
+            columns=columns,
+            difficulty=getattr(data.curriculum, "key", ""),
         )
         try:
             own = load_prompts(source.files, **vars(reading))
@@ -93,12 +105,13 @@ def build_order(
 
     Raises UserError for a source of a mixture that has no prompts left.
     """
-    curriculum, success, batch_size = data.curriculum, data.curriculum.success, trainer.prompts_per_step
-    rates = None if success.prefer == "none" else SuccessRates(prompts, memory=success.memory)
-    growth = None
-    if curriculum.key:
+    curriculum, batch_size = data.curriculum, trainer.prompts_per_step
+    rates, growth, preference = None, None, None
+    if isinstance(curriculum, SuccessCurriculum):
+        rates = SuccessRates(prompts, memory=curriculum.memory)
+        preference = Preference(curriculum.prefer, curriculum.explore)
+    elif isinstance(curriculum, ColumnCurriculum):
         growth = Growth(curriculum.start, curriculum.steps * batch_size, easy_is_high=curriculum.easy == "high")
-    preference = None if rates is None else Preference(success.prefer, success.explore)
     plan = OrderPlan(shuffle=data.shuffle, seed=trainer.seed, growth=growth, preference=preference)
     sources = data.mixture.named()
     if not sources:

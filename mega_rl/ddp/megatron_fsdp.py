@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
-from mega_rl.config.schema import DdpConfig
+from mega_rl.config.schema import DataParallelConfig
 from mega_rl.ddp.bucket_groups import finalize_sums
 from mega_rl.parallel.accelerator.megatron_core import fsdp_gradient_dtypes, fsdp_instance_buffers
 
@@ -55,7 +55,7 @@ def shard_chunks(
     chunks: Sequence[GPTModel],
     *,
     config: TransformerConfig,
-    ddp: DdpConfig,
+    ddp: DataParallelConfig,
     collection: ProcessGroupCollection,
     device: torch.device,
 ) -> list[MegatronFsdp]:
@@ -90,7 +90,7 @@ def shard_chunks(
     return wrapped
 
 
-def no_sync_of(chunk: MegatronFsdp, ddp: DdpConfig) -> Callable[[], AbstractContextManager[None]]:
+def no_sync_of(chunk: MegatronFsdp, ddp: DataParallelConfig) -> Callable[[], AbstractContextManager[None]]:
     """Return the context that the schedule enters for all micro-batches but the last.
 
     Upstream's ends with a reduction inside the last backward. Where gradients are not sharded `finish_grad_sync` adds

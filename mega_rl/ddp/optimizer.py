@@ -34,7 +34,7 @@ def build_optimizer(
     """Build Megatron-Core's optimizer of these chunks: FP32 main parameters, clipping by the true global norm.
 
     Weight decay is decoupled (AdamW) and spares tensors of one dimension: norms and biases. `placement` is
-    `engine.megatron.optimizer`, `implementation` is `engine.megatron.ddp.implementation`: under FSDP the optimizer
+    `engine.megatron.optimizer`, `implementation` is `engine.megatron.ddp.name`: under FSDP the optimizer
     state is sharded by nature, and parameters of torch_fsdp2 are the FP32 main parameters themselves.
 
     Raises:
@@ -81,7 +81,7 @@ def _check(placement: MegatronOptimizerConfig, implementation: str) -> None:
     for name, value in (("cpu_offload", placement.cpu_offload), ("precision_aware", placement.precision_aware)):
         if value and implementation != "ddp":
             problems.append(
-                f"engine.megatron.optimizer.{name}={str(value).lower()} needs engine.megatron.ddp.implementation=ddp, "
+                f"engine.megatron.optimizer.{name}={str(value).lower()} needs engine.megatron.ddp=ddp, "
                 f"not {implementation}"
             )
     if placement.precision_aware and placement.cpu_offload:

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from mega_rl.config.schema import DdpConfig
+from mega_rl.config.schema import DataParallelConfig
 from mega_rl.ddp.bucket_groups import finalize_sums
 
 
@@ -101,7 +101,7 @@ def shard_chunks(
     chunks: Sequence[GPTModel],
     *,
     config: TransformerConfig,
-    ddp: DdpConfig,
+    ddp: DataParallelConfig,
     collection: ProcessGroupCollection,
     device: torch.device,
 ) -> list[TorchFsdp]:

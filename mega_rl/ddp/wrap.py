@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerConfig
 
-from mega_rl.config.schema import DdpConfig
+from mega_rl.config.schema import DataParallelConfig
 from mega_rl.ddp import megatron_fsdp, torch_fsdp2
 from mega_rl.ddp.bucket_groups import finalize_sums, gather_outdated, use_summing_groups
 from mega_rl.ddp.reduce_scatter import RoundingError, Scratch
@@ -22,7 +22,7 @@ def wrap_chunks(
     chunks: Sequence[MegatronModule],
     *,
     config: TransformerConfig,
-    ddp: DdpConfig,
+    ddp: DataParallelConfig,
     distributed_optimizer: bool,
     collection: ProcessGroupCollection,
 ) -> list[DistributedDataParallel]:
@@ -38,9 +38,9 @@ def wrap_chunks(
     Raises:
         UserError: FP32 accumulation of gradients that travel in FP32.
     """
-    if ddp.implementation != "ddp":
+    if ddp.name != "ddp":
         check_fsdp(ddp, chunks=chunks, collection=collection)
-        shard = torch_fsdp2.shard_chunks if ddp.implementation == "torch_fsdp2" else megatron_fsdp.shard_chunks
+        shard = torch_fsdp2.shard_chunks if ddp.name == "torch_fsdp2" else megatron_fsdp.shard_chunks
         device = next(chunks[0].parameters()).device
         return list(shard(chunks, config=config, ddp=ddp, collection=collection, device=device))
     if ddp.reduce_scatter_fp32_accumulation and ddp.grad_reduce_in_fp32:
@@ -66,7 +66,9 @@ def wrap_chunks(
     return wrapped
 
 
-def _ddp_config(ddp: DdpConfig, *, distributed_optimizer: bool, interleaved: bool) -> DistributedDataParallelConfig:
+def _ddp_config(
+    ddp: DataParallelConfig, *, distributed_optimizer: bool, interleaved: bool
+) -> DistributedDataParallelConfig:
     """Return Megatron-Core's DDP settings of one chunk, which Megatron-Core modifies."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
@@ -93,7 +95,7 @@ def _count_padding(chunk: DistributedDataParallel) -> None:
             bucket.numel_unpadded = bucket.grad_data.numel()
 
 
-def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DdpConfig) -> None:
+def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DataParallelConfig) -> None:
     """Choose sums in FP32 and rank order if set, and on gloo, where they are faster than its reduce-scatter."""
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     if ddp.reduce_scatter_fp32_accumulation:
@@ -116,7 +118,9 @@ def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DdpConf
         use_summing_groups(chunk, scratch=scratch)
 
 
-def _hook_into_schedule(config: TransformerConfig, wrapped: Sequence[DistributedDataParallel], ddp: DdpConfig) -> None:
+def _hook_into_schedule(
+    config: TransformerConfig, wrapped: Sequence[DistributedDataParallel], ddp: DataParallelConfig
+) -> None:
     """Set the schedule's hooks: finalisation of gradients, no_sync and, interleaved, the start of chunks' traffic."""
     config.finalize_model_grads_func = finalize_sums
     if len(wrapped) == 1:
@@ -131,58 +135,47 @@ def _hook_into_schedule(config: TransformerConfig, wrapped: Sequence[Distributed
         config.param_sync_func = [partial(gather_outdated, chunk) for chunk in wrapped]
 
 
-def check_fsdp(ddp: DdpConfig, *, chunks: Sequence[torch.nn.Module], collection: ProcessGroupCollection) -> None:
+def check_fsdp(
+    ddp: DataParallelConfig, *, chunks: Sequence[torch.nn.Module], collection: ProcessGroupCollection
+) -> None:
     """Refuse layouts and settings under which sharded data parallelism of megatron-core 0.16.1 is wrong or undone.
 
     Raises:
         UserErrors: on all ranks alike.
     """
     problems = list(_both(ddp, chunks))
-    if ddp.implementation == "megatron_fsdp":
+    if ddp.name == "megatron_fsdp":
         problems += _megatron(ddp, collection)
         if any(not p.requires_grad for chunk in chunks for p in chunk.parameters()):
             problems.append(
-                "model.frozen with engine.megatron.ddp.implementation=megatron_fsdp: Megatron-Core waits for a "
-                "gradient of every parameter; use engine.megatron.ddp.implementation=torch_fsdp2 or ddp"
+                "model.frozen with engine.megatron.ddp=megatron_fsdp: Megatron-Core waits for a "
+                "gradient of every parameter; use engine.megatron.ddp=torch_fsdp2 or ddp"
             )
-    elif ddp.optimizer_instances > 1:
-        problems.append(
-            "engine.megatron.ddp.implementation=torch_fsdp2 with "
-            f"engine.megatron.ddp.optimizer_instances={ddp.optimizer_instances}: copies of the shards are not "
-            "supported; set engine.megatron.ddp.optimizer_instances=1 or "
-            "engine.megatron.ddp.implementation=megatron_fsdp"
-        )
     if problems:
         raise UserErrors(problems)
 
 
-def _both(ddp: DdpConfig, chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+def _both(ddp: DataParallelConfig, chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
     if any(not getattr(p, "allreduce", True) for chunk in chunks for p in chunk.parameters()):
         yield (
-            f"engine.megatron.ddp.implementation={ddp.implementation} with experts that are not on every rank "
+            f"engine.megatron.ddp={ddp.name} with experts that are not on every rank "
             "(engine.megatron.ep, etp): gradients would be summed over ranks with other experts; use "
-            "engine.megatron.ep=1 and etp=0, or engine.megatron.ddp.implementation=ddp"
-        )
-    if ddp.average_in_collective:
-        yield (
-            f"engine.megatron.ddp.implementation={ddp.implementation} with "
-            "engine.megatron.ddp.average_in_collective=true: gradients are sums there; set "
-            "engine.megatron.ddp.average_in_collective=false"
+            "engine.megatron.ep=1 and etp=0, or engine.megatron.ddp=ddp"
         )
 
 
-def _megatron(ddp: DdpConfig, collection: ProcessGroupCollection) -> Iterator[str]:
+def _megatron(ddp: DataParallelConfig, collection: ProcessGroupCollection) -> Iterator[str]:
     plain = ddp.fsdp_sharding == "optim"
     if collection.pp.size() > 1:
         yield (
-            f"engine.megatron.ddp.implementation=megatron_fsdp with engine.megatron.pp={collection.pp.size()}: "
+            f"engine.megatron.ddp=megatron_fsdp with engine.megatron.pp={collection.pp.size()}: "
             "Megatron-Core's sharding has no place for pipelines; use engine.megatron.pp=1, or "
-            "engine.megatron.ddp.implementation=torch_fsdp2 or ddp"
+            "engine.megatron.ddp=torch_fsdp2 or ddp"
         )
     if collection.dp_cp.size() == 1:
         yield (
-            "engine.megatron.ddp.implementation=megatron_fsdp with one data-parallel rank: there is nothing to shard, "
-            "and Megatron-Core adds gradients up wrongly; use more ranks or engine.megatron.ddp.implementation=ddp"
+            "engine.megatron.ddp=megatron_fsdp with one data-parallel rank: there is nothing to shard, "
+            "and Megatron-Core adds gradients up wrongly; use more ranks or engine.megatron.ddp=ddp"
         )
     if plain and ddp.overlap_grad_reduce:
         # Each reduced shard is added to the local gradient, which the unsharded buffer still holds.

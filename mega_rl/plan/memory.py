@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mega_rl.config.attention import Role
-from mega_rl.config.plugins.choices import LOSS
+from mega_rl.config.choices import LOSS
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.plan.sharding import padded_vocab_size
 from mega_rl.plan.parameters import weight_bytes

@@ -211,7 +211,7 @@ def _batch_lines(setup: RunSetup) -> Iterator[str]:
     elif setup.config.rollout.backend == "sglang":
         _, cache, sequences = server_of(setup)
         yield f"  servers: cache of {sequences} sequences of full length, {in_gb(cache)} on a device"
-    if setup.config.rollout.source != "single_turn":
+    if setup.config.rollout.source.name != "single_turn":
         yield f"  rollout.source={setup.config.rollout.source}: its own work is not counted"
     yield f"  legal: trainer.prompts_per_step a multiple of {dp}; trainer.minibatch_size one of "
     yield f"    {listed(divisors(trainer.prompts_per_step))}"

@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 
 from mega_rl.config.attention import Role
+from mega_rl.config.choices import has_reference, needs_critic
 from mega_rl.config.facts import divisors, listed
 from mega_rl.config.loader import load
 from mega_rl.config.needs import models_take_turns
-from mega_rl.config.plugins.choices import has_reference, needs_critic
 from mega_rl.config.rules import check
 from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import Config
@@ -150,8 +150,10 @@ def models_of(config: Config, checkpoints: Mapping[str, HFConfig]) -> dict[Role,
         models["critic"] = PlannedModel("critic", checkpoints.get("model.critic_path", actor), "value", trainable=True)
     if has_reference(config):
         models["reference"] = PlannedModel("reference", checkpoints.get("model.ref_path", actor), "lm", trainable=False)
-    if config.reward.source == "model":
-        models["reward"] = PlannedModel("reward", checkpoints.get("reward.model.path", actor), "value", trainable=False)
+    if config.reward.source.name == "model":
+        models["reward"] = PlannedModel(
+            "reward", checkpoints.get("reward.source.path", actor), "value", trainable=False
+        )
     return models
 
 
@@ -164,8 +166,8 @@ def read_setup(recipe: Path | None, overrides: Sequence[str], machine: Machine) 
     config = load(recipe, overrides)
     model, reward = config.model, config.reward
     paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
-    if reward.source == "model":
-        paths["reward.model.path"] = reward.model.path
+    if reward.source.name == "model":
+        paths["reward.source.path"] = reward.model_path
     problems = [] if model.path else ["model.path is empty: name a folder with a config.json, or a model of the Hub"]
     checkpoints: dict[str, HFConfig] = {}
     for key, path in ((key, path) for key, path in paths.items() if path):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
-from mega_rl.config.schema import Config, DdpConfig, MegatronOptimizerConfig
+from mega_rl.config.schema import Config, DataParallelConfig, MegatronOptimizerConfig
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from mega_rl.plan.parameters import FP32, Parameter, chunk_parameters, transformers_parameters
@@ -44,7 +44,7 @@ class Training:
     itemsize: int
     trainable: bool
     frozen: tuple[str, ...]
-    ddp: DdpConfig
+    ddp: DataParallelConfig
     optimizer: MegatronOptimizerConfig
 
 
@@ -186,10 +186,10 @@ def _chunk_state(sharding: Sharding, training: Training, rank: int, stage: int) 
     parameters = parameters_of(sharding, training, rank, stage)
     if not training.trainable:
         return StateBytes(weights=_nbytes(parameters))
-    if training.ddp.implementation == "torch_fsdp2":
+    if training.ddp.name == "torch_fsdp2":
         size, index = _dense_place(sharding.layout, training.ddp, rank)
         return _sharded_state(parameters, ranks=size, index=index)
-    if training.ddp.implementation == "megatron_fsdp":
+    if training.ddp.name == "megatron_fsdp":
         return _megatron_fsdp_state(sharding.layout, training, sum(parameter.numel for parameter in parameters))
     total = StateBytes(weights=_nbytes(parameter for parameter in parameters if not parameter.trained))
     for buffer, index in chunk_buffers(sharding, training, rank, stage):
@@ -251,7 +251,7 @@ def chunk_buffers(sharding: Sharding, training: Training, rank: int, stage: int)
     return buffers
 
 
-def _dense_place(layout: ParallelLayout, ddp: DdpConfig, rank: int) -> tuple[int, int]:
+def _dense_place(layout: ParallelLayout, ddp: DataParallelConfig, rank: int) -> tuple[int, int]:
     """Return (size, index) of the ranks that share the buffers of all but experts: data and context parallel."""
     at, size = layout.coordinates(rank), layout.dp * layout.cp // ddp.optimizer_instances
     return size, (at.dp_rank * layout.cp + at.cp_rank) % size

@@ -128,7 +128,7 @@ def update_traffic(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[T
         reductions = passes_of(setup, model)[1] if fsdp.reduce_every_microbatch else steps
         itemsize = FP32 if fsdp.grad_reduce_in_fp32 else setup.itemsize
         return [Traffic("gradients", "reduce-scatter", ranks, _share(_elements(model) * itemsize, ranks) * reductions)]
-    if par.ddp.implementation != "ddp":
+    if par.ddp.name != "ddp":
         return []
     rank, traffic = pp_rank * layout.stage_size, []
     for stage in range(layout.vpp):

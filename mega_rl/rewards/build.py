@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mega_rl.config.schema import RewardConfig, RewardPoolConfig
+from mega_rl.config.schema import RewardConfig, RewardFunctionConfig, RewardHttpConfig
 from mega_rl.config.schema.sandbox import CODE_TESTS, runs_code
 from mega_rl.cores import own_cores
 from mega_rl.data.columns import RewardColumns
@@ -46,7 +46,7 @@ class RunRewards:
             UserError: a reward function takes an answer, and no column has it.
         """
         if self.call is None:
-            return RewardColumns(answer=bool(answer_key) and self.settings.source == "http", structured=True)
+            return RewardColumns(answer=bool(answer_key) and self.settings.source.name == "http", structured=True)
         columns = self.call.columns
         taker = "functions" if self.settings.functions else f"function={self.settings.function!r}"
         if columns.answer and not answer_key:
@@ -82,11 +82,11 @@ class RunRewards:
         """Return the reward role of a run without a reward model.
 
         timeout_s: as of `TextScorer`. reads_parts: the setting that reads named parts; empty without one.
-        max_failed_share: in place of reward.pool.max_failed_share.
+        max_failed_share: in place of reward.source.max_failed_share.
         """
         if self.source is None:
             return AbsentScorer()
-        pool, reward = self.settings.pool, self.settings
+        pool, reward = self.settings.calls, self.settings
         share = pool.max_failed_share if max_failed_share is None else max_failed_share
         score = pool.failure_score if pool.on_failure == "score" else None
         return TextScorer(
@@ -108,13 +108,13 @@ def build_rewards(reward: RewardConfig, function: RewardFunction | None = None, 
     Raises:
         UserError: a function that cannot be called, an address or key that cannot be used.
     """
-    if reward.source == "function":
+    if reward.source.name == "function":
         return RunRewards(reward, _function_source(reward, function, resources))
-    if reward.source != "http":
+    http = reward.source
+    if not isinstance(http, RewardHttpConfig):
         return RunRewards(reward, None)
-    http = reward.http
     service = find_service(http.url, http.key_file)
-    poster = Poster(service, section="reward.http", timeout_s=http.timeout_s, retries=http.retries)
+    poster = Poster(service, section="reward.source", timeout_s=http.timeout_s, retries=http.retries)
     return RunRewards(reward, HttpRewards(poster, batch_size=http.batch_size, concurrency=http.concurrency))
 
 
@@ -126,19 +126,19 @@ def _function_source(
         raise UserError("reward.functions names functions, but a Python program has given one; leave one of them out")
     named = {name: _specified(spec, reward) for name, spec in reward.functions.items()}
     functions = named or _specified(reward.function, reward)
-    pool, num_workers = reward.pool, reward.pool.workers
+    pool, num_workers = reward.calls, reward.calls.workers
     call = load_call(
         functions, reward.sources, given=function, concurrency=pool.concurrency, batch_size=pool.batch_size
     )
-    if not call.batched and pool.batch_size != RewardPoolConfig().batch_size:
+    if not call.batched and pool.batch_size != RewardFunctionConfig().batch_size:
         raise UserError(
-            f"reward.pool.batch_size={pool.batch_size} has no effect: no function takes several responses at a time; "
+            f"reward.source.batch_size={pool.batch_size} has no effect: no function takes several responses at a time; "
             "give it the parameter responses in the place of response, or leave the setting out"
         )
     if num_workers > 0 and function is not None:
         raise UserError(
-            f"reward.pool.workers={num_workers}: workers load a function by its name, and this one was given by a "
-            "Python program; name it as reward.function=FILE.py:NAME, or set reward.pool.workers=0"
+            f"reward.source.workers={num_workers}: workers load a function by its name, and this one was given by a "
+            "Python program; name it as reward.function=FILE.py:NAME, or set reward.source.workers=0"
         )
     if num_workers < 0:  # comparing two strings needs no process
         names = {*reward.functions.values()} or {reward.function}

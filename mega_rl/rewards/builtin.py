@@ -10,9 +10,9 @@ from collections.abc import Callable
 from decimal import Decimal
 
 from mega_rl.config.schema.sandbox import CODE_TESTS
+from mega_rl.config.user_files import load_from_file
 from mega_rl.errors import UserError
 from mega_rl.rewards.code import code_format, code_tests, with_settings
-from mega_rl.workers.user_files import load_from_file
 
 # Returns a `score.Score`, an awaitable of one, or a list of scores for several responses.
 RewardFunction = Callable[..., object]

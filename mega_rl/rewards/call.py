@@ -199,7 +199,7 @@ async def _all(calls: Iterable[Awaitable[T]], *, at_once: bool) -> list[T]:
 
 def timed_out(name: str, timeout_s: float | None) -> RewardFailure:
     """Return the outcome of a call that took too long."""
-    return RewardFailure("timeout", f"{subject(name)} took longer than reward.pool.timeout_s={timeout_s:g}")
+    return RewardFailure("timeout", f"{subject(name)} took longer than reward.source.timeout_s={timeout_s:g}")
 
 
 def _raised(error: BaseException) -> str:

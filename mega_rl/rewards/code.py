@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -28,10 +27,11 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from mega_rl.config.schema import RewardSandboxConfig
+from mega_rl.config.keys import kind_of
+from mega_rl.config.schema import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.config.schema.sandbox import CODE_TESTS
 from mega_rl.errors import UserError
 from mega_rl.rewards.sandbox.bubblewrap import Tool
@@ -93,17 +93,18 @@ class CodeTests:
 
 def code_tests(response: str, answer: object, row: Mapping[str, object] | None = None) -> float:
     """Return the share of the row's tests that the program passes, under default settings."""
-    return _built(RewardSandboxConfig())(response, answer, row)
+    return _built(LocalSandboxConfig())(response, answer, row)
 
 
 def specification(settings: RewardSandboxConfig) -> str:
     """Return the reward function's name with its settings, for `resolve` in any process."""
-    return f"{CODE_TESTS} {json.dumps(dataclasses.asdict(settings), sort_keys=True)}"
+    return f"{CODE_TESTS} {json.dumps(settings.plain, sort_keys=True)}"
 
 
 def with_settings(text: str) -> CodeTests:
     """Return the reward function of settings in JSON. Raises UserError without such a sandbox."""
-    return _built(RewardSandboxConfig(**json.loads(text)))
+    kind: Any = kind_of(SECTION, json.loads(text))
+    return _built(kind)
 
 
 @functools.cache
@@ -119,21 +120,17 @@ def _built(settings: RewardSandboxConfig) -> CodeTests:
 
 def build_sandbox(settings: RewardSandboxConfig) -> LocalSandbox | RemoteSandbox:
     """Return the sandbox, which has run nothing yet. Raises UserError with the fix."""
-    limits = Limits(
-        timeout_s=settings.timeout_s,
-        memory_bytes=settings.memory_mib * MIB,
-        processes=settings.processes,
-        output_bytes=settings.output_kib << 10,
-        tmp_bytes=settings.tmp_mib * MIB,
-    )
-    if settings.kind == "remote":
+    limits = Limits(settings.timeout_s, settings.memory_mib * MIB, output_bytes=settings.output_kib << 10)
+    if isinstance(settings, RemoteSandboxConfig):
         service = find_service(settings.url, settings.key_file, SECTION)
         timeout_s = settings.timeout_s + WAIT_S
         return RemoteSandbox(Poster(service, section=SECTION, timeout_s=timeout_s, retries=RETRIES), limits)
+    assert isinstance(settings, LocalSandboxConfig)
+    limits = replace(limits, processes=settings.processes, tmp_bytes=settings.tmp_mib * MIB)
     try:
         return LocalSandbox(Tool.find(settings.interpreter), limits)
     except SandboxError as error:
-        raise UserError(f"{SECTION}.kind=local: {error}") from None
+        raise UserError(f"{SECTION}=local: {error}") from None
 
 
 def check_sandbox(settings: RewardSandboxConfig) -> None:
@@ -141,7 +138,7 @@ def check_sandbox(settings: RewardSandboxConfig) -> None:
     try:
         build_sandbox(settings).check()
     except SandboxError as error:
-        raise UserError(f"{SECTION}.kind={settings.kind}: {error}") from None
+        raise UserError(f"{SECTION}={settings}: {error}") from None
 
 
 def unfit_tests(settings: RewardSandboxConfig, cases: Sequence[AssertCase]) -> list[str]:
@@ -149,7 +146,7 @@ def unfit_tests(settings: RewardSandboxConfig, cases: Sequence[AssertCase]) -> l
     try:
         return [*unfit(build_sandbox(settings), [one.suite for one in cases], settings.timeout_s)] if cases else []
     except SandboxError as error:
-        raise UserError(f"{SECTION}.kind={settings.kind}: {error}") from None
+        raise UserError(f"{SECTION}={settings}: {error}") from None
 
 
 def last_program(response: str) -> str | None:

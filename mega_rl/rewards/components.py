@@ -132,8 +132,8 @@ class OnFailure:
 
     def __str__(self) -> str:
         if self.score is None:
-            return "it is left out (reward.pool.on_failure=mask)"
-        return f"its score is reward.pool.failure_score={self.score:g}"
+            return "it is left out (reward.source.on_failure=mask)"
+        return f"its score is reward.source.failure_score={self.score:g}"
 
 
 class Failures:
@@ -185,7 +185,7 @@ class Failures:
         if self._examples and sum(failed) > self._rule.max_share * total:
             too_many = RewardError(
                 f"{sum(failed):.0f} of {total:.0f} responses have no score: more than "
-                f"reward.pool.max_failed_share={self._rule.max_share:g}; the first: {self._examples[0]}"
+                f"reward.source.max_failed_share={self._rule.max_share:g}; the first: {self._examples[0]}"
             )
         self._counts.clear()
         self._examples.clear()
@@ -199,8 +199,8 @@ class Failures:
             return
         self._warned = True
         log.warning(
-            "reward.pool.failure_score=%g is above %g, which the reward function gave a response: hanging or crashing "
-            "it is rewarded; set it to the lowest score",
+            "reward.source.failure_score=%g is above %g, which the reward function gave a response: hanging or "
+            "crashing it is rewarded; set it to the lowest score",
             score,
             self._lowest,
         )

@@ -84,7 +84,9 @@ class RewardPool:
         try:
             return json.dumps(self.call.arguments(*item)).encode()
         except (TypeError, ValueError) as error:
-            what = f"the row cannot be sent to a reward worker: {error}; set reward.pool.workers=0, or drop the column"
+            what = (
+                f"the row cannot be sent to a reward worker: {error}; set reward.source.workers=0, or drop the column"
+            )
             raise no_score(what, *item) from None
 
     def _start(self, number: int) -> WorkerProcess:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import all_failures, raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
@@ -16,7 +17,6 @@ from mega_rl.rewards.components import Failures, OnFailure, RewardComponents
 from mega_rl.rewards.responses import ResponseReader, answered
 from mega_rl.rewards.score import Item, Outcome, Report, RewardError, Score, ScoreSource, ignore, no_score
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
-from mega_rl.workers.user_files import users_code
 
 log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ class Service:
     key: str = field(default="", repr=False)  # bearer token; empty sends none
 
 
-def find_service(url: str, key_file: str, section: str = "reward.http") -> Service:
+def find_service(url: str, key_file: str, section: str = "reward.source") -> Service:
     """Return the service of the settings url and key_file ("" for none) of a section.
 
     Raises:
@@ -111,7 +111,7 @@ class Poster:
 
     def __init__(self, service: Service, *, section: str, timeout_s: float, retries: int, pause_s: float = 0.5) -> None:
         """
-        section: the settings that errors name, "reward.http".
+        section: the settings that errors name, "reward.source".
         timeout_s: bounds a request with all its tries and pauses.
         pause_s: the first pause, which then doubles.
         """

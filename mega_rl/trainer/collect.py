@@ -47,7 +47,7 @@ class SuccessMeter:
     def record(self, samples: Samples, ranks: Ranks) -> None:
         """Add all replicas' samples to the rates; collective."""
         rollout, rewards = samples.rollout, samples.rewards
-        values = judged_values(rewards, self.right_part, setting="data.curriculum.success.right_part")
+        values = judged_values(rewards, self.right_part, setting="data.curriculum.right_part")
         known = scored_rows(rollout, rewards) & ~values.isnan()  # a data source may lack the component
         columns = torch.stack([(values > self.right_above) & known, known], dim=1).double()
         counts = torch.zeros(len(samples.prompts), 2, dtype=torch.float64).index_add(0, rollout.prompt_index, columns)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mega_rl.algorithms.kl import FixedKL, k3
-from mega_rl.algorithms.losses.objectives import PPO
+from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.config.attention import RequestedAttention
 from mega_rl.config.schema import (
     EngineConfig,

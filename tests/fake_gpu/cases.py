@@ -64,7 +64,7 @@ class Run:
     def loss(self) -> Any:
         """Return the loss of the actor, as a run has it, or of the critic."""
         from mega_rl.algorithms.kl import k3
-        from mega_rl.algorithms.losses.objectives import OBJECTIVES
+        from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
         from mega_rl.workers.models import PolicyLoss, ValueLoss
 
         if self.case.head == "value":

@@ -30,8 +30,8 @@ SETTINGS = (
     *(f"checkpoint.save_interval={SAVE_INTERVAL}", "checkpoint.timeout_s=20", "checkpoint.fallback=true"),
     "metrics.progress_bar=false",
 )
-REWARD = ("reward.function=reward.py:share_of_odd_tokens", "reward.pool.workers=0")
-POOL = (REWARD[0], "reward.pool.workers=1", "reward.pool.timeout_s=2", "reward.pool.max_failed_share=0")
+REWARD = ("reward.function=reward.py:share_of_odd_tokens", "reward.source.workers=0")
+POOL = (REWARD[0], "reward.source.workers=1", "reward.source.timeout_s=2", "reward.source.max_failed_share=0")
 
 # The fault that a reward commits, once, is named by a file that the campaign writes and the function removes.
 REWARD_PROGRAM = '''"""Reward of a tiny task, and the faults that it commits when a file asks for them."""

@@ -96,8 +96,8 @@ class BadService(Fault):
         port = free_port()
         self._service = serve(port, handler(run.folder))
         self.reward = (
-            *("reward.source=http", f"reward.http.url=http://127.0.0.1:{port}/score"),
-            f"reward.http.timeout_s={TIMEOUT_S - 2:g}",
+            *("reward.source=http", f"reward.source.url=http://127.0.0.1:{port}/score"),
+            f"reward.source.timeout_s={TIMEOUT_S - 2:g}",
         )
 
     def fire(self, run: Run) -> str:

@@ -54,7 +54,7 @@ class LostServer(Fault):
     """A process of the server that a run has started is killed or stopped."""
 
     number: signal.Signals = signal.SIGKILL
-    reward: tuple[str, ...] = (*REWARD, *SETTINGS, "rollout.sglang.server.max_total_tokens=20000")
+    reward: tuple[str, ...] = (*REWARD, *SETTINGS, "rollout.sglang.server.args.max_total_tokens=20000")
     deadline_s: float = 800.0  # it is started again
 
     def prepare(self, run: Run) -> None:

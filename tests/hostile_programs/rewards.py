@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mega_rl.config.schema import RewardSandboxConfig
+from mega_rl.config.schema import LocalSandboxConfig
 from mega_rl.rewards.builtin import resolve
 from mega_rl.rewards.code import CodeTests, specification
 
-SETTINGS = RewardSandboxConfig(memory_mib=128, processes=12, tmp_mib=8, output_kib=64, timeout_s=2.0, total_s=10.0)
+SETTINGS = LocalSandboxConfig(memory_mib=128, processes=12, tmp_mib=8, output_kib=64, timeout_s=2.0, total_s=10.0)
 TESTS: CodeTests = resolve(specification(SETTINGS))  # type: ignore[assignment]
 
 

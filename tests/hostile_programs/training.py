@@ -72,7 +72,7 @@ def train(folder: Path, programs: Sequence[Hostile], *, prompts: int) -> Trainin
                 f"trainer.run_dir={folder / 'run'}",
                 f"reward.function={Path(__file__).with_name('rewards.py')}:of_the_row",
             ),
-            "reward.pool.workers=2",
+            "reward.source.workers=2",
         )
         with (folder / "log").open("wb") as log:
             command = [sys.executable, "-m", "mega_rl.cli", "train", *settings]

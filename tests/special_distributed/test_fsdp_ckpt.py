@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.config.schema import Config, DdpConfig, FsdpConfig, MicrobatchConfig, TrainerConfig
+from mega_rl.config.schema import Config, FsdpConfig, MicrobatchConfig, TorchFsdpConfig, TrainerConfig
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.types import Experience
 from tests.helpers.engines import load_state, make_config, own_rows, running_engine, save_state
@@ -33,7 +33,7 @@ def cases(model: Path) -> dict[str, Config]:
     trainer = TrainerConfig(timeout_s=60.0, microbatch=MicrobatchConfig(max_tokens=64), deterministic=True)
     config = partial(make_config, model, trainer=trainer)
     return {
-        "Megatron-Core's model in FSDP2, bf16": config(dtype="bf16", ddp=DdpConfig(implementation="torch_fsdp2")),
+        "Megatron-Core's model in FSDP2, bf16": config(dtype="bf16", ddp=TorchFsdpConfig()),
         "transformers' model in FSDP2": config(engine="fsdp"),
         "transformers' model in two copies, bf16": config(dtype="bf16", engine="fsdp", fsdp=FsdpConfig(shard_ranks=2)),
     }

@@ -186,7 +186,7 @@ def use_trainers(rank: int, folder_text: str) -> dict[str, Any]:
     thread.start()
     thread.join(60)
     http = mega_rl.load_config(
-        None, {**settings(folder, "third"), "reward": {"source": "http", "http": {"url": "http://[::1]/"}}}
+        None, {**settings(folder, "third"), "reward": {"source": {"name": "http", "url": "http://[::1]/"}}}
     )
     error("http", lambda: mega_rl.build_trainer(http, reward=one))
     return seen

@@ -86,6 +86,7 @@ READ_THE_ENVIRONMENT = [
 # accelerator.cpu and what it loads patch Megatron-Core on a CPU; the launcher and its two helpers change SGLang in the
 # server's own process; groups clears a cache of Megatron-Core; the others set a documented switch of a library.
 CHANGE_FOREIGN_MODULES = [
+    "config/user_files.py",
     "parallel/accelerator/cpu.py",
     "parallel/gloo.py",  # groups take their options from nowhere else
     "parallel/groups.py",
@@ -94,7 +95,6 @@ CHANGE_FOREIGN_MODULES = [
     "rollout/sglang/server/cpu_stand_ins.py",
     "rollout/sglang/server/launcher.py",
     "tracking/progress/terminal.py",
-    "workers/user_files.py",
 ]
 
 # Records with a method that reads them.

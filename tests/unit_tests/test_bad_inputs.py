@@ -100,7 +100,7 @@ def reference_with_another_tokenizer() -> list[str]:
     shutil.copytree("m", "r")
     text = Path("r/tokenizer.json").read_text()
     Path("r/tokenizer.json").write_text(text.replace('"a"', '"A"'))
-    return ["engine.backend=fsdp", "algorithm.kl.placement=loss", "model.ref_path=r"]
+    return ["engine.backend=fsdp", "algorithm.kl=loss", "model.ref_path=r"]
 
 
 def given(*settings: str) -> Callable[[], list[str]]:
@@ -133,19 +133,22 @@ EARLY: dict[str, tuple[Callable[[], list[str]], tuple[str, ...]]] = {
         given("engine.backend=fsdp", "engine.fsdp.shard_ranks=3", "--nproc-per-node=2"),
         ("engine.fsdp.shard_ranks=3 does not divide the world size 2; legal: 1, 2",),
     ),
-    "reward model without a path": (given("reward.source=model"), ("reward.source=model needs reward.model.path",)),
-    "reward service without an address": (given("reward.source=http"), ("reward.http.url=''", "http:// or https://")),
+    "reward model without a path": (given("reward.source=model"), ("reward.source=model needs reward.source.path",)),
+    "reward service without an address": (given("reward.source=http"), ("reward.source.url=''", "http:// or https://")),
     "reward model that nobody asks": (
-        given("reward.model.path=m"),
-        ("reward.model.path=m has no effect: it needs reward.source=model",),
+        given("reward.source.path=m"),
+        (
+            "reward.source.path has no effect: reward.source=function has no such setting",
+            "belongs to reward.source=model",
+        ),
     ),
     "reward function beside a service": (
-        given("reward.source=http", "reward.http.url=http://127.0.0.1:1/", "reward.function=math_verify"),
+        given("reward.source=http", "reward.source.url=http://127.0.0.1:1/", "reward.function=math_verify"),
         ("reward.function=math_verify has no effect: it needs reward.source=function",),
     ),
     "actor as reward model": (
-        given("reward.source=model", "reward.model.path=m"),
-        ("reward.model.path: m: has no score.weight", "a sequence-classification checkpoint with one label"),
+        given("reward.source=model", "reward.source.path=m"),
+        ("reward.source.path: m: has no score.weight", "a sequence-classification checkpoint with one label"),
     ),
     "reference with another tokenizer": (
         reference_with_another_tokenizer,

@@ -39,8 +39,8 @@ def variables_of(settings: list[str]) -> dict[str, str]:
     [
         ([], {}),
         ([TP], ORDERED),
-        ([TP, "engine.megatron.ddp.implementation=torch_fsdp2"], {}),
-        ([TP, "engine.megatron.ddp.implementation=megatron_fsdp"], {}),
+        ([TP, "engine.megatron.ddp=torch_fsdp2"], {}),
+        ([TP, "engine.megatron.ddp=megatron_fsdp"], {}),
         (["engine.backend=fsdp"], {}),
         ([SERVERS], BESIDE_SERVERS | {"NCCL_NVLS_ENABLE": "0"}),
         ([SERVERS, "rollout.sglang.placement=separate"], BESIDE_SERVERS),

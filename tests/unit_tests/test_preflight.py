@@ -50,7 +50,7 @@ def test_legal_run_can_start() -> None:
             "algorithm.advantage=gae",
             "model.ref_path=r",
             "model.critic_path=r",
-            "algorithm.kl.placement=reward",
+            "algorithm.kl=reward",
             "data.val_files=[v.parquet]",
             "data.chat.template=true",
             "trainer.val_interval=1",
@@ -230,7 +230,7 @@ def test_reference_and_critic_are_checked() -> None:
 
 # --- tokenizers
 
-ROLES = ("algorithm.advantage=gae", "model.ref_path=r", "model.critic_path=c", "algorithm.kl.placement=loss")
+ROLES = ("algorithm.advantage=gae", "model.ref_path=r", "model.critic_path=c", "algorithm.kl=loss")
 
 
 def change_tokenizer(folder: str, **changes: object) -> None:
@@ -265,7 +265,7 @@ def test_roles_must_have_the_actors_tokenizer() -> None:
         "in normalizer; " + fix,
     ]
     (Path("r") / "tokenizer.json").write_text("{")
-    assert problems("model.ref_path=r", "algorithm.kl.placement=loss") == [
+    assert problems("model.ref_path=r", "algorithm.kl=loss") == [
         "model.ref_path: r/tokenizer.json: not JSON; download or copy it again"
     ]
 
@@ -378,34 +378,34 @@ def test_several_reward_functions() -> None:
     assert line.startswith("data.source_key=set has no effect: it needs reward.sources")
 
 
-HTTP = ("reward.source=http", "reward.http.url=https://rewards.example/score")
+HTTP = ("reward.source=http", "reward.source.url=https://rewards.example/score")
 
 
 def test_reward_services() -> None:
     Path("key").write_text("s3cret")
     Path("key").chmod(0o600)
     assert preflight(None, [*BASE, *HTTP])
-    assert preflight(None, [*BASE, *HTTP, "reward.http.key_file=key"])
-    assert preflight(None, [*BASE, *HTTP, "reward.http.url=http://localhost:8000/", "reward.http.key_file=key"])
-    (line,) = problems(*HTTP, "reward.http.url=http://rewards.example/", "reward.http.key_file=key")
+    assert preflight(None, [*BASE, *HTTP, "reward.source.key_file=key"])
+    assert preflight(None, [*BASE, *HTTP, "reward.source.url=http://localhost:8000/", "reward.source.key_file=key"])
+    (line,) = problems(*HTTP, "reward.source.url=http://rewards.example/", "reward.source.key_file=key")
     assert line.startswith(
-        "reward.http.url='http://rewards.example/' with reward.http.key_file: the key would travel unencrypted"
+        "reward.source.url='http://rewards.example/' with reward.source.key_file: the key would travel unencrypted"
     )
-    (line,) = problems(*HTTP, "reward.http.url=https://me:word@h/")
-    assert line.startswith("reward.http.url: names a user or password for h")
-    (line,) = problems(*HTTP, "reward.http.url=rewards.example")
+    (line,) = problems(*HTTP, "reward.source.url=https://me:word@h/")
+    assert line.startswith("reward.source.url: names a user or password for h")
+    (line,) = problems(*HTTP, "reward.source.url=rewards.example")
     assert "needs an address that begins with http:// or https://" in line
-    assert problems(*HTTP, "reward.http.timeout_s=600") == [
-        "reward.http.timeout_s=600 must be below trainer.timeout_s=600, the time that other ranks wait for the scores"
+    assert problems(*HTTP, "reward.source.timeout_s=600") == [
+        "reward.source.timeout_s=600 must be below trainer.timeout_s=600, the time that other ranks wait for the scores"
     ]
     Path("key").chmod(0o640)
-    (line,) = problems(*HTTP, "reward.http.key_file=key")
-    assert line == "reward.http.key_file: key: others than its owner may read it (mode 640); chmod 600 key"
-    (line,) = problems(*HTTP, "reward.http.key_file=nowhere")
-    assert line.startswith("reward.http.key_file: nowhere: cannot be read: FileNotFoundError")
+    (line,) = problems(*HTTP, "reward.source.key_file=key")
+    assert line == "reward.source.key_file: key: others than its owner may read it (mode 640); chmod 600 key"
+    (line,) = problems(*HTTP, "reward.source.key_file=nowhere")
+    assert line.startswith("reward.source.key_file: nowhere: cannot be read: FileNotFoundError")
 
 
-MODEL = ("reward.source=model", "reward.model.path=r")
+MODEL = ("reward.source=model", "reward.source.path=r")
 
 
 def write_reward_model(shape: tuple[int, int] = (1, 4096), name: str = "score.weight", **changes: object) -> None:
@@ -447,30 +447,30 @@ ONE_LABEL = "a reward model is a sequence-classification checkpoint with one lab
 )
 def test_checkpoints_that_are_no_reward_models(changes: dict[str, Any], line: str) -> None:
     write_reward_model(**changes)
-    assert problems(*MODEL) == [f"reward.model.path: {line}"]
+    assert problems(*MODEL) == [f"reward.source.path: {line}"]
 
 
 def test_reward_models_are_checked_as_all_checkpoints_are() -> None:
     assert problems("reward.source=model") == [
-        "reward.source=model needs reward.model.path: name a sequence-classification checkpoint directory"
+        "reward.source=model needs reward.source.path: name a sequence-classification checkpoint directory"
     ]
-    (line,) = problems("reward.source=model", "reward.model.path=nowhere")
-    assert line.startswith("reward.model.path: checkpoint nowhere: no such directory")
+    (line,) = problems("reward.source=model", "reward.source.path=nowhere")
+    assert line.startswith("reward.source.path: checkpoint nowhere: no such directory")
     write_reward_model(num_hidden_layers=7)
     Path("r/tokenizer.json").unlink()
     lines = problems(*MODEL, "engine.megatron.pp=2", world_size=2)
-    assert lines[0].startswith("engine.megatron.pp*vpp=2*1=2 does not divide the 7 layers of reward.model.path; ")
+    assert lines[0].startswith("engine.megatron.pp*vpp=2*1=2 does not divide the 7 layers of reward.source.path; ")
     assert lines[1:] == [
-        "reward.model.path: r: no tokenizer; it needs one of tokenizer.json, tokenizer.model, vocab.json, vocab.txt"
+        "reward.source.path: r: no tokenizer; it needs one of tokenizer.json, tokenizer.model, vocab.json, vocab.txt"
     ]
     Path("r/model.safetensors").write_bytes(b"PK\x03\x04 this is a zip")
-    assert "reward.model.path: r/model.safetensors: header of 7595448452415441744 bytes, at most" in "\n".join(
+    assert "reward.source.path: r/model.safetensors: header of 7595448452415441744 bytes, at most" in "\n".join(
         problems(*MODEL)
     )
     config = {"model_type": "gpt_oss", **TINY["gpt_oss"]}
     Path("r/config.json").write_text(json.dumps(config))
     assert any(
-        line.startswith("reward.model.path: r: model_type=gpt_oss can be converted") for line in problems(*MODEL)
+        line.startswith("reward.source.path: r: model_type=gpt_oss can be converted") for line in problems(*MODEL)
     )
 
 
@@ -489,8 +489,6 @@ def test_a_reward_model_needs_room_for_one_more_token() -> None:
 def test_sources_that_are_not_used_are_not_looked_at() -> None:
     (line,) = problems(*HTTP, "reward.function=no.py:f")
     assert line.startswith("reward.function=no.py:f has no effect")
-    (line,) = problems("reward.model.path=nowhere")
-    assert line.startswith("reward.model.path=nowhere has no effect")
 
 
 def test_folders_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mega_rl.config import packaged
+from mega_rl.config.choices import CORRECTION, chosen
 from mega_rl.config.loader import load
-from mega_rl.config.plugins.choices import CORRECTION, chosen
 from mega_rl.config.rules import check
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config
@@ -90,9 +90,9 @@ def test_recipe_is_set_as_an_expert_would(name: str) -> None:
     algorithm, val = config.algorithm, config.validation
     assert (val.n, val.temperature, val.top_p, config.trainer.val_interval > 0) == (8, 0.6, 0.95, True)
     assert config.data.chat.template_kwargs == {"enable_thinking": not name.startswith(("gsm8k", "mixture"))}
-    assert (algorithm.kl.placement, config.rollout.backend) == ("none", "sglang")
-    assert config.model.fp32_head == (algorithm.loss != "distillation")
-    differs = algorithm.old_logprobs == "rollout" or algorithm.loss == "distillation"
+    assert (algorithm.kl, config.rollout.backend) == ("none", "sglang")
+    assert config.model.fp32_head == (algorithm.loss.name != "distillation")
+    differs = algorithm.old_logprobs == "rollout" or algorithm.loss.name == "distillation"
     assert chosen(config, CORRECTION) == ("none" if differs else "icepop" if "a3b" in name else "tis")
 
 

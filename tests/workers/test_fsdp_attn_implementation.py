@@ -26,8 +26,8 @@ RUNS: dict[str, tuple[str, list[str], tuple[str, str, str, str]]] = {
     "file, critic": ("model.critic_attn_implementation=eager", [], ("sdpa", "eager", "sdpa", "sdpa")),
     "command line, critic": ("", ["model.critic_attn_implementation=eager"], ("sdpa", "eager", "sdpa", "sdpa")),
     "command line, reference": ("", ["model.ref_attn_implementation=eager"], ("sdpa", "sdpa", "eager", "sdpa")),
-    "file, reward model": ("reward.model.attn_implementation=eager", [], ("sdpa", "sdpa", "sdpa", "eager")),
-    "command line, reward model": ("", ["reward.model.attn_implementation=eager"], ("sdpa", "sdpa", "sdpa", "eager")),
+    "file, reward model": ("reward.source.attn_implementation=eager", [], ("sdpa", "sdpa", "sdpa", "eager")),
+    "command line, reward model": ("", ["reward.source.attn_implementation=eager"], ("sdpa", "sdpa", "sdpa", "eager")),
     "command line over file": (
         "model.attn_implementation=eager",
         ["model.attn_implementation=sdpa", "model.ref_attn_implementation=eager"],
@@ -46,7 +46,7 @@ RUNS: dict[str, tuple[str, list[str], tuple[str, str, str, str]]] = {
 }
 KEYS = (
     *("model.attn_implementation", "model.critic_attn_implementation", "model.ref_attn_implementation"),
-    "reward.model.attn_implementation",
+    "reward.source.attn_implementation",
 )
 REFUSED = {f"{key} refused": (key, [f"{key}=flash_attention_2"]) for key in KEYS}
 
@@ -55,7 +55,7 @@ def recipe_of(folder: Path, setting: str) -> str:
     """A recipe, as text, of a run with all roles; `setting` is one more line of it."""
     recipe: dict[str, Any] = {
         "model": {"path": str(folder / "model"), "dtype": "fp32"},
-        "algorithm": {"advantage": "gae", "kl": {"placement": "loss"}},
+        "algorithm": {"advantage": "gae", "kl": "loss"},
         "reward": {"source": "model", "model": {"path": str(folder / "reward")}},
         "trainer": {"device": "cpu", "timeout_s": 60, "microbatch": {"max_tokens": 64}},
     }

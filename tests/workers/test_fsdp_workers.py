@@ -78,7 +78,7 @@ def recipe_of(root: Path, models: dict[str, str]) -> str:
     return json.dumps(
         {
             "model": {"dtype": "fp32", **{key: str(root / name) for key, name in models.items()}},
-            "algorithm": {"advantage": "gae", "kl": {"placement": "reward"}},
+            "algorithm": {"advantage": "gae", "kl": "reward"},
             "data": {"train_files": [str(root / "train.jsonl")], "max_prompt_tokens": 8},
             "optim": {"lr": 1e-3, "critic_lr": 1e-3},
             "rollout": {"max_new_tokens": 16},

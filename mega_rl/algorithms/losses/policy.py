@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.distribution import histogram_where
 from mega_rl.algorithms.kl import KLEstimator, clamped_log_ratio, kl_penalty
-from mega_rl.algorithms.losses.objectives import PolicyObjective, PolicyTokens
+from mega_rl.algorithms.losses.tokens import PolicyObjective, PolicyTokens
 from mega_rl.protocols import LossOutput
 
 

@@ -13,7 +13,7 @@ from mega_rl.cli.output import print_table
 from mega_rl.config.keys import with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, SuccessCurriculum
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.data.build import ONLY, build_order, build_streams
 from mega_rl.data.columns import RewardColumns
@@ -80,8 +80,8 @@ def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int, as_jso
     typer.echo(f"{steps:,} steps of {config.trainer.prompts_per_step:,} prompts are {draws:,} draws")
     if config.rollout.dynamic_sampling.max_generations:
         typer.echo("dynamic sampling draws more: groups of equal rewards are replaced")
-    if (prefer := config.data.curriculum.success.prefer) != "none":
-        typer.echo(f"within a set prompts are drawn by their success: {prefer} ones more often")
+    if isinstance(success := config.data.curriculum, SuccessCurriculum):
+        typer.echo(f"within a set prompts are drawn by their success: {success.prefer} ones more often")
     for name, own in first.items():
         typer.echo(f"\n{name}:")
         for number, shown in enumerate(own, start=1):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from mega_rl.config.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
 from mega_rl.config.keys import open_ended
-from mega_rl.config.needs import KL_ESTIMATORS_BY_PLACEMENT, may_have_parts, unmet, updates_of_a_batch
-from mega_rl.config.plugins.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
+from mega_rl.config.needs import may_have_parts, unmet, updates_of_a_batch
 from mega_rl.config.rules import mixture as mixture_rules
 from mega_rl.config.rules import parallel as parallel_rules
 from mega_rl.config.rules import reference as reference_rules
@@ -18,7 +18,7 @@ from mega_rl.config.rules import rewards as reward_rules
 from mega_rl.config.rules import rollout as rollout_rules
 from mega_rl.config.rules import stream as stream_rules
 from mega_rl.config.rules import validation as validation_rules
-from mega_rl.config.schema import Config, KlConfig
+from mega_rl.config.schema import Config, RewardHttpConfig
 
 
 def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] | None = None) -> list[str]:
@@ -83,35 +83,34 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"rollout.n={config.rollout.n}: algorithm.advantage={algorithm.advantage} compares samples of a prompt; "
             "legal: at least 2"
         )
-    sets = algorithm.advantage_settings.get("k") if algorithm.advantage == "pass_at_k" else None
+    sets = algorithm.advantage.settings.get("k") if algorithm.advantage.name == "pass_at_k" else None
     if isinstance(sets, int) and sets >= config.rollout.n >= 2:
         yield (
-            f"algorithm.advantage_settings.k={sets} with rollout.n={config.rollout.n}: pass_at_k compares sets of k "
+            f"algorithm.advantage.k={sets} with rollout.n={config.rollout.n}: pass_at_k compares sets of k "
             f"samples of a prompt, of which there must be several; legal: at most {config.rollout.n - 1}"
         )
     yield from _teacher(config)
-    if algorithm.kl.placement == "reward" and not ADVANTAGE.needs(config, "takes_kl"):
+    if algorithm.kl.name == "reward" and not ADVANTAGE.needs(config, "takes_kl"):
         yield (
-            f"algorithm.kl.placement=reward with advantage={algorithm.advantage}: it has one reward for a whole "
+            f"algorithm.kl=reward with advantage={algorithm.advantage}: it has one reward for a whole "
             "response, a KL per token has no place in it; legal: none, loss, or reward with advantage=gae"
         )
-    in_reward, adaptive = algorithm.kl.placement == "reward", algorithm.kl.control == "adaptive"
-    if algorithm.old_logprobs == "rollout" and algorithm.kl.placement != "none" and (in_reward or adaptive):
-        setting = "placement=reward" if in_reward else "control=adaptive"
+    in_reward, adaptive = algorithm.kl.name == "reward", algorithm.kl.control == "adaptive"
+    if algorithm.old_logprobs == "rollout" and algorithm.kl.name != "none" and (in_reward or adaptive):
+        setting = "kl=reward" if in_reward else "kl.control=adaptive"
         yield (
-            f"algorithm.kl.{setting} with algorithm.old_logprobs=rollout: the difference of engine and trainer would "
-            "count as KL; legal: placement=loss with control=fixed, or old_logprobs=auto or recompute"
+            f"algorithm.{setting} with algorithm.old_logprobs=rollout: the difference of engine and trainer would "
+            "count as KL; legal: kl=loss with control=fixed, or old_logprobs=auto or recompute"
         )
-    yield from _kl_estimator(algorithm.kl)
     yield from _loss(config)
     yield from _zero_advantages(config)
-    for choice in CHOICES:
+    for choice in CHOICES.values():
         yield from choice.problems(config)
 
 
 def _teacher(config: Config) -> Iterator[str]:
     """Yield what keeps an estimator from the log-probs of a reference that it reads, or makes nothing of them."""
-    algorithm, name = config.algorithm, config.algorithm.advantage
+    algorithm, name = config.algorithm, config.algorithm.advantage.name
     compares = ADVANTAGE.needs(config, "needs_reference") and reads_reference(config)
     if compares and algorithm.old_logprobs == "rollout":
         yield (
@@ -120,10 +119,10 @@ def _teacher(config: Config) -> Iterator[str]:
         )
     if name != "distillation":
         return
-    weight = algorithm.advantage_settings.get("reward_weight")
+    weight = algorithm.advantage.settings.get("reward_weight")
     if weight and config.rollout.n < 2:
         yield (
-            f"algorithm.advantage_settings.reward_weight={weight} with rollout.n={config.rollout.n}: a reward is "
+            f"algorithm.advantage.reward_weight={weight} with rollout.n={config.rollout.n}: a reward is "
             "compared with those of the prompt's other samples; set rollout.n to 2 or more, or the weight to 0"
         )
     if not config.model.ref_path:
@@ -141,24 +140,24 @@ def _teacher(config: Config) -> Iterator[str]:
 def _whole_vocabulary(config: Config) -> Iterator[str]:
     """Yield the settings that a divergence over the whole vocabulary leaves without effect or meaning."""
     algorithm = config.algorithm
-    if LOSS.needs(config, "needs_teacher") and algorithm.kl.placement != "none":
+    if LOSS.needs(config, "needs_teacher") and algorithm.kl.name != "none":
         yield (
-            f"algorithm.kl.placement={algorithm.kl.placement} with algorithm.loss={algorithm.loss}: the teacher is the "
+            f"algorithm.kl={algorithm.kl} with algorithm.loss={algorithm.loss}: the teacher is the "
             "reference, and the loss is a divergence from it already; legal: none"
         )
-    if LOSS.needs(config, "needs_teacher") and algorithm.advantage != "distillation" and not config.model.ref_path:
+    if LOSS.needs(config, "needs_teacher") and algorithm.advantage.name != "distillation" and not config.model.ref_path:
         yield f"algorithm.loss={algorithm.loss} needs model.ref_path, the teacher"
-    if algorithm.loss != "distillation":
+    if algorithm.loss.name != "distillation":
         return
-    if algorithm.advantage != "distillation":
+    if algorithm.advantage.name != "distillation":
         yield (
             f"algorithm.advantage={algorithm.advantage} has no effect with algorithm.loss=distillation, which reads no "
             "advantages; set algorithm.advantage=distillation, or keep the advantages and another loss"
         )
-    settings = algorithm.advantage_settings if algorithm.advantage == "distillation" else {}
+    settings = algorithm.advantage.settings if algorithm.advantage.name == "distillation" else {}
     for name in (name for name, value in settings.items() if value):
         yield (
-            f"algorithm.advantage_settings.{name}={settings[name]} has no effect with algorithm.loss=distillation, "
+            f"algorithm.advantage.{name}={settings[name]} has no effect with algorithm.loss=distillation, "
             "which reads no advantages; set it to 0, or algorithm.loss=ppo, which learns from the sampled tokens"
         )
     if corrects(config):
@@ -176,17 +175,17 @@ def _loss(config: Config) -> Iterator[str]:
             f"algorithm.loss_aggregation={algorithm.loss_aggregation} with algorithm.loss={algorithm.loss}: the loss "
             "has one number for a response, which this would weigh by the response's length; legal: seq-mean-token-mean"
         )
-    of_tokens = needs_critic(config) or algorithm.advantage == "distillation"
+    of_tokens = needs_critic(config) or algorithm.advantage.name == "distillation"
     if LOSS.needs(config, "needs_response_advantages") and of_tokens:
         yield (
             f"algorithm.loss={algorithm.loss} with algorithm.advantage={algorithm.advantage}: the loss reads one "
             "advantage for a response, so what a critic or a teacher says of single tokens is lost; set "
             "algorithm.loss=gspo, or an estimator with one number for a response"
         )
-    elif LOSS.needs(config, "needs_response_advantages") and algorithm.kl.placement == "reward":
+    elif LOSS.needs(config, "needs_response_advantages") and algorithm.kl.name == "reward":
         yield (
-            f"algorithm.loss={algorithm.loss} with algorithm.kl.placement=reward: the loss reads one advantage for a "
-            "response, so the KL of single tokens is lost; set algorithm.kl.placement=loss"
+            f"algorithm.loss={algorithm.loss} with algorithm.kl=reward: the loss reads one advantage for a "
+            "response, so the KL of single tokens is lost; set algorithm.kl=loss"
         )
     at_old_policy = updates_of_a_batch(config) == 1 and algorithm.old_logprobs != "rollout"
     if LOSS.needs(config, "needs_updates") and at_old_policy:
@@ -200,7 +199,7 @@ def _loss(config: Config) -> Iterator[str]:
 def _zero_advantages(config: Config) -> Iterator[str]:
     """Yield what responses without an advantage would still teach, or that there are none."""
     algorithm, moe = config.algorithm, config.engine.megatron.moe
-    drift = algorithm.loss_settings.get("drift_coef")
+    drift = algorithm.loss.settings.get("drift_coef")
     if not config.trainer.microbatch.skip_zero_advantages:
         return
     key = "trainer.microbatch.skip_zero_advantages=true"
@@ -212,28 +211,13 @@ def _zero_advantages(config: Config) -> Iterator[str]:
     teaching = {
         f"algorithm.loss={algorithm.loss}": not LOSS.needs(config, "scales_with_advantage"),
         f"algorithm.entropy_coef={algorithm.entropy_coef:g}": algorithm.entropy_coef > 0.0,
-        f"algorithm.loss_settings.drift_coef={drift}": bool(drift),
-        "algorithm.kl.placement=loss": algorithm.kl.placement == "loss",
+        f"algorithm.loss.drift_coef={drift}": bool(drift),
+        "algorithm.kl=loss": algorithm.kl.name == "loss",
         f"engine.megatron.moe.aux_loss_coef={moe.aux_loss_coef:g}": moe.aux_loss_coef > 0.0,
         f"engine.megatron.moe.expert_bias_update_rate={moe.expert_bias_update_rate:g}": moe.expert_bias_update_rate > 0,
     }
     for setting in (setting for setting, teaches in teaching.items() if teaches):
         yield (f"{key} with {setting}: responses whose advantages are 0 would give a gradient still; set it to false")
-
-
-def _kl_estimator(kl: KlConfig) -> Iterator[str]:
-    legal = ("auto", *KL_ESTIMATORS_BY_PLACEMENT[kl.placement])
-    if kl.placement == "none" or kl.estimator in legal:
-        return
-    reason = (
-        "as a penalty in the reward its gradient is not the KL's, and may point away from the reference"
-        if kl.placement == "reward"
-        else "as a term of the loss its gradient is 0 on average, so that it holds nothing"
-    )
-    yield (
-        f"algorithm.kl.estimator={kl.estimator} with algorithm.kl.placement={kl.placement}: {reason}; "
-        f"legal: {', '.join(legal)}"
-    )
 
 
 def _profile(config: Config, world_size: int) -> Iterator[str]:
@@ -250,8 +234,8 @@ def _profile(config: Config, world_size: int) -> Iterator[str]:
 
 def _reward(config: Config) -> Iterator[str]:
     reward = config.reward
-    if reward.source == "model" and not reward.model.path:
-        yield "reward.source=model needs reward.model.path: name a sequence-classification checkpoint directory"
+    if reward.source.name == "model" and not reward.model_path:
+        yield "reward.source=model needs reward.source.path: name a sequence-classification checkpoint directory"
     limit, buffer = config.rollout.max_new_tokens, reward.overlong.buffer_tokens
     if buffer >= limit:
         yield (
@@ -259,15 +243,15 @@ def _reward(config: Config) -> Iterator[str]:
             f"rollout.max_new_tokens={limit} tokens; make it smaller"
         )
     if ADVANTAGE.needs(config, "needs_parts") and not may_have_parts(config):
-        source = f"function={reward.function}" if reward.source == "function" else f"source={reward.source}"
+        source = f"function={reward.function}" if reward.source.name == "function" else f"source={reward.source}"
         yield (
             f"algorithm.advantage={config.algorithm.advantage} with reward.{source}: it reads named parts of the "
             "reward, but this gives one number; return a mapping from a function of your own, or take "
             "algorithm.advantage=grpo"
         )
-    if reward.source == "http" and not reward.http.url.startswith(("http://", "https://")):
+    if isinstance(reward.source, RewardHttpConfig) and not reward.source.url.startswith(("http://", "https://")):
         yield (
-            f"reward.http.url={reward.http.url!r}: reward.source=http needs an address that begins with http:// or "
+            f"reward.source.url={reward.source.url!r}: reward.source=http needs an address that begins with http:// or "
             "https://"
         )
 
@@ -275,7 +259,7 @@ def _reward(config: Config) -> Iterator[str]:
 def _without_rewards(config: Config) -> Iterator[str]:
     """Yield what reads the rewards that reward.source=none leaves out, but for settings of `needs`."""
     algorithm, best = config.algorithm, config.checkpoint.keep_best
-    if config.reward.source != "none":
+    if config.reward.source.name != "none":
         return
     fix = "name who scores, as reward.source=function"
     if not ADVANTAGE.needs(config, "needs_no_rewards") or ADVANTAGE.needs(config, "needs_greedy"):
@@ -283,10 +267,10 @@ def _without_rewards(config: Config) -> Iterator[str]:
             f"reward.source=none with algorithm.advantage={algorithm.advantage}: it makes advantages of rewards; "
             f"{fix}, or take algorithm.advantage=distillation, which learns from a teacher alone"
         )
-    weight = algorithm.advantage_settings.get("reward_weight") if algorithm.advantage == "distillation" else 0
+    weight = algorithm.advantage.settings.get("reward_weight") if algorithm.advantage.name == "distillation" else 0
     if weight:
         yield (
-            f"algorithm.advantage_settings.reward_weight={weight} with reward.source=none: there is no reward to "
+            f"algorithm.advantage.reward_weight={weight} with reward.source=none: there is no reward to "
             f"weigh; {fix}, or set the weight to 0"
         )
     if best.startswith(("reward/", "val/reward_")):

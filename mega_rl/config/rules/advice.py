@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mega_rl.config.needs import updates_of_a_batch
-from mega_rl.config.plugins.choices import ADVANTAGE, LOSS, settings_of
 from mega_rl.config.schema import Config
 
 
 def advice(config: Config) -> Iterator[str]:
     """Yield a line for each such combination: the settings, what they do to the run, and what to set."""
     algorithm, rollout, updates = config.algorithm, config.rollout, updates_of_a_batch(config)
-    if updates > 1 and algorithm.loss in LOSS.builtin and algorithm.loss_settings.get("dual_clip") == 0:
+    if updates > 1 and algorithm.loss.settings.get("dual_clip") == 0:
         yield (
-            f"algorithm.loss_settings.dual_clip=0 with {updates} optimizer steps for each batch: where the advantage "
+            f"algorithm.loss.dual_clip=0 with {updates} optimizer steps for each batch: where the advantage "
             "is negative the gradient of a token grows with its ratio, up to e^20, and is lost beyond; set "
-            "algorithm.loss_settings.dual_clip=3"
+            "algorithm.loss.dual_clip=3"
         )
-    decay = settings_of(config, ADVANTAGE) if algorithm.advantage == "gae" else {}
+    decay = algorithm.advantage.settings if algorithm.advantage.name == "gae" else {}
     gae_lambda, own = float(str(decay.get("gae_lambda", 1))), decay.get("policy_lambda") or decay.get("length_alpha")
     if gae_lambda < 1 and not own and rollout.max_new_tokens * (1 - gae_lambda) > 5:
         yield (
-            f"algorithm.advantage_settings.gae_lambda={gae_lambda:g} with rollout.max_new_tokens="
+            f"algorithm.advantage.gae_lambda={gae_lambda:g} with rollout.max_new_tokens="
             f"{rollout.max_new_tokens}: the score at the end of a response hardly moves tokens more than "
             f"{5 / (1 - gae_lambda):.0f} before it; set gae_lambda=1 with policy_lambda=0.95 or length_alpha=0.05"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mega_rl.config.schema import Config, CurriculumConfig, DataConfig, MixtureConfig, SuccessConfig
+from mega_rl.config.schema import ColumnCurriculum, Config, DataConfig, MixtureConfig, SuccessCurriculum
 from mega_rl.config.schema.data import RESERVED, completed_sources
 
 _SOURCES = "data.mixture.sources"
@@ -22,7 +22,7 @@ def mixture(data: DataConfig) -> Iterator[str]:
         if data.mixture.temperature != 1.0:
             yield f"data.mixture.temperature={data.mixture.temperature:g} has no effect: it needs {_SOURCES}"
         return
-    if data.source != "files":
+    if data.source.name != "files":
         yield f"{_SOURCES} has no effect: data.source={data.source} yields the rows; set one of the two"
     for name in sources:
         if name in RESERVED:
@@ -36,48 +36,24 @@ def mixture(data: DataConfig) -> Iterator[str]:
 
 def curriculum(config: Config) -> Iterator[str]:
     """Yield what is wrong with a curriculum."""
-    own, default = config.data.curriculum, CurriculumConfig()
-    yield from _success(config)
-    if not own.key:
-        for name in ("easy", "start", "steps"):
-            if getattr(own, name) != getattr(default, name):
-                yield f"data.curriculum.{name}={getattr(own, name)} has no effect: it needs data.curriculum.key"
-        return
-    if not config.data.shuffle:
-        yield "data.curriculum.key with data.shuffle=false: prompts come in one of two orders; set data.shuffle=true"
-    if own.start >= 1.0:
+    own = config.data.curriculum
+    if own.name != "none" and not config.data.shuffle:
+        yield f"data.curriculum={own} with data.shuffle=false: prompts come in one of two orders; set data.shuffle=true"
+    if isinstance(own, SuccessCurriculum):
+        if config.reward.source.name == "none":
+            yield "data.curriculum=success has no effect: reward.source=none says of no sample whether it is right"
+        if config.trainer.async_steps:
+            yield (
+                f"data.curriculum=success with trainer.async_steps={config.trainer.async_steps}: the prompts of the "
+                "next step are drawn before this one's are scored; set trainer.async_steps=0"
+            )
+    if isinstance(own, ColumnCurriculum) and own.start >= 1.0:
         yield f"data.curriculum.start={own.start:g}: all prompts from the start on are no curriculum; legal: below 1"
-    if own.steps >= config.trainer.steps:
+    if isinstance(own, ColumnCurriculum) and own.steps >= config.trainer.steps:
         yield (
             f"data.curriculum.steps={own.steps}: the run has trainer.steps={config.trainer.steps}, in which it would "
             "never draw from all prompts; make it smaller"
         )
-
-
-def _success(config: Config) -> Iterator[str]:
-    """Yield what is wrong with preferring prompts by their measured success."""
-    own, default = config.data.curriculum.success, SuccessConfig()
-    section = "data.curriculum.success"
-    if own.prefer == "none":
-        for name in ("explore", "memory", "right_above", "right_part"):
-            if getattr(own, name) != getattr(default, name):
-                yield (
-                    f"{section}.{name}={getattr(own, name)} has no effect: it needs {section}.prefer=learnable or "
-                    "unsolved"
-                )
-        return
-    chosen = f"{section}.prefer={own.prefer}"
-    if config.reward.source == "none":
-        yield f"{chosen} has no effect: reward.source=none says of no sample whether it is right"
-    if config.trainer.async_steps:
-        yield (
-            f"{chosen} with trainer.async_steps={config.trainer.async_steps}: the prompts of the next step are drawn "
-            "before this one's are scored; set trainer.async_steps=0"
-        )
-    if config.data.curriculum.key:
-        yield f"{chosen} with data.curriculum.key={config.data.curriculum.key}: prompts come in one of two orders"
-    if not config.data.shuffle:
-        yield f"{chosen} with data.shuffle=false: prompts come in one of two orders; set data.shuffle=true"
 
 
 def _shares(mixture: MixtureConfig) -> Iterator[str]:

@@ -145,19 +145,16 @@ def fsdp(config: Config, world_size: int) -> Iterator[str]:
     """List what fully sharded data parallelism is not combined with; `mega_rl.ddp.wrap` has the reasons."""
     par = config.engine.megatron
     ddp, optimizer = par.ddp, par.optimizer
-    name = f"{_DDP}.implementation={ddp.implementation}"
-    if ddp.implementation == "ddp":
+    name = f"{_DDP}={ddp}"
+    if ddp.name == "ddp":
         return
     refused = {
-        f"{_DDP}.average_in_collective=true": ddp.average_in_collective,
         f"engine.megatron.ep={par.ep}": par.ep > 1,
         f"engine.megatron.etp={par.etp}": par.etp not in (0, par.tp),
         f"{_OPTIMIZER}.cpu_offload={optimizer.cpu_offload:g}": optimizer.cpu_offload > 0,
         f"{_OPTIMIZER}.precision_aware=true": optimizer.precision_aware,
     }
-    if ddp.implementation == "torch_fsdp2":
-        refused[f"{_DDP}.optimizer_instances={ddp.optimizer_instances}"] = ddp.optimizer_instances > 1
-    else:
+    if ddp.name == "megatron_fsdp":
         plain = ddp.fsdp_sharding == "optim"
         refused[f"engine.megatron.pp={par.pp}"] = par.pp > 1
         refused["model.frozen"] = bool(config.model.frozen)
@@ -167,7 +164,7 @@ def fsdp(config: Config, world_size: int) -> Iterator[str]:
             plain and ddp.optimizer_instances > 1
         )
     for setting in (setting for setting, given in refused.items() if given):
-        yield f"{name} with {setting}: not supported; change that, or set {_DDP}.implementation=ddp"
+        yield f"{name} with {setting}: not supported; change that, or set {_DDP}=ddp"
 
 
 def data_parallel(config: Config, world_size: int) -> Iterator[str]:

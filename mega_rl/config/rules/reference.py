@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from mega_rl.config.choices import has_reference
 from mega_rl.config.facts import ModelFacts, leave_out
-from mega_rl.config.plugins.choices import has_reference
 from mega_rl.config.rules import parallel
 from mega_rl.config.schema import Config
 

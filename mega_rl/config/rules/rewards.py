@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, RemoteSandboxConfig
 from mega_rl.config.schema.sandbox import runs_code
 
 
 def functions(config: Config) -> Iterator[str]:
     """Yield what is wrong between reward.functions, reward.sources and reward.weights."""
     reward = config.reward
-    if reward.source != "function" or not reward.functions:
+    if reward.source.name != "function" or not reward.functions:
         return
     legal = ", ".join(reward.functions)
     for source, names in reward.sources.items():
@@ -37,13 +37,13 @@ def functions(config: Config) -> Iterator[str]:
 
 
 def sandbox(config: Config) -> Iterator[str]:
-    """Yield what is wrong between reward.sandbox and reward.pool."""
-    own, pool = config.reward.sandbox, config.reward.pool
+    """Yield what is wrong between reward.sandbox and reward.source."""
+    own, pool = config.reward.sandbox, config.reward.calls
     if not runs_code(config.reward):
         return
-    if own.kind == "remote" and not own.url.startswith(("http://", "https://")):
+    if isinstance(own, RemoteSandboxConfig) and not own.url.startswith(("http://", "https://")):
         yield (
-            f"reward.sandbox.url={own.url!r}: reward.sandbox.kind=remote needs an address that begins with http:// or "
+            f"reward.sandbox.url={own.url!r}: reward.sandbox=remote needs an address that begins with http:// or "
             "https://"
         )
     if own.total_s < own.timeout_s:
@@ -53,11 +53,11 @@ def sandbox(config: Config) -> Iterator[str]:
         )
     if pool.workers and own.total_s >= pool.timeout_s:
         yield (
-            f"reward.sandbox.total_s={own.total_s:g} must be below reward.pool.timeout_s={pool.timeout_s:g}, or a "
+            f"reward.sandbox.total_s={own.total_s:g} must be below reward.source.timeout_s={pool.timeout_s:g}, or a "
             "slow program costs its worker; make the latter longer"
         )
-    if 0 < pool.memory_mib < own.memory_mib and own.kind == "local":
+    if 0 < pool.memory_mib < own.memory_mib and own.name == "local":
         yield (
-            f"reward.sandbox.memory_mib={own.memory_mib} is above reward.pool.memory_mib={pool.memory_mib}, which "
+            f"reward.sandbox.memory_mib={own.memory_mib} is above reward.source.memory_mib={pool.memory_mib}, which "
             "bounds what a worker starts, too; legal: at most that"
         )

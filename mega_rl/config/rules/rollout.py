@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from mega_rl.config.choices import corrects
 from mega_rl.config.facts import ModelFacts, divisors, listed
-from mega_rl.config.plugins.choices import corrects
 from mega_rl.config.rules.servers import is_loopback, server_arguments
 from mega_rl.config.schema import Config
 
@@ -20,7 +20,7 @@ def rollouts(config: Config) -> Iterator[str]:
             "pass for the policy's own; set algorithm.correction=tis, or algorithm.old_logprobs=rollout"
         )
     yield from _dynamic_sampling(config)
-    if config.rollout.backend == "none" and config.rollout.source == "single_turn":
+    if config.rollout.backend == "none" and config.rollout.source.name == "single_turn":
         yield (
             "rollout.backend=none with rollout.source=single_turn: it samples with an engine; set rollout.backend=hf "
             "or sglang, or a rollout.source of your own"

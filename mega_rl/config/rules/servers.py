@@ -30,6 +30,10 @@ def server_arguments(config: Config) -> Iterator[str]:
         elif value is None or value is False:
             shown = "null" if value is None else "false"
             yield f"{KEY}.{name}={shown}: an argument is on SGLang's command line or is not; leave it out"
+    if "max_total_tokens" in args and not config.rollout.sglang.server.max_total_tokens > 0:
+        yield f"{KEY}.max_total_tokens={args['max_total_tokens']!r}: legal: a whole number above 0"
+    if "mem_fraction_static" in args and not 0.0 < config.rollout.sglang.server.mem_fraction <= 0.95:
+        yield f"{KEY}.mem_fraction_static={args['mem_fraction_static']!r}: legal: above 0 and at most 0.95"
     yield from _sizes(config)
     yield from _lengths(config)
     if config.rollout.sglang.server.nodes > 1:
@@ -69,7 +73,7 @@ def _lengths(config: Config) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + max(rollout, val)
     needs = f"one sequence of data.max_prompt_tokens+{key}={longest}; make it at least {longest}"
     if 0 < own.max_total_tokens < longest:
-        yield f"rollout.sglang.server.max_total_tokens={own.max_total_tokens} cannot hold {needs}"
+        yield f"{KEY}.max_total_tokens={own.max_total_tokens} cannot hold {needs}"
     context = own.args.get("context_length")
     if isinstance(context, int) and context < longest:
         yield f"{KEY}.context_length={context} cannot hold {needs}"

@@ -15,7 +15,7 @@ def stream(config: Config) -> Iterator[str]:
             yield f"data.stream.timeout_s={own.timeout_s:g} has no effect: it needs data.stream.rows above 0"
         return
     chosen = f"data.stream.rows={own.rows}"
-    if data.source != "files":
+    if data.source.name != "files":
         yield f"{chosen} has no effect: data.source={data.source} yields the rows; leave one of the two out"
         return
     if config.trainer.epochs:
@@ -28,12 +28,12 @@ def stream(config: Config) -> Iterator[str]:
             f"{chosen} with data.val_size={data.val_size}: rows cannot be split off a stream; name held-out prompts in "
             "data.val_files"
         )
-    if data.curriculum.key:
-        yield f"{chosen} with data.curriculum.key={data.curriculum.key}: a stream cannot be sorted; leave one out"
-    if data.curriculum.success.prefer != "none":
+    if data.curriculum.name == "column":
+        yield f"{chosen} with data.curriculum=column: a stream cannot be sorted; leave one out"
+    if data.curriculum.name == "success":
         yield (
-            f"{chosen} with data.curriculum.success.prefer={data.curriculum.success.prefer}: prompts of a stream come "
-            "once an epoch; set rollout.dynamic_sampling.max_generations to drop groups of equal rewards"
+            f"{chosen} with data.curriculum=success: prompts of a stream come once an epoch; set "
+            "rollout.dynamic_sampling.max_generations to drop groups of equal rewards"
         )
     if config.reward.sources and not data.mixture.sources:
         yield (

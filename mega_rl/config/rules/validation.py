@@ -24,7 +24,7 @@ def validation(config: Config) -> Iterator[str]:
         yield f"validation.k={val.k}: {outside[0]} is not among 1 to validation.n={val.n}, the samples of a prompt"
     if len(set(val.k)) < len(val.k):
         yield f"validation.k={val.k}: a number is named twice; name each once"
-    if val.counted and config.reward.source == "none":
+    if val.counted and config.reward.source.name == "none":
         yield (
             "validation.k or validation.n above 1 with reward.source=none: no reward says which samples are right; "
             "name who scores, as reward.source=function, or leave them out"
@@ -41,7 +41,7 @@ def validation(config: Config) -> Iterator[str]:
 def fits_model(config: Config, key: str, facts: ModelFacts) -> Iterator[str]:
     """List conflicts between the length of validations and a checkpoint that reads their responses."""
     longest = config.data.max_prompt_tokens + config.validation.max_new_tokens
-    reads = key == "model.path" or (key == "reward.model.path" and config.reward.source == "model")
+    reads = key == "model.path" or (key == "reward.source.path" and config.reward.source.name == "model")
     if config.validation.max_new_tokens and reads:
         keys = "data.max_prompt_tokens+validation.max_new_tokens"
         yield from facts.too_long(key, keys, longest, config.rollout.backend)
@@ -53,7 +53,7 @@ def _room(config: Config) -> Iterator[str]:
     multiple = 2 * cp if cp > 1 else 1
     needed = -(-(config.data.max_prompt_tokens + val.max_new_tokens + 1) // multiple) * multiple
     micro = trainer.microbatch
-    if val.max_new_tokens and config.reward.source == "model" and micro.packing and micro.max_tokens < needed:
+    if val.max_new_tokens and config.reward.source.name == "model" and micro.packing and micro.max_tokens < needed:
         yield (
             f"trainer.microbatch.max_tokens={micro.max_tokens} cannot hold one sequence of "
             f"data.max_prompt_tokens+validation.max_new_tokens and one more token for the reward model; make it at "

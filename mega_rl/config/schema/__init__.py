@@ -11,15 +11,18 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, SourceConfig, StreamConfig, SuccessConfig
+from mega_rl.config.schema.data import ColumnCurriculum, MixtureConfig, SourceConfig, StreamConfig, SuccessCurriculum
 from mega_rl.config.schema.engine import (
+    DataParallelConfig,
     DdpConfig,
     EngineConfig,
     FsdpConfig,
     MegatronConfig,
+    MegatronFsdpConfig,
     MegatronOptimizerConfig,
     MoeConfig,
     ReferenceLayoutConfig,
+    TorchFsdpConfig,
 )
 from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig, RecordsConfig
 from mega_rl.config.schema.rollout import (
@@ -30,19 +33,20 @@ from mega_rl.config.schema.rollout import (
     MismatchConfig,
     OverlongConfig,
     RewardConfig,
+    RewardFunctionConfig,
     RewardHttpConfig,
     RewardModelConfig,
-    RewardPoolConfig,
     RolloutConfig,
     SglangConfig,
     SglangServerConfig,
     SglangSyncConfig,
 )
-from mega_rl.config.schema.sandbox import RewardSandboxConfig
-from mega_rl.config.schema.setting import ATTENTION
+from mega_rl.config.schema.sandbox import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.config.schema.training import (
     AlgorithmConfig,
     KlConfig,
+    KlInLoss,
+    KlInReward,
     MicrobatchConfig,
     ModelConfig,
     OptimConfig,
@@ -50,22 +54,28 @@ from mega_rl.config.schema.training import (
     TrainerConfig,
 )
 from mega_rl.config.schema.validation import ValidationConfig
+from mega_rl.config.setting import ATTENTION
 
 __all__ = [
     "ATTENTION",
     "AlgorithmConfig",
     "ChatConfig",
     "CheckpointConfig",
+    "ColumnCurriculum",
     "Config",
-    "CurriculumConfig",
     "DataConfig",
+    "DataParallelConfig",
     "DdpConfig",
     "DynamicSamplingConfig",
     "EmbeddedConfig",
     "EngineConfig",
     "FsdpConfig",
     "KlConfig",
+    "KlInLoss",
+    "KlInReward",
+    "LocalSandboxConfig",
     "MegatronConfig",
+    "MegatronFsdpConfig",
     "MegatronOptimizerConfig",
     "MemoryCheckpointConfig",
     "MetricsConfig",
@@ -79,10 +89,11 @@ __all__ = [
     "ProfileConfig",
     "RecordsConfig",
     "ReferenceLayoutConfig",
+    "RemoteSandboxConfig",
     "RewardConfig",
+    "RewardFunctionConfig",
     "RewardHttpConfig",
     "RewardModelConfig",
-    "RewardPoolConfig",
     "RewardSandboxConfig",
     "RolloutConfig",
     "SglangConfig",
@@ -90,7 +101,8 @@ __all__ = [
     "SglangSyncConfig",
     "SourceConfig",
     "StreamConfig",
-    "SuccessConfig",
+    "SuccessCurriculum",
+    "TorchFsdpConfig",
     "TrainerConfig",
     "ValidationConfig",
 ]

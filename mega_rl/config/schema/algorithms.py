@@ -1,4 +1,4 @@
-"""Settings of advantage estimators, policy losses and corrections, one dataclass each, and needs of sources.
+"""Settings of advantage estimators and corrections, one dataclass each, and needs of sources.
 
 The class with the formula, in `mega_rl.algorithms`, inherits from the dataclass of its settings; class variables say
 what the choice needs of a run. A user's own class has fields and class variables of the same kind.
@@ -6,31 +6,32 @@ what the choice needs of a run. A user's own class has fields and class variable
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import ClassVar
 
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import Kind, by_name, setting
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of a choice."""
+class SingleTurn(Kind):
+    """One response of the engine to each prompt."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with settings that are each in range: "name=value: legal: ..."."""
-        yield from ()
+    name = "single_turn"
 
 
 @dataclass(frozen=True)
-class DataSettings(Settings):
-    """Traits of a source of prompts; without settings."""
+class Files(Kind):
+    """Rows of data.train_files, or of data.mixture."""
+
+    name = "files"
 
     has_validation: ClassVar[bool] = False  # has held-out rows of its own, the split "validation"
 
 
 @dataclass(frozen=True)
-class AdvantageSettings(Settings):
+class AdvantageSettings(Kind):
     """Needs of an advantage estimator; without settings."""
 
     needs_critic: ClassVar[bool] = False  # values of a critic, which then trains
@@ -45,6 +46,8 @@ class AdvantageSettings(Settings):
 @dataclass(frozen=True)
 class GAESettings(AdvantageSettings):
     """Generalized advantage estimation over the values of a critic."""
+
+    name = "gae"
 
     needs_critic: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
@@ -78,6 +81,8 @@ class GAESettings(AdvantageSettings):
 class GRPOSettings(AdvantageSettings):
     """Rewards relative to the other samples of the prompt."""
 
+    name = "grpo"
+
     needs_groups: ClassVar[bool] = True
 
     std: str = setting(
@@ -92,6 +97,8 @@ class GRPOSettings(AdvantageSettings):
 class GDPOSettings(AdvantageSettings):
     """Named parts of the rewards, each relative to the other samples of the prompt, summed by reward.weights."""
 
+    name = "gdpo"
+
     needs_groups: ClassVar[bool] = True
     needs_parts: ClassVar[bool] = True
 
@@ -100,12 +107,16 @@ class GDPOSettings(AdvantageSettings):
 class RLOOSettings(AdvantageSettings):
     """Rewards relative to the mean of the prompt's other samples."""
 
+    name = "rloo"
+
     needs_groups: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class ReMaxSettings(AdvantageSettings):
     """Returns relative to the reward of the prompt's greedy response."""
+
+    name = "remax"
 
     needs_greedy: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
@@ -115,12 +126,16 @@ class ReMaxSettings(AdvantageSettings):
 class OPOSettings(AdvantageSettings):
     """Rewards relative to the prompt's mean reward per token."""
 
+    name = "opo"
+
     needs_groups: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class PassAtKSettings(AdvantageSettings):
     """Rewards of sets of k samples of a prompt, of which one has to be right."""
+
+    name = "pass_at_k"
 
     needs_groups: ClassVar[bool] = True
 
@@ -137,6 +152,8 @@ class PassAtKSettings(AdvantageSettings):
 class ReinforcePlusPlusSettings(AdvantageSettings):
     """Returns of token rewards without a critic, whitened over the global batch."""
 
+    name = "reinforce_plus_plus"
+
     takes_kl: ClassVar[bool] = True
 
     gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
@@ -146,6 +163,8 @@ class ReinforcePlusPlusSettings(AdvantageSettings):
 class ReinforcePlusPlusBaselineSettings(AdvantageSettings):
     """REINFORCE++ of rewards relative to the mean of the prompt's samples."""
 
+    name = "reinforce_plus_plus_baseline"
+
     needs_groups: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
 
@@ -153,6 +172,8 @@ class ReinforcePlusPlusBaselineSettings(AdvantageSettings):
 @dataclass(frozen=True)
 class DistillationSettings(AdvantageSettings):
     """On-policy distillation: log ratios of a teacher, the model of model.ref_path, to the student."""
+
+    name = "distillation"
 
     needs_reference: ClassVar[bool] = True
     needs_no_rewards: ClassVar[bool] = True
@@ -166,144 +187,24 @@ class DistillationSettings(AdvantageSettings):
 
 
 @dataclass(frozen=True)
-class LossSettings(Settings):
-    """Needs of a policy loss; without settings."""
+class CorrectionSettings(Kind):
+    """No correction: every token counts fully."""
 
-    needs_response_mean: ClassVar[bool] = False  # has one number for a response: a mean over tokens, then responses
-    needs_response_advantages: ClassVar[bool] = False  # reads the mean of a response's advantages alone
-    needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
-    needs_teacher: ClassVar[bool] = False  # divergences from the reference over the whole vocabulary
-    scales_with_advantage: ClassVar[bool] = False  # a multiple of the advantage: where that is 0, so is the gradient
-
-
-class _MultipleOfAdvantage(LossSettings):
-    scales_with_advantage: ClassVar[bool] = True
+    name = "none"
 
 
 @dataclass(frozen=True)
-class PPOSettings(_MultipleOfAdvantage):
-    """The clipped objective."""
+class AutoCorrection(CorrectionSettings):
+    """The correction that suits the run, which the log names."""
 
-    clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
-    clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
-    dual_clip: float = setting(
-        3.0,
-        "Lower bound for negative advantages, as a ratio above 1, beyond which a token gives no gradient; 0 turns "
-        "it off.",
-        min=0.0,
-    )
-
-    def problems(self) -> Iterator[str]:
-        yield from _dual_clip(self.dual_clip)
-
-
-@dataclass(frozen=True)
-class GSPOSettings(_MultipleOfAdvantage):
-    """The clipped objective with the ratio of a whole response."""
-
-    needs_response_mean: ClassVar[bool] = True
-
-    clip_low: float = setting(3e-4, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
-    clip_high: float = setting(4e-4, "The ratio is clipped at 1 + clip_high.", above=0.0)
-
-
-@dataclass(frozen=True)
-class GMPOSettings(_MultipleOfAdvantage):
-    """The geometric mean of a response's clipped token ratios."""
-
-    needs_response_mean: ClassVar[bool] = True
-    needs_response_advantages: ClassVar[bool] = True
-
-    clip_low: float = setting(0.4, "Log ratios are clipped at -clip_low where the advantage is negative.", above=0.0)
-    clip_high: float = setting(0.4, "Log ratios are clipped at clip_high where the advantage is positive.", above=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Drifting(_MultipleOfAdvantage):
-    drift_coef: float = setting(0.0, "Weight of (log p - log q)^2 / 2 in the loss, q the sampler's.", min=0.0)
-
-
-@dataclass(frozen=True)
-class CISPOSettings(_Drifting):
-    """REINFORCE with a capped ratio as weight: every token keeps a gradient."""
-
-    cap: float = setting(5.0, "Largest ratio that weighs a token's gradient.", min=1.0)
-
-
-@dataclass(frozen=True)
-class SAPOSettings(_MultipleOfAdvantage):
-    """A smooth gate in the place of the clip."""
-
-    tau_positive: float = setting(1.0, "Steepness of the gate for positive advantages.", above=0.0)
-    tau_negative: float = setting(1.05, "Steepness of the gate for negative advantages.", above=0.0)
-
-
-@dataclass(frozen=True)
-class DPPOTVSettings(_Drifting):
-    """A trust region by the change of the sampled token's probability."""
-
-    threshold: float = setting(0.15, "No token's gradient moves its probability further than this.", above=0.0, max=1.0)
-    cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
-
-
-@dataclass(frozen=True)
-class DPPOKLSettings(_Drifting):
-    """A trust region by the divergence between the token's old and new probability."""
-
-    threshold: float = setting(0.05, "No token's gradient moves it further than this.", unit="nats", above=0.0)
-    cap: float = setting(20.0, "Largest ratio that weighs a token's gradient.", min=1.0)
-
-
-@dataclass(frozen=True)
-class ClipCovSettings(PPOSettings):
-    """The clipped objective without the tokens that reduce the entropy most."""
-
-    threshold: float = setting(
-        5.0, "Covariance of advantage and log-prob from which a token gives no gradient.", unit="nats", above=0.0
-    )
-
-
-@dataclass(frozen=True)
-class KLCovSettings(LossSettings):
-    """The unclipped objective that holds the tokens back that reduce the entropy most."""
-
-    needs_updates: ClassVar[bool] = True
-
-    threshold: float = setting(
-        3.0, "Covariance of advantage and log-prob from which a token is held back.", unit="nats", above=0.0
-    )
-    coef: float = setting(1.0, "Weight of these tokens' |log ratio| in the loss.", above=0.0)
-    dual_clip: float = setting(
-        3.0, "Lower bound of the objective for negative advantages, as a ratio above 1; 0 turns it off.", min=0.0
-    )
-
-    def problems(self) -> Iterator[str]:
-        yield from _dual_clip(self.dual_clip)
-
-
-@dataclass(frozen=True)
-class TeacherDivergenceSettings(LossSettings):
-    """On-policy distillation over the whole vocabulary, from the model of model.ref_path."""
-
-    needs_teacher: ClassVar[bool] = True
-
-    beta: float = setting(
-        1.0,
-        "Divergence of student p and teacher q: 1 is KL(p || q), 0 is KL(q || p), between them the generalised "
-        "Jensen-Shannon divergence.",
-        min=0.0,
-        max=1.0,
-    )
-
-
-@dataclass(frozen=True)
-class CorrectionSettings(Settings):
-    """No correction (none: every token counts fully), or another one, which the log names (auto)."""
+    name = "auto"
 
 
 @dataclass(frozen=True)
 class TISSettings(CorrectionSettings):
     """Truncated importance sampling."""
+
+    name = "tis"
 
     level: str = setting(
         "token", "Ratio of each token, or of a response's probabilities.", choices=("token", "sequence")
@@ -328,6 +229,8 @@ class Band(CorrectionSettings):
 class IcePopSettings(Band):
     """Importance weights of tokens inside a band; tokens outside do not train."""
 
+    name = "icepop"
+
     low: float = setting(0.5, "Tokens of a smaller ratio of pi_old to pi_rollout do not train.", min=0.0)
     high: float = setting(5.0, "Tokens of a larger ratio do not train.", min=0.0)
 
@@ -335,6 +238,8 @@ class IcePopSettings(Band):
 @dataclass(frozen=True)
 class GeometricRejectionSettings(Band):
     """Responses whose mean ratio of a token is outside a band do not train."""
+
+    name = "geometric_rejection"
 
     low: float = setting(0.99, "Responses of a smaller geometric mean of pi_old over pi_rollout are rejected.", min=0.0)
     high: float = setting(1.01, "Responses of a larger geometric mean are rejected.", min=0.0)
@@ -344,6 +249,8 @@ class GeometricRejectionSettings(Band):
 class SequenceRejectionSettings(Band):
     """Responses whose ratio of probabilities is outside a band do not train."""
 
+    name = "sequence_rejection"
+
     low: float = setting(0.5, "Responses of a smaller ratio of pi_old to pi_rollout are rejected.", min=0.0)
     high: float = setting(2.0, "Responses of a larger ratio are rejected.", min=0.0)
 
@@ -352,47 +259,33 @@ class SequenceRejectionSettings(Band):
 class OPSMSettings(CorrectionSettings):
     """Responses of negative advantage that the policy has moved away from do not train."""
 
+    name = "opsm"
+
     delta: float = setting(
         0.1, "Largest mean of log(pi_rollout / pi) of a response that trains.", unit="nats per token", above=0.0
     )
 
 
-def _dual_clip(bound: float) -> Iterator[str]:
-    """Yield what is wrong with a dual clip that cuts off tokens inside the other bounds."""
-    if 0 < bound <= 1:
-        yield f"dual_clip={bound:g}: legal: 0 (off) or above 1"
-
-
-ADVANTAGES: dict[str, type[AdvantageSettings]] = {
-    "gae": GAESettings,
-    "grpo": GRPOSettings,
-    "gdpo": GDPOSettings,
-    "rloo": RLOOSettings,
-    "reinforce_plus_plus": ReinforcePlusPlusSettings,
-    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaselineSettings,
-    "remax": ReMaxSettings,
-    "opo": OPOSettings,
-    "pass_at_k": PassAtKSettings,
-    "distillation": DistillationSettings,
-}
-LOSSES: dict[str, type[LossSettings]] = {
-    "ppo": PPOSettings,
-    "gspo": GSPOSettings,
-    "gmpo": GMPOSettings,
-    "cispo": CISPOSettings,
-    "sapo": SAPOSettings,
-    "dppo_tv": DPPOTVSettings,
-    "dppo_kl": DPPOKLSettings,
-    "clip_cov": ClipCovSettings,
-    "kl_cov": KLCovSettings,
-    "distillation": TeacherDivergenceSettings,
-}
-CORRECTIONS: dict[str, type[CorrectionSettings]] = {
-    "auto": CorrectionSettings,  # another one: `choices.chosen`
-    "none": CorrectionSettings,
-    "tis": TISSettings,
-    "icepop": IcePopSettings,
-    "geometric_rejection": GeometricRejectionSettings,
-    "sequence_rejection": SequenceRejectionSettings,
-    "opsm": OPSMSettings,
-}
+ADVANTAGES = by_name(
+    GAESettings,
+    GRPOSettings,
+    GDPOSettings,
+    RLOOSettings,
+    ReinforcePlusPlusSettings,
+    ReinforcePlusPlusBaselineSettings,
+    ReMaxSettings,
+    OPOSettings,
+    PassAtKSettings,
+    DistillationSettings,
+)
+# Found by name, since the losses stand above this package: config reads their settings, and they read `setting`.
+LOSSES: Mapping[str, type[Kind]] = import_module("mega_rl.algorithms.policy_losses").LOSSES
+CORRECTIONS = by_name(
+    AutoCorrection,
+    CorrectionSettings,
+    TISSettings,
+    IcePopSettings,
+    GeometricRejectionSettings,
+    SequenceRejectionSettings,
+    OPSMSettings,
+)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import Kind, setting
 from mega_rl.config.values import BadValue, coerce, shown
 
 # data/prompts, data/epochs and so on are metrics of all sources
@@ -68,13 +68,23 @@ class StreamConfig:
 
 
 @dataclass(frozen=True)
-class SuccessConfig:
-    """Prompts preferred by their measured success rate."""
+class AllPrompts(Kind):
+    """All prompts alike, from the first step on."""
+
+    name = "none"
+
+
+@dataclass(frozen=True)
+class SuccessCurriculum(Kind):
+    """Prompts preferred by the success rate that the run measures in their own samples."""
+
+    name = "success"
 
     prefer: str = setting(
-        "none",
-        "Prompts that are drawn more often: learnable, by p(1 - p) of the success rate p, or unsolved, by 1 - p.",
-        choices=("none", "learnable", "unsolved"),
+        "learnable",
+        "Prompts that are drawn more often: learnable ones, by p(1 - p) of their success rate p, or unsolved ones, by "
+        "1 - p.",
+        choices=("learnable", "unsolved"),
     )
     explore: float = setting(0.25, "Share of the draws that go through epochs of all prompts.", above=0.0, max=0.9)
     memory: float = setting(
@@ -86,14 +96,19 @@ class SuccessConfig:
 
 
 @dataclass(frozen=True)
-class CurriculumConfig:
-    """Easy prompts first, by a column."""
+class ColumnCurriculum(Kind):
+    """Easy prompts first: a run draws from more and more of its prompts, by a column that says how hard each is."""
 
-    key: str = setting("", "Column with a number, such as a measured success rate; empty: no curriculum.")
+    name = "column"
+
+    key: str = setting("difficulty", "Column with a number, as a success rate that was measured before.")
     easy: str = setting("low", "The end of the column with the easy prompts.", choices=("low", "high"))
-    start: float = setting(0.25, "Share of each source's easiest prompts that the first step draws from.", above=0.0)
-    steps: int = setting(100, "Steps until a run draws from all prompts.", unit="steps", min=1)
-    success: SuccessConfig = dataclasses.field(default_factory=SuccessConfig)
+    start: float = setting(
+        0.25, "Share of each source's prompts, the easiest, that the first step draws from.", above=0.0
+    )
+    steps: int = setting(
+        100, "Steps after which a run draws from all; until then the share grows evenly.", unit="steps", min=1
+    )
 
 
 def completed_sources(key: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:

@@ -5,23 +5,34 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import Kind, by_name, setting, tagged
+
+
+class DataParallelConfig(Kind):
+    """A data parallelism of Megatron-Core; the values here are those of kinds without such a setting."""
+
+    fsdp_sharding: str = "optim_grads_params"
+    bucket_size: int = 0
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    grad_reduce_in_fp32: bool = True
+    reduce_scatter_fp32_accumulation: bool = False
+    average_in_collective: bool = False
+    optimizer_instances: int = 1
+
+
+_OVERLAP_REDUCE = "Overlap gradient reduction with the backward."
+_OVERLAP_GATHER = "Overlap the gathering of updated parameters with the forward."
+_REDUCE_IN_FP32 = "Accumulate and reduce gradients in FP32 whatever the model's dtype."
+_INSTANCES = "Copies of the sharded optimizer state over data parallel (hybrid sharding)."
 
 
 @dataclass(frozen=True)
-class DdpConfig:
-    """Data parallelism of Megatron-Core."""
+class DdpConfig(DataParallelConfig):
+    """Megatron-Core's DistributedDataParallel: every rank has whole gradients of its part of the model."""
 
-    implementation: str = setting(
-        "ddp",
-        "Megatron-Core's DDP, Megatron FSDP, or PyTorch's FSDP2 around Megatron-Core's modules.",
-        choices=("ddp", "megatron_fsdp", "torch_fsdp2"),
-    )
-    fsdp_sharding: str = setting(
-        "optim_grads_params",
-        "What Megatron FSDP shards: optimizer state, and gradients, and parameters.",
-        choices=("optim", "optim_grads", "optim_grads_params"),
-    )
+    name = "ddp"
+
     bucket_size: int = setting(
         0,
         "Parameters of a bucket with overlapped reduction; 0: the larger of 40 million and 1 million per "
@@ -29,16 +40,42 @@ class DdpConfig:
         unit="parameters",
         min=0,
     )
-    overlap_grad_reduce: bool = setting(False, "Overlap gradient reduction with the backward.")
-    overlap_param_gather: bool = setting(False, "Overlap the gathering of updated parameters with the forward.")
-    grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
+    overlap_grad_reduce: bool = setting(False, _OVERLAP_REDUCE)
+    overlap_param_gather: bool = setting(False, _OVERLAP_GATHER)
+    grad_reduce_in_fp32: bool = setting(True, _REDUCE_IN_FP32)
     reduce_scatter_fp32_accumulation: bool = setting(
         False, "Send bf16 gradients and add them in FP32; needs grad_reduce_in_fp32=false."
     )
-    average_in_collective: bool = setting(False, "Let the collective average instead of adding; equal up to rounding.")
-    optimizer_instances: int = setting(
-        1, "Copies of the sharded optimizer state over data parallel (hybrid sharding).", unit="copies", min=1
+    average_in_collective: bool = setting(
+        False, "Let the collective average instead of adding; the result is the same up to rounding."
     )
+    optimizer_instances: int = setting(1, _INSTANCES, unit="copies", min=1)
+
+
+@dataclass(frozen=True)
+class MegatronFsdpConfig(DataParallelConfig):
+    """Megatron FSDP: optimizer state, gradients and parameters are sharded."""
+
+    name = "megatron_fsdp"
+
+    fsdp_sharding: str = setting(
+        "optim_grads_params",
+        "What is sharded: optimizer state, and gradients, and parameters.",
+        choices=("optim", "optim_grads", "optim_grads_params"),
+    )
+    overlap_grad_reduce: bool = setting(False, _OVERLAP_REDUCE)
+    overlap_param_gather: bool = setting(False, _OVERLAP_GATHER)
+    grad_reduce_in_fp32: bool = setting(True, _REDUCE_IN_FP32)
+    optimizer_instances: int = setting(1, _INSTANCES, unit="copies", min=1)
+
+
+@dataclass(frozen=True)
+class TorchFsdpConfig(DataParallelConfig):
+    """PyTorch's FSDP2 around Megatron-Core's modules."""
+
+    name = "torch_fsdp2"
+
+    grad_reduce_in_fp32: bool = setting(True, _REDUCE_IN_FP32)
 
 
 @dataclass(frozen=True)
@@ -125,7 +162,11 @@ class MegatronConfig:
         "Layer implementation; auto takes Transformer Engine if it is installed.",
         choices=("auto", "transformer_engine", "local"),
     )
-    ddp: DdpConfig = dataclasses.field(default_factory=DdpConfig)
+    ddp: DataParallelConfig = tagged(
+        by_name(DdpConfig, MegatronFsdpConfig, TorchFsdpConfig),
+        "ddp",
+        "Data parallelism: who holds what, and how gradients are added up.",
+    )
     moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
     optimizer: MegatronOptimizerConfig = dataclasses.field(default_factory=MegatronOptimizerConfig)
     reference: ReferenceLayoutConfig = dataclasses.field(default_factory=ReferenceLayoutConfig)

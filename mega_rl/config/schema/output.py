@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import setting
 
 
 @dataclass(frozen=True)

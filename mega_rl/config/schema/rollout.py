@@ -6,9 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from mega_rl.config.schema.data import CurriculumConfig, MixtureConfig, StreamConfig
-from mega_rl.config.schema.sandbox import RewardSandboxConfig
-from mega_rl.config.schema.setting import ATTENTION, setting
+from mega_rl.config.schema.algorithms import Files, SingleTurn
+from mega_rl.config.schema.data import (
+    AllPrompts,
+    ColumnCurriculum,
+    MixtureConfig,
+    StreamConfig,
+    SuccessCurriculum,
+)
+from mega_rl.config.schema.sandbox import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
+from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,11 @@ class ChatConfig:
 class DataConfig:
     """Prompts: files, formats, lengths."""
 
-    source: str = setting(
+    source: Kind = tagged(
+        by_name(Files),
         "files",
         "Source of training prompts: train_files, or path/to/file.py:class that yields rows.",
     )
-    source_settings: dict[str, object] = setting({}, "Settings of a class that yields rows, by name.")
     train_files: list[str] = setting(
         [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
     )
@@ -58,15 +65,20 @@ class DataConfig:
     overlong_prompts: str = setting("error", "What happens to longer prompts.", choices=("error", "drop"))
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
     shuffle: bool = setting(True, "Shuffle the training prompts each epoch, from trainer.seed.")
+    curriculum: Kind = tagged(
+        by_name(AllPrompts, ColumnCurriculum, SuccessCurriculum),
+        "none",
+        "Prompts that are drawn first or more often: all alike (none), the easy ones first by a column that says how "
+        "hard each is (column), or by the success rate that the run measures in their own samples (success).",
+    )
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
-    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     stream: StreamConfig = dataclasses.field(default_factory=StreamConfig)
 
     @property
     def reads_train_files(self) -> bool:
         """Return whether training prompts come from train_files."""
-        return self.source == "files" and not self.mixture.sources
+        return self.source.name == "files" and not self.mixture.sources
 
 
 @dataclass(frozen=True)
@@ -93,18 +105,25 @@ class SglangServerConfig:
         "Address or network interface that servers bind to; loopback on several hosts: each host's address towards "
         "MASTER_ADDR.",
     )
-    max_total_tokens: int = setting(0, "Tokens in a server's KV cache; 0 lets SGLang choose.", unit="tokens", min=0)
-    mem_fraction: float = setting(
-        0.0,
-        "Share of a device's memory for weights and KV cache; 0: SGLang's choice, or what the trainer leaves.",
-        min=0.0,
-        max=0.95,
-    )
     args: dict[str, object] = setting(
         {},
-        "Further arguments of SGLang by their ServerArgs names: {ep_size: 8}; true sets a flag. Arguments that "
-        "mega_rl decides are refused.",
+        "Further arguments of SGLang, by the names of its ServerArgs: {max_total_tokens: 20000, ep_size: 8}. true sets "
+        "a flag. Without mem_fraction_static SGLang chooses for servers with devices of their own, and colocated ones "
+        "take what the trainer leaves. Arguments that a setting of mega_rl decides, or that no weight update can "
+        "follow, are refused.",
     )
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Return the tokens of a server's KV cache; 0: SGLang chooses."""
+        given = self.args.get("max_total_tokens", 0)
+        return given if isinstance(given, int) else 0
+
+    @property
+    def mem_fraction(self) -> float:
+        """Return the share of a device's memory for weights and KV cache; 0: not given."""
+        given = self.args.get("mem_fraction_static", 0.0)
+        return float(given) if isinstance(given, int | float) else 0.0
 
 
 @dataclass(frozen=True)
@@ -118,18 +137,6 @@ class SglangSyncConfig:
     )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
-    probe_mean_limit: float = setting(
-        0.0,
-        "Largest mean |trainer - server| log-prob over a probe's tokens; 0: 1e-4 in fp32, 0.15 in bf16.",
-        unit="nats",
-        min=0.0,
-    )
-    probe_max_limit: float = setting(
-        0.0,
-        "Largest |trainer - server| log-prob of a probe's token; 0: 1e-4 in fp32, 1 in bf16.",
-        unit="nats",
-        min=0.0,
-    )
 
 
 @dataclass(frozen=True)
@@ -151,12 +158,12 @@ class SglangConfig:
     max_concurrency: int = setting(256, "Requests in flight at one server.", unit="requests", min=1)
     retries: int = setting(3, "Further tries of a sample after a failed one.", unit="tries", min=0)
     restarts: int = setting(3, "Times within one step that lost servers are brought back.", unit="times", min=0)
-    failed_samples: str = setting(
-        "fatal",
-        "A sample without an answer ends the run, or stays out of the loss.",
-        choices=("fatal", "mask"),
+    max_failed_share: float = setting(
+        0.0,
+        "Share of a step's samples without an answer that stay out of the loss; more end the run. At 0 the first does.",
+        min=0.0,
+        max=1.0,
     )
-    max_failed_share: float = setting(0.1, "Share of a step's samples that may be masked.", min=0.0, max=1.0)
     partial_rollout: bool = setting(
         False, "Let a weight update interrupt responses, which continue under the new weights."
     )
@@ -211,11 +218,11 @@ class RolloutConfig:
         "if your rollout.source needs no engine.",
         choices=("hf", "sglang", "none"),
     )
-    source: str = setting(
+    source: Kind = tagged(
+        by_name(SingleTurn),
         "single_turn",
         "How prompts become rollouts: one response each (single_turn), or path/to/file.py:class.",
     )
-    source_settings: dict[str, object] = setting({}, "Settings of a class that makes rollouts, by name.")
     n: int = setting(8, "Samples per prompt.", unit="samples", min=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
     top_p: float = setting(
@@ -241,8 +248,10 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(Kind):
     """A sequence-classification checkpoint that scores, on the run's engine."""
+
+    name = "model"
 
     path: str = setting("", "Hugging Face sequence-classification checkpoint with one label.")
     attn_implementation: str = setting(
@@ -253,8 +262,10 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
-class RewardHttpConfig:
+class RewardHttpConfig(Kind):
     """An HTTP service that scores."""
+
+    name = "http"
 
     url: str = setting("", "Address that batches are posted to, as http://127.0.0.1:8000/score.")
     key_file: str = setting("", "File with the service's bearer token, mode 0600; empty sends none.")
@@ -265,8 +276,10 @@ class RewardHttpConfig:
 
 
 @dataclass(frozen=True)
-class RewardPoolConfig:
-    """Worker processes that call the reward function."""
+class RewardFunctionConfig(Kind):
+    """Python functions: reward.function or reward.functions, called in worker processes or in the rank."""
+
+    name = "function"
 
     workers: int = setting(
         -1,
@@ -288,8 +301,8 @@ class RewardPoolConfig:
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(
         "score",
-        "If a function raises, gives no usable number, takes too long or crashes: score gives "
-        "reward.pool.failure_score, mask leaves the response out.",
+        "Treatment of a response whose function raises, gives no usable number, takes longer than the deadline or "
+        "crashes its worker: score gives it failure_score, mask leaves it out as if it had not been drawn.",
         choices=("score", "mask"),
     )
     failure_score: float = setting(0.0, "Reward of such a response; the lowest one is right.")
@@ -299,6 +312,13 @@ class RewardPoolConfig:
         min=0.0,
         max=1.0,
     )
+
+
+@dataclass(frozen=True)
+class NoRewards(Kind):
+    """No rewards: the run learns from a teacher only."""
+
+    name = "none"
 
 
 @dataclass(frozen=True)
@@ -322,11 +342,11 @@ class OverlongConfig:
 class RewardConfig:
     """Rewards: functions, services, reward models."""
 
-    source: str = setting(
+    source: Kind = tagged(
+        by_name(RewardFunctionConfig, RewardModelConfig, RewardHttpConfig, NoRewards),
         "function",
-        "Who scores: a Python function, a sequence-classification checkpoint, an HTTP service, or none (only a "
-        "teacher).",
-        choices=("function", "model", "http", "none"),
+        "Who scores: a Python function, a sequence-classification checkpoint on the run's engine, an HTTP service, or "
+        "none, where a run learns from a teacher alone.",
     )
     function: str = setting(
         "exact_match",
@@ -351,8 +371,20 @@ class RewardConfig:
         "Leave special tokens out of the scored text; false shows those that the model wrote, except the final "
         "stop token.",
     )
-    pool: RewardPoolConfig = dataclasses.field(default_factory=RewardPoolConfig)
-    model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
-    http: RewardHttpConfig = dataclasses.field(default_factory=RewardHttpConfig)
-    sandbox: RewardSandboxConfig = dataclasses.field(default_factory=RewardSandboxConfig)
+    sandbox: RewardSandboxConfig = tagged(
+        by_name(LocalSandboxConfig, RemoteSandboxConfig),
+        "local",
+        "Locked processes in which the reward function code_tests runs programs: on the rank's host, or at a service. "
+        "There is no way to run them unlocked.",
+    )
     overlong: OverlongConfig = dataclasses.field(default_factory=OverlongConfig)
+
+    @property
+    def model_path(self) -> str:
+        """Return the checkpoint of the reward model; empty for other sources."""
+        return self.source.path if isinstance(self.source, RewardModelConfig) else ""
+
+    @property
+    def calls(self) -> RewardFunctionConfig:
+        """Return how functions are called; defaults for other sources."""
+        return self.source if isinstance(self.source, RewardFunctionConfig) else RewardFunctionConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import Kind, setting
 
 if TYPE_CHECKING:
     from mega_rl.config.schema.rollout import RewardConfig
@@ -16,40 +16,51 @@ CODE_TESTS = "code_tests"  # the reward function that reads these settings
 def runs_code(reward: RewardConfig) -> bool:
     """Return whether a reward function of a run reads the settings of the sandbox."""
     functions = reward.functions.values() if reward.functions else (reward.function,)
-    return reward.source == "function" and CODE_TESTS in functions
+    return reward.source.name == "function" and CODE_TESTS in functions
 
 
 @dataclass(frozen=True)
-class RewardSandboxConfig:
-    """Locked processes for the reward function code_tests."""
+class RewardSandboxConfig(Kind):
+    """Settings of every sandbox."""
 
-    kind: str = setting(
-        "local",
-        "Where programs run: under bubblewrap on the rank's host, or at a SandboxFusion service.",
-        choices=("local", "remote"),
-    )
-    url: str = setting("", "Address of the service, as http://127.0.0.1:8080/run_code.")
-    key_file: str = setting("", "File with the service's bearer token, mode 0600; empty sends none.")
-    timeout_s: float = setting(6.0, "Wall clock of one case with its sandbox's start.", unit="seconds", above=0.0)
+    timeout_s: float = setting(6.0, "Wall clock of one case, with the start of its sandbox.", unit="seconds", above=0.0)
     total_s: float = setting(
         20.0, "Wall clock of all cases of a response; cases not begun by then fail.", unit="seconds", above=0.0
     )
     memory_mib: int = setting(
         512, "Address space of each process of a case, and resident memory of all.", unit="MiB", min=64
     )
-    processes: int = setting(
-        16, "Processes and threads of a case at a time; calls and asserts take three.", min=4, max=1024
-    )
     output_kib: int = setting(256, "Longest output of a case, and longest error output.", unit="KiB", min=1)
-    tmp_mib: int = setting(16, "Size of a case's temporary files, and of its shared memory.", unit="MiB", min=1)
-    interpreter: str = setting(
-        "",
-        "Absolute path of the Python inside; its folder is readable there. Empty takes this environment's base "
-        "Python, without packages.",
-    )
     parallel: int = setting(1, "Cases of a response at a time.", min=1, max=64)
     score: str = setting(
         "share",
         "Score of a response: the share of cases that pass, or 1 if all pass.",
         choices=("share", "all"),
     )
+
+
+@dataclass(frozen=True)
+class LocalSandboxConfig(RewardSandboxConfig):
+    """Locked processes under bubblewrap on the rank's host."""
+
+    name = "local"
+
+    processes: int = setting(
+        16, "Processes and threads of a case at a time; the tests of calls and asserts take three.", min=4, max=1024
+    )
+    tmp_mib: int = setting(16, "Size of a case's temporary files, and of its shared memory.", unit="MiB", min=1)
+    interpreter: str = setting(
+        "",
+        "Absolute path of the Python inside, whose folder is visible there, to read; empty takes the one that this "
+        "environment was made of, without the environment's packages.",
+    )
+
+
+@dataclass(frozen=True)
+class RemoteSandboxConfig(RewardSandboxConfig):
+    """A service that speaks SandboxFusion's protocol."""
+
+    name = "remote"
+
+    url: str = setting("", "Address of the service, as http://127.0.0.1:8080/run_code.")
+    key_file: str = setting("", "File with the service's bearer token, mode 0600; empty sends none.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from mega_rl.config.schema.algorithms import GRPOSettings, PPOSettings
-from mega_rl.config.schema.setting import ATTENTION, defaults, setting
+from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
+from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,27 @@ class OptimConfig:
     )
 
 
-@dataclass(frozen=True)
-class KlConfig:
-    """The penalty on the distance from the reference policy."""
+class KlConfig(Kind):
+    """A penalty on the distance from the reference policy; the values here are those of a run without one."""
 
-    placement: str = setting("none", "Where the KL to the reference policy enters.", choices=("none", "reward", "loss"))
-    estimator: str = setting(
-        "auto",
-        "KL estimator; auto takes k1 in the reward, k3 in the loss.",
-        choices=("auto", "k1", "k2", "k3"),
-    )
+    estimator: str = "k3"
+    coef: float = 0.0
+    control: str = "fixed"
+    target: float = 0.1
+    horizon: int = 10_000
+    reference_interval: int = 0
+    reference_rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class NoKl(KlConfig):
+    """No penalty."""
+
+    name = "none"
+
+
+@dataclass(frozen=True)
+class _Penalty(KlConfig):
     coef: float = setting(0.001, "KL coefficient (the initial one if adaptive).", min=0.0)
     control: str = setting("fixed", "Fixed or adaptive KL coefficient.", choices=("fixed", "adaptive"))
     target: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats per token", above=0.0)
@@ -113,27 +124,43 @@ class KlConfig:
 
 
 @dataclass(frozen=True)
+class KlInReward(_Penalty):
+    """A penalty taken off the rewards of tokens, by the estimator k1."""
+
+    name = "reward"
+    # Other estimators in the reward have gradients that are not the KL's: docs/adr/0022-kl-gradients.md.
+    estimator = "k1"
+
+
+@dataclass(frozen=True)
+class KlInLoss(_Penalty):
+    """A term of the loss."""
+
+    name = "loss"
+
+    # The gradient of k1 in the loss is 0 on average: docs/adr/0022-kl-gradients.md.
+    estimator: str = setting("k3", "KL estimator; k2 and k3 have one gradient.", choices=("k2", "k3"))
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and losses; docs/algorithms.md has the settings of each choice."""
 
-    advantage: str = setting(
+    advantage: Kind = tagged(
+        ADVANTAGES,
         "grpo",
         "Advantage estimator: gae (needs a critic), grpo, gdpo (needs named rewards), rloo, reinforce_plus_plus, "
         "reinforce_plus_plus_baseline, remax, opo, pass_at_k, distillation (needs a reference), or "
         "path/to/file.py:class.",
     )
-    advantage_settings: dict[str, object] = setting(
-        defaults(GRPOSettings), "Settings of the estimator by name, as gamma or std."
-    )
-    loss: str = setting("ppo", "Policy loss: a built-in one, of those below, or path/to/file.py:class.")
-    loss_settings: dict[str, object] = setting(defaults(PPOSettings), "Settings of the policy loss, as clip_high.")
-    correction: str = setting(
+    loss: Kind = tagged(LOSSES, "ppo", "Policy loss: a built-in one, of those below, or path/to/file.py:class.")
+    correction: Kind = tagged(
+        CORRECTIONS,
         "auto",
         "Weights of token losses if other weights or another engine sampled: a built-in name, "
         "path/to/file.py:class, or auto: tis for SGLang in bf16 or with older weights, icepop for mixtures of "
         "experts, else none.",
     )
-    correction_settings: dict[str, object] = setting({}, "Settings of the correction by name, as cap.")
     entropy_coef: float = setting(
         0.0,
         "Weight of the entropy bonus; 0 computes no entropy.",
@@ -155,7 +182,11 @@ class AlgorithmConfig:
     )
     epochs: int = setting(1, "Passes over each batch of rollouts.", unit="passes", min=1)
     critic_warmup_steps: int = setting(0, "First steps that train only the critic.", unit="trainer steps", min=0)
-    kl: KlConfig = dataclasses.field(default_factory=KlConfig)
+    kl: KlConfig = tagged(
+        by_name(NoKl, KlInReward, KlInLoss),
+        "none",
+        "Where the KL to the reference policy enters: nowhere, in the rewards of tokens, or in the loss.",
+    )
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import setting
 
 
 @dataclass(frozen=True)

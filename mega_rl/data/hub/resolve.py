@@ -48,8 +48,8 @@ def hub_names(config: Config) -> HubNames:
     """Return the names that the run would download; a resumed run takes the commits that it began with."""
     model, reward = config.model, config.reward
     paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
-    if reward.source == "model":
-        paths["reward.model.path"] = reward.model.path
+    if reward.source.name == "model":
+        paths["reward.source.path"] = reward.model_path
     begun = _begun(config)
     named = {key: name for key, path in paths.items() if (name := model_name(path)) is not None}
     models = {key: _model_as_begun(name, begun.get(key)) for key, name in named.items()}

@@ -52,7 +52,7 @@ def build_megatron_engine(
         impl=request.impl,
         padded_vocab=sharding.vocab,
         device=accelerator.device,
-        experts_apart=megatron.ddp.implementation == "ddp",
+        experts_apart=megatron.ddp.name == "ddp",
     )
     if settings.model.fp32_head and request.head == "lm":
         use_fp32_logits(chunks)
@@ -99,7 +99,7 @@ def _trainable(
     """Freeze what the config names, wrap the chunks for data parallelism, and return them with their optimizer."""
     megatron = settings.engine.megatron
     freeze(chunks, settings.model.frozen, everyone=ranks_of(groups.world))
-    if megatron.ddp.implementation != "torch_fsdp2":  # which has no `main_grad`
+    if megatron.ddp.name != "torch_fsdp2":  # which has no `main_grad`
         for chunk in chunks:
             fuse_weight_gradients(chunk)
     wrapped = wrap_chunks(
@@ -115,6 +115,6 @@ def _trainable(
         placement=megatron.optimizer,
         bf16=settings.model.dtype == "bf16",
         collection=groups.collection,
-        implementation=megatron.ddp.implementation,
+        implementation=megatron.ddp.name,
     )
     return wrapped, optimizer

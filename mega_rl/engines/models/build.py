@@ -93,7 +93,7 @@ def transformer_config(
         **device_overrides,
         **unfused(hf),
     }
-    if settings.megatron.ddp.implementation == "torch_fsdp2":
+    if settings.megatron.ddp.name == "torch_fsdp2":
         kwargs["gradient_accumulation_fusion"] = False  # its kernels add into main_grad, which FSDP2 does not have
     config = (MLATransformerConfig if hf.mla is not None else TransformerConfig)(**kwargs)
     for name, value in extra_config_attributes(hf).items():

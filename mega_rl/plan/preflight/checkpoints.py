@@ -11,7 +11,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from mega_rl.config.plugins.choices import LOSS
+from mega_rl.config.choices import LOSS
 from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import ChatConfig, Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
@@ -23,7 +23,7 @@ from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, 
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 
-ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.model.path"
+ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.source.path"
 # Properties of a checkpoint that its forward does not depend on.
 _NOT_COMPUTED = ("eos_token_ids", "pad_token_id", "dtype", "initializer_range")
 
@@ -32,8 +32,8 @@ def checkpoint_paths(config: Config) -> dict[str, str]:
     """Return the folder of every checkpoint that the run reads, by config key."""
     model, reward = config.model, config.reward
     paths = {ACTOR: model.path, REFERENCE: model.ref_path, CRITIC: model.critic_path}
-    if reward.source == "model":
-        paths[REWARD] = reward.model.path
+    if reward.source.name == "model":
+        paths[REWARD] = reward.model_path
     return {key: path for key, path in paths.items() if path}
 
 

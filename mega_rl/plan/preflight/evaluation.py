@@ -15,7 +15,7 @@ SAMPLES, RESULTS = "samples.jsonl", "results.json"
 # Sections and settings that only training reads, which take their defaults, and the settings in them that are kept.
 _SECTIONS = ("model", "optim", "algorithm", "checkpoint", "metrics", "trainer")
 _OF_TRAINING = (
-    *("data.source", "data.source_settings", "data.val_size", "data.train_files"),
+    *("data.source", "data.val_size", "data.train_files"),
     *("data.mixture", "data.curriculum", "data.stream"),
     *("engine.megatron.moe.routing_replay", "engine.megatron.reference"),
     *("rollout.dynamic_sampling", "rollout.sglang.partial_rollout", "rollout.sglang.return_routing", "reward.overlong"),

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 
-from mega_rl.config.plugins.choices import needs_critic
+from mega_rl.config.choices import needs_critic
 from mega_rl.config.rules.servers import KEY
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig

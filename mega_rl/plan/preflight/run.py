@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mega_rl import versions
+from mega_rl.config.choices import OWN_CHOICES
 from mega_rl.config.loader import load
-from mega_rl.config.plugins.choices import CHOICES
-from mega_rl.config.plugins.files import missing_name
 from mega_rl.config.rules import check
 from mega_rl.config.rules.validation import files_of
-from mega_rl.config.schema import Config, DataConfig, ValidationConfig
+from mega_rl.config.schema import Config, DataConfig, RemoteSandboxConfig, RewardHttpConfig, ValidationConfig
 from mega_rl.config.schema.sandbox import runs_code
+from mega_rl.config.user_files import missing_function
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of
 from mega_rl.data.hub.names import dataset_name
@@ -54,7 +54,7 @@ DESCRIPTIONS: tuple[Check, ...] = (check_tokenizers, NO_FILES[0], check_servers,
 WEIGHTS_AND_DATA: tuple[Check, ...] = (
     check_weight_files,
     lambda config, _: check_validation(config.validation, config.data),
-    lambda config, _: (problem for choice in CHOICES for problem in choice.file_problems(config)),
+    lambda config, _: (problem for choice in OWN_CHOICES for problem in choice.own_problems(config)),
 )
 
 
@@ -148,7 +148,7 @@ def check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator
     """Yield the problems of the files of validation sets, and of the function that extracts a response's answer."""
     for name, files in validation.sets.items():
         yield from _data_files(f"validation.sets.{name}", files_of(files), data)
-    if validation.answer_of and (problem := missing_name(validation.answer_of, builtin=(), kind="function")):
+    if validation.answer_of and (problem := missing_function(validation.answer_of, builtin=())):
         yield f"validation.answer_of={validation.answer_of!r}: {problem}"
 
 
@@ -199,17 +199,17 @@ def _first_row_columns(path: Path) -> set[str] | None:
 def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
     """Yield the problems of the source that reward.source names."""
     reward = config.reward
-    if reward.source == "function":
+    if reward.source.name == "function":
         if reward.functions:
             for name, function in reward.functions.items():
                 yield from _named_function(name, function)
         else:
             yield from _function(reward.function)
         yield from _sandbox(config)
-    elif reward.source == "http":
+    elif reward.source.name == "http":
         yield from _service(config)
-    elif "reward.model.path" in checkpoints:
-        yield from _head(Path(reward.model.path), checkpoints["reward.model.path"])
+    elif "reward.source.path" in checkpoints:
+        yield from _head(Path(reward.model_path), checkpoints["reward.source.path"])
         yield from _room(config)
 
 
@@ -218,7 +218,7 @@ def _sandbox(config: Config) -> Iterator[str]:
     if not runs_code(config.reward):
         return
     sandbox = config.reward.sandbox
-    if sandbox.kind == "remote" and not sandbox.url.startswith(("http://", "https://")):
+    if isinstance(sandbox, RemoteSandboxConfig) and not sandbox.url.startswith(("http://", "https://")):
         return  # a rule between settings refuses it
     try:
         check_sandbox(sandbox)
@@ -227,15 +227,16 @@ def _sandbox(config: Config) -> Iterator[str]:
 
 
 def _service(config: Config) -> Iterator[str]:
-    reward = config.reward
+    http = config.reward.source
+    assert isinstance(http, RewardHttpConfig)
     try:
-        if reward.http.url.startswith(("http://", "https://")):  # a rule between settings refuses others
-            find_service(reward.http.url, reward.http.key_file)
+        if http.url.startswith(("http://", "https://")):  # a rule between settings refuses others
+            find_service(http.url, http.key_file)
     except UserError as error:
         yield str(error)
-    if reward.http.timeout_s >= config.trainer.timeout_s:
+    if http.timeout_s >= config.trainer.timeout_s:
         yield (
-            f"reward.http.timeout_s={reward.http.timeout_s:g} must be below "
+            f"reward.source.timeout_s={http.timeout_s:g} must be below "
             f"trainer.timeout_s={config.trainer.timeout_s:g}, the time that other ranks wait for the scores"
         )
 
@@ -246,12 +247,12 @@ def _head(directory: Path, hf: HFConfig) -> Iterator[str]:
     names = hf.raw.get("id2label")
     labels = len(names) if isinstance(names, dict) else hf.raw.get("num_labels", 1)
     if labels != 1:
-        yield f"reward.model.path: {directory / 'config.json'}: has {labels} labels; {fix}"
+        yield f"reward.source.path: {directory / 'config.json'}: has {labels} labels; {fix}"
     expected, shape = [1, hf.hidden_size], tensor_shape(directory, hf.value_head)
     if shape is None:
-        yield f"reward.model.path: {directory}: has no {hf.value_head}; {fix}"
+        yield f"reward.source.path: {directory}: has no {hf.value_head}; {fix}"
     elif shape != expected:
-        yield f"reward.model.path: {directory}: {hf.value_head} has shape {shape}, not {expected}; {fix}"
+        yield f"reward.source.path: {directory}: {hf.value_head} has shape {shape}, not {expected}; {fix}"
 
 
 def _room(config: Config) -> Iterator[str]:
@@ -270,7 +271,7 @@ def _room(config: Config) -> Iterator[str]:
 
 def _function(function: str, key: str = "reward.function") -> Iterator[str]:
     """Yield the problem of the reward function of a setting; a user's file is parsed, not run."""
-    if problem := missing_name(function, builtin=sorted(BUILTINS), kind="function"):
+    if problem := missing_function(function, builtin=sorted(BUILTINS)):
         yield f"{key}={function!r}: {problem}"
 
 

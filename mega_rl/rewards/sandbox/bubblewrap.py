@@ -16,7 +16,7 @@ NOBODY = 65534  # uid and gid inside a user namespace
 OPEN_FILES = 32  # a socket of each may keep a fifth of a megabyte of the kernel
 INSTALL = (
     "install it (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap), or name a service with "
-    "reward.sandbox.kind=remote"
+    "reward.sandbox=remote"
 )
 
 # Runs inside before the program: another user where bubblewrap was started by root, then the limits, which are not for
@@ -66,7 +66,7 @@ class Tool:
     def find(cls, interpreter: str = "") -> Tool:
         """Return bubblewrap and an interpreter: a path, or this process's own. Raises SandboxError."""
         if sys.platform != "linux":
-            raise SandboxError(f"needs Linux, and this is {sys.platform}; use reward.sandbox.kind=remote")
+            raise SandboxError(f"needs Linux, and this is {sys.platform}; use reward.sandbox=remote")
         bwrap = shutil.which("bwrap")
         if bwrap is None:
             raise SandboxError(f"bubblewrap (bwrap) is not installed; {INSTALL}")

@@ -49,7 +49,7 @@ class LocalSandbox:
         if b"limited" not in outcome.stdout:
             raise SandboxError(
                 "the limit of processes does not bind here: it needs Linux 5.14, or the rights of root; use "
-                "reward.sandbox.kind=remote"
+                "reward.sandbox=remote"
             )
 
 
@@ -57,7 +57,7 @@ _HINT = (
     "bubblewrap needs user namespaces, or root with CAP_SYS_ADMIN: on the host set kernel.unprivileged_userns_clone=1, "
     "user.max_user_namespaces above 0 and, on Ubuntu, an AppArmor profile for bwrap; start a container with "
     "--security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined; or "
-    "name a service with reward.sandbox.kind=remote"
+    "name a service with reward.sandbox=remote"
 )
 _FORKS = """
 import os, time

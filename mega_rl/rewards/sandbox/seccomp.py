@@ -79,7 +79,7 @@ def build_filter(machine: str | None = None) -> bytes:
     if machine not in ARCHITECTURES:
         raise SandboxError(
             f"no filter of system calls for {machine}; legal: {', '.join(ARCHITECTURES)}; name a service with "
-            "reward.sandbox.kind=remote"
+            "reward.sandbox=remote"
         )
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in _instructions(ARCHITECTURES[machine]))
 

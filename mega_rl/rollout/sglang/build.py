@@ -165,7 +165,12 @@ def server_settings(
         seed=trainer.seed,
         start_timeout_s=sglang.start_timeout_s,
         return_routing=sglang.return_routing,
-        args=dict(server.args) | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
+        args={
+            name: value
+            for name, value in server.args.items()
+            if name not in ("max_total_tokens", "mem_fraction_static")
+        }
+        | ({"enable_fp32_lm_head": True} if settings.model.fp32_head else {}),
     )
 
 
@@ -332,9 +337,7 @@ def _expected(rollout: RolloutConfig, dtype: torch.dtype, actor: ModelEngine) ->
 def _probe(
     rollout: RolloutConfig, dtype: torch.dtype, actor: ModelEngine, world: Ranks, hidden: Sequence[int]
 ) -> Probe | None:
-    sync, (mean, largest) = rollout.sglang.sync, LIMITS[_name_of(dtype)]
-    limits = (sync.probe_mean_limit or mean, sync.probe_max_limit or largest)
-    vocab_size, tokens = actor.sharding.hf.vocab_size, sync.probe_tokens
+    vocab_size, tokens, limits = actor.sharding.hf.vocab_size, rollout.sglang.sync.probe_tokens, LIMITS[_name_of(dtype)]
     return (
         Probe(actor.forward, world, vocab_size, rollout.temperature, tokens, limits, tuple(hidden)) if tokens else None
     )

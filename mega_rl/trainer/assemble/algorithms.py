@@ -12,11 +12,11 @@ from mega_rl.algorithms.advantages.base import AdvantageEstimator
 from mega_rl.algorithms.corrections import CORRECTIONS, Correction
 from mega_rl.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, KLController, RewardKL
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
-from mega_rl.algorithms.losses.objectives import OBJECTIVES, PolicyObjective
-from mega_rl.config.needs import is_on_policy, kl_estimator
-from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects
+from mega_rl.algorithms.losses.tokens import PolicyObjective
+from mega_rl.algorithms.policy_losses import LOSSES
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects
+from mega_rl.config.needs import is_on_policy
 from mega_rl.config.schema import Config, KlConfig
-from mega_rl.config.schema.algorithms import AdvantageSettings, LossSettings, Settings
 from mega_rl.ddp.optimizer import learning_rate
 from mega_rl.protocols import ModelPasses, Ranks
 from mega_rl.trainer.assemble.choices import build_choice
@@ -30,24 +30,19 @@ log = logging.getLogger(__name__)
 
 def build_estimator(config: Config) -> AdvantageEstimator:
     """Return the advantage estimator that the recipe chooses. Raises UserError as `build_choice` does."""
-    estimator: AdvantageEstimator = build_choice(config, ADVANTAGE, ESTIMATORS, _traits(AdvantageSettings))
+    estimator: AdvantageEstimator = build_choice(config, ADVANTAGE, ESTIMATORS)
     return estimator
 
 
 def build_objective(config: Config) -> PolicyObjective:
     """Return the policy loss that the recipe chooses. Raises UserError as `build_choice` does."""
-    objective: PolicyObjective = build_choice(config, LOSS, OBJECTIVES, _traits(LossSettings))
+    objective: PolicyObjective = build_choice(config, LOSS, LOSSES)
     return objective
-
-
-def _traits(area: type[Settings]) -> list[str]:
-    """Return the class variables that say what a choice needs of a run."""
-    return [name for name in vars(area) if name.startswith(("needs_", "takes_"))]
 
 
 def build_correction(config: Config) -> Correction | None:
     """Return the correction that the recipe chooses, None for none. Raises UserError as `build_choice` does."""
-    if config.algorithm.correction == "auto":
+    if config.algorithm.correction.name == "auto":
         log.info("algorithm.correction=auto takes %s", chosen(config, CORRECTION))
     return build_choice(config, CORRECTION, CORRECTIONS) if corrects(config) else None
 
@@ -55,14 +50,14 @@ def build_correction(config: Config) -> Correction | None:
 def build_reward_kl(config: Config, controller: KLController) -> RewardKL | None:
     """Return the KL penalty in token rewards; None if the KL is a term of the loss, or there is none."""
     kl = config.algorithm.kl
-    return RewardKL(controller, KL_ESTIMATORS[kl_estimator(kl)]) if kl.placement == "reward" else None
+    return RewardKL(controller, KL_ESTIMATORS[kl.estimator]) if kl.name == "reward" else None
 
 
 def build_kl(kl: KlConfig) -> KLController:
     """Return the controller of the KL coefficient."""
     if kl.control == "adaptive":
         return AdaptiveKL(kl.coef, target=kl.target, horizon=kl.horizon)
-    return FixedKL(kl.coef if kl.placement != "none" else 0.0)
+    return FixedKL(kl.coef)
 
 
 def build_actor_role(
@@ -76,8 +71,8 @@ def build_actor_role(
     algorithm, objective = config.algorithm, build_objective(config)
     loss = PolicyLoss(
         objective,
-        kl=kl if algorithm.kl.placement == "loss" else None,
-        kl_estimator=KL_ESTIMATORS[kl_estimator(algorithm.kl)],
+        kl=kl if algorithm.kl.name == "loss" else None,
+        kl_estimator=KL_ESTIMATORS[algorithm.kl.estimator],
         entropy_coef=algorithm.entropy_coef,
         drift_coef=getattr(objective, "drift_coef", 0.0),
         correction=build_correction(config),

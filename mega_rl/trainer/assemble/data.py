@@ -19,11 +19,12 @@ from jinja2 import nodes as nodes_of
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
+from mega_rl.config.choices import DATA, chosen
 from mega_rl.config.keys import with_settings
-from mega_rl.config.plugins.choices import DATA, chosen
 from mega_rl.config.rules import check
 from mega_rl.config.rules.validation import files_of
 from mega_rl.config.schema import ChatConfig, Config, SourceConfig
+from mega_rl.config.user_files import users_code
 from mega_rl.config.values import shown
 from mega_rl.data.build import (
     build_order,
@@ -49,7 +50,6 @@ from mega_rl.rollout.stop_tokens import check_stop_tokens
 from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.types import Prompt, PromptSet
-from mega_rl.workers.user_files import users_code
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def load_data(
             prompts = read_mixture(data, tokens.tokenizer, vocab_size=vocab_size, columns=columns)
         elif trains:
             rows = data.train_files if source is None else source(tokens, "train")
-            prompts = load(rows, difficulty=data.curriculum.key)
+            prompts = load(rows, difficulty=getattr(data.curriculum, "key", ""))
         held_out: Sequence[Prompt] = []
         if source is not None and config.trainer.val_interval and DATA.needs(config, "has_validation"):
             held_out = load(source(tokens, "validation"))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from mega_rl.config.plugins.choices import ROLLOUT, chosen
+from mega_rl.config.choices import ROLLOUT, chosen
 from mega_rl.config.schema import Config
+from mega_rl.config.user_files import load_from_file
 from mega_rl.data.tokenizer_identity import read_tokenizer
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
@@ -23,7 +24,6 @@ from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.trainer.assemble.data import ReadSource, Tokens, load_data_source, load_tokenizer, read_tokens
 from mega_rl.trainer.assemble.plan import RunPlan, plan_run
 from mega_rl.trainer.validation import AnswersOf
-from mega_rl.workers.user_files import load_from_file
 
 MakeSource = Callable[[object], object]  # makes a user's rollout source from its `RolloutContext`
 
@@ -102,9 +102,9 @@ def _read_rows_as(config: Config, tokens: Tokens) -> TokenRows | None:
 
     None without a reward model. Raises UserError for a tokenizer that cannot be loaded.
     """
-    if config.reward.source != "model":
+    if config.reward.source.name != "model":
         return None
-    path = Path(config.reward.model.path)
+    path = Path(config.reward.model_path)
     own = load_tokenizer(path)
     identities = [read_tokenizer(folder) for folder in (path, Path(config.model.path))]
     digests = {None if identity is None else identity.digest for identity in identities}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from mega_rl.config.plugins.choices import ADVANTAGE
+from mega_rl.config.choices import ADVANTAGE
 from mega_rl.config.schema import Config
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.groups import Groups

@@ -9,7 +9,7 @@ from pathlib import Path
 from mega_rl.config.origins import as_record, recorded, short_commit
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
-from mega_rl.config.schema import Config
+from mega_rl.config.schema import Config, RewardHttpConfig
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.data.build import source_lines
@@ -80,9 +80,10 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
                 trains=engine.name in TRAINED_ROLES,
             )
         )
-    if reward.source in ("function", "http"):
-        function = ", ".join(reward.functions.values()) or reward.function
-        facts.append(RoleFacts("reward", function if reward.source == "function" else reward.http.url))
+    if isinstance(reward.source, RewardHttpConfig):
+        facts.append(RoleFacts("reward", reward.source.url))
+    elif reward.source.name == "function":
+        facts.append(RoleFacts("reward", ", ".join(reward.functions.values()) or reward.function))
     return facts
 
 
@@ -117,5 +118,5 @@ def build_meter(run: LoadedRun, accelerator: Accelerator, *, done: int) -> StepM
         peak_memory=lambda: {**accelerator.take_peak_memory(), "host": resident_bytes()},
         traces=traces,
         step=done,
-        scores=config.reward.source != "none",
+        scores=config.reward.source.name != "none",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mega_rl.config.attention import Role, requested_attention
-from mega_rl.config.plugins.choices import has_reference, needs_critic
+from mega_rl.config.choices import has_reference, needs_critic
 from mega_rl.config.schema import Config
 from mega_rl.converters.plan.sharding import Head
 from mega_rl.engines.base import EngineSettings, ModelEngine, ModelRequest
@@ -102,7 +102,7 @@ def roles_of(config: Config) -> list[Role]:
         "actor": True,
         "critic": needs_critic(config),
         "reference": has_reference(config),
-        "reward": config.reward.source == "model",
+        "reward": config.reward.source.name == "model",
     }
     return [role for role, is_there in there.items() if is_there]
 
@@ -114,6 +114,6 @@ def checkpoint_of(config: Config, role: Role) -> Path:
         "actor": model.path,
         "critic": model.critic_path or model.path,
         "reference": model.ref_path or model.path,
-        "reward": config.reward.model.path,
+        "reward": config.reward.model_path,
     }
     return Path(paths[role])

@@ -11,7 +11,8 @@ from typing import cast
 
 from transformers import AutoConfig
 
-from mega_rl.config.plugins.choices import ROLLOUT, chosen
+from mega_rl.config.choices import ROLLOUT, chosen
+from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.protocols import Ranks, RankState, RolloutEngine, RolloutSource, WeightSync
@@ -33,7 +34,6 @@ from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
 from mega_rl.workers.own_rollouts import CheckedRollouts, RolloutContext, RowRules, WeightsToSource
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
-from mega_rl.workers.user_files import users_code
 
 CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
 
@@ -185,7 +185,7 @@ def build_sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> 
             timeout_s=sglang.request_timeout_s,
             concurrency=connection.concurrency,
             restarts=sglang.restarts,
-            failed=FailedSamples(mask=sglang.failed_samples == "mask", max_share=sglang.max_failed_share),
+            failed=FailedSamples(sglang.max_failed_share),
             routed=None if moe is None or not sglang.return_routing else RoutedLayers(moe.layers, moe.top_k),
             token_versions=sglang.partial_rollout,
         ),

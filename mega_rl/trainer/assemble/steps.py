@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mega_rl.config.plugins.choices import ADVANTAGE
-from mega_rl.config.schema import Config
+from mega_rl.config.choices import ADVANTAGE
+from mega_rl.config.schema import Config, SuccessCurriculum
 from mega_rl.protocols import Ranks
 from mega_rl.trainer.assemble.algorithms import (
     build_estimator,
@@ -30,10 +30,10 @@ from mega_rl.workers.rollout import VocabularyGuard
 def build_collector(run: LoadedRun, prompts: RunPrompts, stage: Stages, log: StepLog, *, drawn: int) -> Collector:
     """Return the source of a step's samples; drawn: prompts before the run begins."""
     config, order, sync = run.config, prompts.order, run.rollouts.sync
-    success, dynamic = config.data.curriculum.success, config.rollout.dynamic_sampling
+    success, dynamic = config.data.curriculum, config.rollout.dynamic_sampling
     per_step = config.trainer.prompts_per_step
     meter = None
-    if prompts.rates is not None:
+    if prompts.rates is not None and isinstance(success, SuccessCurriculum):
         meter = SuccessMeter(prompts.rates, success.right_above, success.right_part)
     collector = Collector(
         order=order,

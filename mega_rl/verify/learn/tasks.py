@@ -111,7 +111,7 @@ def bandit_reward(prompt: str, response: str) -> float:
 
 
 def _bandit(advantage: str) -> dict[str, object]:
-    kl = {"algorithm.kl.placement": "loss", "algorithm.kl.coef": BETA}
+    kl = {"algorithm.kl": "loss", "algorithm.kl.coef": BETA}
     return {"algorithm.advantage": advantage, **kl}
 
 
@@ -128,13 +128,13 @@ BANDIT = LearningTask(
     },
     variants=[
         Variant("rloo, KL in the loss", _bandit("rloo")),
-        Variant("grpo, KL in the loss", _bandit("grpo") | {"algorithm.advantage_settings": {"std": "none"}}),
+        Variant("grpo, KL in the loss", _bandit("grpo") | {"algorithm.advantage.std": "none"}),
         Variant(
             "gae, KL in the reward",
             {
                 **_bandit("gae"),
-                "algorithm.kl.placement": "reward",
-                "algorithm.advantage_settings": {"whiten": False},
+                "algorithm.kl": "reward",
+                "algorithm.advantage.whiten": False,
                 "optim.critic_lr": 3e-3,
             },
         ),
@@ -171,8 +171,7 @@ DELAYED_CREDIT = LearningTask(
     reward=credit_reward,
     settings={
         **_sizes(steps=35, prompts=4, n=16, tokens=CREDIT_LENGTH, lr=1e-3),
-        "algorithm.advantage": "gae",
-        "algorithm.advantage_settings": {"gae_lambda": 1.0, "policy_lambda": POLICY_LAMBDA},
+        "algorithm.advantage": {"name": "gae", "gae_lambda": 1.0, "policy_lambda": POLICY_LAMBDA},
         "algorithm.critic_warmup_steps": 10,
         "algorithm.epochs": 4,
         "optim.critic_lr": 3e-3,
@@ -185,7 +184,6 @@ DELAYED_CREDIT = LearningTask(
             {
                 "trainer.steps": 25,
                 "algorithm.advantage": "rloo",
-                "algorithm.advantage_settings": {},
                 "algorithm.critic_warmup_steps": 0,
                 "optim.critic_lr": 1e-5,
             },
@@ -279,14 +277,14 @@ OFF_POLICY = LearningTask(
     variants=[
         Variant(
             "sequence TIS",
-            {"algorithm.correction": "tis", "algorithm.correction_settings": {"level": "sequence", "cap": 8.0}},
+            {"algorithm.correction": "tis", "algorithm.correction.level": "sequence", "algorithm.correction.cap": 8.0},
             noise=NOISE,
         ),
         Variant("no correction", noise=NOISE),
         Variant("no noise, no correction", ablation=True),
         Variant(
             "token TIS",
-            {"algorithm.correction": "tis", "algorithm.correction_settings": {"cap": 8.0}},
+            {"algorithm.correction": "tis", "algorithm.correction.cap": 8.0},
             ablation=True,
             noise=NOISE,
         ),
@@ -339,8 +337,8 @@ REUSED_BATCH = LearningTask(
     },
     variants=[
         Variant("clip"),
-        Variant("no clip", {"algorithm.loss_settings": NO_CLIP}),
-        Variant("no clip, 1 update", {"algorithm.loss_settings": NO_CLIP, "algorithm.epochs": 1}, ablation=True),
+        Variant("no clip", {"algorithm.loss": NO_CLIP}),
+        Variant("no clip, 1 update", {"algorithm.loss": NO_CLIP, "algorithm.epochs": 1}, ablation=True),
     ],
     statements=[Beats("clip", "no clip"), Reaches("clip", 0.75)],
     measure=ExpectedReward(1),

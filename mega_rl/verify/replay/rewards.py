@@ -32,7 +32,7 @@ def compare_rewards(record: Record, *, atol: float | None = None) -> list[Differ
     that fail as they would in a run.
     """
     config = _local(recorded_config(record.description))
-    if config.reward.source != "function":
+    if config.reward.source.name != "function":
         raise UserError(
             f"--rewards: the run has reward.source={config.reward.source}; only functions are called again, leave the "
             "option out"
@@ -60,7 +60,7 @@ def compare_rewards(record: Record, *, atol: float | None = None) -> list[Differ
 def _local(config: Config) -> Config:
     """Return the config without validation, with local files for data of the Hub."""
     config = with_settings(config, {"data.val_files": [], "validation.sets": {}})
-    if config.data.source != "files":
+    if config.data.source.name != "files":
         raise UserError(
             f"--rewards: data.source={config.data.source} yields the rows; only those of files are read again"
         )

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mega_rl.config.choices import ADVANTAGE
 from mega_rl.config.keys import FIELDS, value_of, with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.needs import unmet
-from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, ReferenceLayoutConfig
 from mega_rl.data.hub.names import model_name
@@ -113,7 +113,7 @@ def algorithm_run(settings: Mapping[str, object], *, source: Path | None = None)
 
 def _source_of_rewards(read: Config) -> Mapping[str, object]:
     """Return the reward's settings: the lockstep's own function, or none as in the recipe."""
-    return NO_REWARD if read.reward.source == "none" else {"reward.function": REWARD}
+    return NO_REWARD if read.reward.source.name == "none" else {"reward.function": REWARD}
 
 
 def _is_kept(key: str) -> bool:
@@ -184,7 +184,7 @@ def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | No
 
     It has named parts if the recipe gives them weights or the estimator reads them.
     """
-    if config.reward.source == "none":
+    if config.reward.source.name == "none":
         return None
     weighted = tuple(config.reward.weights)
     if not weighted and not ADVANTAGE.needs(config, "needs_parts"):

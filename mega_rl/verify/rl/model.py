@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 from transformers import Qwen3Config
 
+from mega_rl.config.choices import ADVANTAGE
 from mega_rl.config.keys import with_settings
-from mega_rl.config.plugins.choices import ADVANTAGE
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES
@@ -68,7 +68,7 @@ def write_inputs(run: LockstepRun, folder: Path, *, multiple: int) -> tuple[Conf
     write_tokenizer(model, VOCABULARY, unknown=unknown, pad_token=pad, eos_token=eos, unk_token=unknown)
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows(seed)), "utf-8")
     named: dict[str, object] = {"model.path": str(model), "data.train_files": [str(prompts)]}
-    named |= {"data.source": "files", "data.source_settings": {}}
+    named["data.source"] = "files"
     if ADVANTAGE.needs(run.config, "needs_reference"):
         teacher = folder / "teacher"
         write_checkpoint(teacher, random_tensors(small, seed=seed + 1), files={"config.json": config_file})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 
-from mega_rl.config.keys import flattened
-from mega_rl.config.plugins.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen, settings_of
+from mega_rl.config.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen
+from mega_rl.config.keys import flattened, value_of
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserErrors
 from mega_rl.verify.rl.independent import records
@@ -43,7 +42,7 @@ def lockstep_settings(config: Config) -> LockstepSettings:
     Raises UserErrors for choices that the independent trainer has no formula for.
     """
     problems = [problem for choice in ALGORITHM_CHOICES for problem in _unknown(config, choice)]
-    if config.algorithm.loss == "kl_cov" and config.algorithm.old_logprobs != "rollout":
+    if config.algorithm.loss.name == "kl_cov" and config.algorithm.old_logprobs != "rollout":
         problems.append(
             f"algorithm.old_logprobs={config.algorithm.old_logprobs} with algorithm.loss=kl_cov: |log ratio| has no "
             "derivative at the old policy, where rounding decides its sign, so two right trainers differ; legal: "
@@ -53,7 +52,6 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         raise UserErrors(problems)
     algorithm, kl, overlong = config.algorithm, config.algorithm.kl, config.reward.overlong
     optim = {name: value for name, value in vars(config.optim).items() if name != "max_skipped_steps"}
-    usual_estimator = {"none": "k3", "reward": "k1", "loss": "k3"}[kl.placement]
     return LockstepSettings(
         advantage=_followed(config, ADVANTAGE),
         loss=_followed(config, LOSS),
@@ -73,8 +71,8 @@ def lockstep_settings(config: Config) -> LockstepSettings:
         overlong_buffer=overlong.buffer_tokens,
         overlong_penalty=overlong.penalty,
         old_is_rollout=algorithm.old_logprobs == "rollout",
-        kl_placement=kl.placement,
-        kl_estimator=usual_estimator if kl.estimator == "auto" else kl.estimator,
+        kl_placement=kl.name,
+        kl_estimator=kl.estimator,
         kl_coef=kl.coef,
         kl_target=kl.target if kl.control == "adaptive" else 0.0,
         kl_horizon=kl.horizon,
@@ -89,7 +87,7 @@ def lockstep_settings(config: Config) -> LockstepSettings:
 def _followed(config: Config, choice: Choice) -> records.NamedSettings:
     """Return the chosen algorithm with its settings as the independent trainer's own."""
     name = chosen(config, choice)
-    settings = dataclasses.asdict(choice.builtin[name](**settings_of(config, choice)))
+    settings = choice.builtin[name](**value_of(config, choice.key).settings).settings
     words = {key: value for key, value in settings.items() if isinstance(value, str)}
     return records.NamedSettings(
         name, {key: float(value) for key, value in settings.items() if key not in words}, words
@@ -107,10 +105,10 @@ def _unknown(config: Config, choice: Choice) -> Iterator[str]:
     elif name not in followed:
         yield f"{choice.key}={name}: the independent trainer has no formula of it; legal: {' '.join(followed)}"
     else:
-        for field in dataclasses.fields(choice.builtin[name]):
-            value = settings_of(config, choice).get(field.name, field.default)
-            if field.name not in FORMULAS[choice.key][name] and value != field.default:
+        defaults = choice.builtin[name]().settings
+        for setting, value in value_of(config, choice.key).settings.items():
+            if setting not in FORMULAS[choice.key][name] and value != defaults[setting]:
                 yield (
-                    f"{choice.settings_key}.{field.name}={value}: the independent trainer's {name} has no such "
-                    f"setting; legal: {field.default}"
+                    f"{choice.key}.{setting}={value}: the independent trainer's {name} has no such "
+                    f"setting; legal: {defaults[setting]}"
                 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.corrections import CORRECTIONS, SampledTokens
 from mega_rl.algorithms.sequences import Sequences
-from mega_rl.config.plugins.choices import CORRECTION
+from mega_rl.config.choices import CORRECTION
 from mega_rl.types import row_numbers
 
 ROWS, COLUMNS = 6, 9

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.corrections import TIS, SampledTokens
 from mega_rl.algorithms.kl import FixedKL, k2
-from mega_rl.algorithms.losses.objectives import PPO
+from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
 from mega_rl.types import TokenOutputs, row_numbers

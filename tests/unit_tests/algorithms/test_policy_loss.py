@@ -11,8 +11,10 @@ from torch import Tensor
 
 from mega_rl.algorithms.kl import k1, k3
 from mega_rl.algorithms.losses import policy
-from mega_rl.algorithms.losses.objectives import CISPO, DPPOKL, DPPOTV, PPO, PolicyObjective, PolicyTokens
 from mega_rl.algorithms.losses.policy import KLTerm
+from mega_rl.algorithms.losses.tokens import PolicyObjective, PolicyTokens
+from mega_rl.algorithms.policy_losses.clipped import PPO
+from mega_rl.algorithms.policy_losses.weighted import CISPO, DPPOKL, DPPOTV
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import xxhash
 
-from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig
+from mega_rl.config.keys import kind_of
+from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig, OptimConfig
 from tests.helpers.engines import exported, load_state, make_config, own_rows, replaced, running_engine, save_state
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
@@ -54,7 +55,9 @@ def _case(
     return Case(
         model=model,
         megatron=MegatronConfig(
-            **parallel, ddp=DdpConfig(**(ddp or {})), optimizer=MegatronOptimizerConfig(**(optimizer or {}))
+            **parallel,
+            ddp=kind_of("engine.megatron.ddp", ddp or {}),
+            optimizer=MegatronOptimizerConfig(**(optimizer or {})),
         ),
         dtype=dtype,
         head=head,
@@ -75,7 +78,7 @@ LAYOUTS = {
 }
 HALF = ("embedding.*", "decoder.layers.0.*", "decoder.layers.1.*")
 MIXED = {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}
-_MEGATRON: dict[str, Any] = {"implementation": "megatron_fsdp"}
+_MEGATRON: dict[str, Any] = {"name": "megatron_fsdp"}
 # Models, dtypes and implementations, in circles: each is loaded from the one before it.
 CIRCLES: dict[str, dict[str, Case]] = {
     "tied": {
@@ -85,11 +88,11 @@ CIRCLES: dict[str, dict[str, Case]] = {
         "two instances": _case(model="tied", ddp={"optimizer_instances": 2}),
         "not sharded": _case(model="tied", tp=2, optimizer={"distributed": False}),
         "on the host": _case(model="tied", optimizer={"cpu_offload": 0.5}),
-        "torch_fsdp2": _case(model="tied", ddp={"implementation": "torch_fsdp2"}),
+        "torch_fsdp2": _case(model="tied", ddp={"name": "torch_fsdp2"}),
         "overlap": _case(
             model="tied", ddp={"overlap_param_gather": True, "overlap_grad_reduce": True, "bucket_size": 5000}
         ),
-        "torch_fsdp2 tp2": _case(model="tied", tp=2, ddp={"implementation": "torch_fsdp2"}),
+        "torch_fsdp2 tp2": _case(model="tied", tp=2, ddp={"name": "torch_fsdp2"}),
         "megatron_fsdp": _case(model="tied", ddp=_MEGATRON),
         "megatron_fsdp optim": _case(model="tied", ddp={**_MEGATRON, "fsdp_sharding": "optim"}),
         "megatron_fsdp instances": _case(model="tied", ddp={**_MEGATRON, "optimizer_instances": 2}),
@@ -101,8 +104,8 @@ CIRCLES: dict[str, dict[str, Case]] = {
         "megatron_fsdp": _case(model="tied", dtype="bf16", ddp=_MEGATRON),
     },
     "bf16 fsdp2": {
-        "dp4": _case(model="tied", dtype="bf16", ddp={"implementation": "torch_fsdp2"}),
-        "tp2": _case(model="tied", dtype="bf16", tp=2, ddp={"implementation": "torch_fsdp2"}),
+        "dp4": _case(model="tied", dtype="bf16", ddp={"name": "torch_fsdp2"}),
+        "tp2": _case(model="tied", dtype="bf16", tp=2, ddp={"name": "torch_fsdp2"}),
     },
     "value": {  # an FP32 head on a bf16 model
         "dp4": _case(model="tied", dtype="bf16", head="value"),

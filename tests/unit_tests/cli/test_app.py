@@ -17,11 +17,11 @@ from mega_rl.cli import app as cli
 from mega_rl.cli.help import summary
 from mega_rl.config import packaged
 from mega_rl.config.schema import Config
+from mega_rl.config.user_files import load_from_file
 from mega_rl.errors import UserError
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 from mega_rl.tracking.health.failure_kinds import LOST_CONNECTION
-from mega_rl.workers.user_files import load_from_file
 from tests.helpers.inputs import qwen3_config, write_checkpoint, write_prompts
 
 ROOT = Path(__file__).parents[3]
@@ -118,7 +118,7 @@ def test_whole_process_says_one_line(program: Sequence[str]) -> None:
 
 
 def test_mistakes_are_shown_together(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "engine.megatron.tp=3", "algorithm.loss_settings.dual_clip=1"]) == 2
+    assert cli.main(["train", "engine.megatron.tp=3", "algorithm.loss.dual_clip=1"]) == 2
     lines = capfd.readouterr().err.splitlines()
     lines = [line for line in lines if not LOGGED.match(line)]
     assert len(lines) == 4

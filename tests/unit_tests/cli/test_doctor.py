@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl import environment
 from mega_rl.cli import app as cli
 from mega_rl.cli import doctor
-from mega_rl.config import checkout
 from mega_rl.rollout.sglang.server.installation import Installation
 
 NO_SUCH = "no_such_extension_of_torch"
@@ -164,12 +164,12 @@ def test_report_advises_by_the_installation(from_checkout: bool, monkeypatch: py
 
 
 def test_make_is_advised_in_its_environment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkout, "SOURCES", tmp_path)
+    monkeypatch.setattr(environment, "SOURCES", tmp_path)
     monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))
     (tmp_path / ".venv").mkdir()
-    assert not checkout.made_by_make(), "no Makefile"
+    assert not environment.made_by_make(), "no Makefile"
     (tmp_path / "Makefile").touch()
-    assert checkout.made_by_make()
+    assert environment.made_by_make()
     (tmp_path / "another").mkdir()
     monkeypatch.setattr("sys.prefix", str(tmp_path / "another"))
-    assert not checkout.made_by_make(), "make would install into the environment that is not used"
+    assert not environment.made_by_make(), "make would install into the environment that is not used"

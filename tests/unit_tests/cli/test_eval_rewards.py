@@ -45,7 +45,7 @@ def test_an_http_service_scores(inputs: Path) -> None:
         return lengths(post)
 
     with serving(answer) as service:
-        rows = samples(inputs, "http", "reward.source=http", f"reward.http.url={service.url}")
+        rows = samples(inputs, "http", "reward.source=http", f"reward.source.url={service.url}")
         asked = [item["response"] for post in service.posts for item in post.items]
     assert len(rows) == 6
     assert sorted(asked) == sorted(row["response"] for row in rows)
@@ -54,7 +54,7 @@ def test_an_http_service_scores(inputs: Path) -> None:
 
 
 def test_a_reward_model_scores(inputs: Path) -> None:
-    rows = samples(inputs, "model", "reward.source=model", f"reward.model.path={inputs}/reward")
+    rows = samples(inputs, "model", "reward.source=model", f"reward.source.path={inputs}/reward")
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     compared = []
     for row in rows:

@@ -94,8 +94,8 @@ def test_a_planted_fault_that_is_not_named_ends_with_1(
         (["--layouts", "tp3x"], "'tp3x' is not a layout"),
         (["model.path=nowhere"], "nowhere"),
         (
-            ["algorithm.kl.placement=reward", "algorithm.advantage=grpo", "--layouts", "1"],
-            "algorithm.kl.placement=reward",
+            ["algorithm.kl=reward", "algorithm.advantage=grpo", "--layouts", "1"],
+            "algorithm.kl=reward",
         ),
         (["trainer.minibatch_size=3", "--layouts", "1"], "trainer.minibatch_size=3"),
         (["reward.source=none", "--layouts", "1"], "reward.source=none with algorithm.advantage=grpo: it makes"),

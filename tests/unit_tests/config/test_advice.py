@@ -17,18 +17,18 @@ SEVERAL = ("trainer.prompts_per_step=64", "trainer.minibatch_size=16", "algorith
     ("overrides", "beginning", "fix"),
     [
         (
-            (*SEVERAL, "algorithm.loss_settings.dual_clip=0"),
-            "algorithm.loss_settings.dual_clip=0 with 8 optimizer steps for each batch: ",
-            "set algorithm.loss_settings.dual_clip=3",
+            (*SEVERAL, "algorithm.loss.dual_clip=0"),
+            "algorithm.loss.dual_clip=0 with 8 optimizer steps for each batch: ",
+            "set algorithm.loss.dual_clip=3",
         ),
         (
-            (*SEVERAL, "algorithm.loss=kl_cov", "algorithm.loss_settings.dual_clip=0"),
-            "algorithm.loss_settings.dual_clip=0 with 8 optimizer steps for each batch: ",
-            "set algorithm.loss_settings.dual_clip=3",
+            (*SEVERAL, "algorithm.loss=kl_cov", "algorithm.loss.dual_clip=0"),
+            "algorithm.loss.dual_clip=0 with 8 optimizer steps for each batch: ",
+            "set algorithm.loss.dual_clip=3",
         ),
         (
-            ("algorithm.advantage=gae", "algorithm.advantage_settings.gae_lambda=0.95", "rollout.max_new_tokens=256"),
-            "algorithm.advantage_settings.gae_lambda=0.95 with rollout.max_new_tokens=256: the score at the end",
+            ("algorithm.advantage=gae", "algorithm.advantage.gae_lambda=0.95", "rollout.max_new_tokens=256"),
+            "algorithm.advantage.gae_lambda=0.95 with rollout.max_new_tokens=256: the score at the end",
             "set gae_lambda=1 with policy_lambda=0.95 or length_alpha=0.05",
         ),
         (("checkpoint.save_interval=0",), "checkpoint.save_interval=0 with trainer.steps=100: ", "save_interval=20"),
@@ -56,11 +56,11 @@ def test_what_runs_and_seldom_should_is_warned_of_once(overrides: tuple[str, ...
         SEVERAL,
         ("checkpoint.save_interval=0", "trainer.steps=60"),
         ("checkpoint.save_interval=0", "checkpoint.memory.interval=5"),
-        ("algorithm.loss_settings.dual_clip=0",),
+        ("algorithm.loss.dual_clip=0",),
         ("rollout.temperature=0.7",),
-        ("algorithm.advantage=gae", "algorithm.advantage_settings.gae_lambda=0.95", "rollout.max_new_tokens=99"),
-        ("algorithm.advantage=gae", "algorithm.advantage_settings={gae_lambda: 0.95, length_alpha: 0.05}"),
-        ("algorithm.advantage=gae", "algorithm.advantage_settings={gae_lambda: 1, policy_lambda: 0.95}"),
+        ("algorithm.advantage=gae", "algorithm.advantage.gae_lambda=0.95", "rollout.max_new_tokens=99"),
+        ("algorithm.advantage=gae", "algorithm.advantage={gae_lambda: 0.95, length_alpha: 0.05}"),
+        ("algorithm.advantage=gae", "algorithm.advantage={gae_lambda: 1, policy_lambda: 0.95}"),
     ],
 )
 def test_the_usual_is_not(overrides: tuple[str, ...]) -> None:

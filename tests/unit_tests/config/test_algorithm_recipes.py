@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, Choice
 from mega_rl.config.loader import load
-from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, LOSS, Choice
 from mega_rl.config.rules import check
 from mega_rl.trainer.assemble.algorithms import build_correction, build_estimator, build_objective
 
@@ -33,5 +33,5 @@ def test_the_page_says_when_to_take_each_choice(choice: Choice) -> None:
 
 
 def test_every_estimator_has_a_recipe() -> None:
-    chosen = {load(None, overrides.split()).algorithm.advantage for overrides in RECIPES.values()}
+    chosen = {load(None, overrides.split()).algorithm.advantage.name for overrides in RECIPES.values()}
     assert chosen >= set(ADVANTAGE.builtin)

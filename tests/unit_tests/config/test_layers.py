@@ -43,7 +43,7 @@ SWITCHED_OFF = {
     ),
     "engine.megatron.tp=1": ("engine.megatron.tp=2", "engine.megatron.sequence_parallel=true"),
     "engine.megatron.pp=1": ("engine.megatron.pp=2", "engine.megatron.vpp=2", "engine.megatron.overlap_p2p=true"),
-    "reward.source=http reward.http.url=http://localhost:1/": ("reward.function=math_verify",),
+    "reward.source=http reward.source.url=http://localhost:1/": ("reward.function=math_verify",),
     "reward.source=none algorithm.advantage=distillation model.ref_path=t": (
         "reward.function=r.py:parts", "reward.weights={format: 0.2}", "reward.overlong.buffer_tokens=16",
         "reward.skip_special_tokens=false", "algorithm.advantage=grpo", "rollout.n=2",
@@ -52,13 +52,8 @@ SWITCHED_OFF = {
     "algorithm.advantage=grpo rollout.n=2": (
         "algorithm.advantage=gae", "optim.critic_lr=1e-3", "algorithm.critic_warmup_steps=3",
     ),
-    "algorithm.advantage=grpo rollout.n=3": ("algorithm.advantage=gae", "algorithm.advantage_settings={gamma: 0.9}"),
-    "algorithm.correction=none": ("algorithm.correction=tis", "algorithm.correction_settings={cap: 3.0}"),
-    "algorithm.kl.placement=none": (
-        "algorithm.kl.placement=loss", "algorithm.kl.control=adaptive", "algorithm.kl.target=0.3",
-    ),
     "rollout.sglang.urls=http://localhost:1 rollout.sglang.keys_file=k": (
-        "rollout.backend=sglang", "rollout.sglang.server.max_total_tokens=20000",
+        "rollout.backend=sglang", "rollout.sglang.server.count=2",
     ),
     "rollout.backend=hf": (
         "rollout.backend=sglang", "trainer.async_steps=1", "algorithm.correction=tis", "rollout.sglang.server.tp=1",
@@ -87,6 +82,16 @@ def test_an_argument_may_switch_off_what_the_recipe_sets(
     assert all(key in line for key in named)
 
 
+def test_another_kind_drops_the_settings_of_the_recipes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = recipe(tmp_path, "algorithm.correction={name: tis, cap: 3.0}")
+    with caplog.at_level(logging.INFO, logger="mega_rl.config.loader"):
+        assert load(path, ["algorithm.correction=none"]) == load(None, ["algorithm.correction=none"])
+    assert caplog.messages == [
+        "the arguments leave these settings of the recipe without effect, which take their defaults: "
+        "algorithm.correction.cap=3.0 (need algorithm.correction=tis)"
+    ]
+
+
 def test_the_line_names_each_setting_and_its_condition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="mega_rl.config.loader"):
         load(
@@ -110,11 +115,11 @@ def test_an_argument_without_effect_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_never_had_an_effect_stays_an_error(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "algorithm.kl.coef=0.5", "engine.megatron.tp=2")
+    path = recipe(tmp_path, "optim.min_lr_ratio=0.5", "engine.megatron.tp=2")
     for arguments in ([], ["trainer.seed=3"], ["engine.backend=fsdp"]):
         config = load(path, arguments)
-        assert config.algorithm.kl.coef == 0.5
-        assert any("algorithm.kl.coef=0.5 has no effect" in line for line in check(config, world_size=2))
+        assert config.optim.min_lr_ratio == 0.5
+        assert any("optim.min_lr_ratio=0.5 has no effect" in line for line in check(config, world_size=2))
     assert config.engine.megatron.tp == 1
 
 
@@ -126,7 +131,7 @@ def test_nothing_is_dropped_without_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spelling", ["optim.lr=null", "~optim.lr"])
 def test_a_setting_is_unset_by_null(tmp_path: Path, spelling: str) -> None:
-    path = recipe(tmp_path, "optim.lr=0.5", "model.ref_path=old", "algorithm.kl.placement=loss")
+    path = recipe(tmp_path, "optim.lr=0.5", "model.ref_path=old", "algorithm.kl=loss")
     assert load(path, [spelling]).optim.lr == DEFAULTS["optim.lr"]
     assert load(path, ["optim.lr=0.25", spelling]).optim.lr == DEFAULTS["optim.lr"]
     assert load(path, [spelling, "optim.lr=0.25"]).optim.lr == 0.25

@@ -74,7 +74,7 @@ def test_what_is_no_mapping(override: str, words: str) -> None:
 
 
 def test_weights_are_numbers() -> None:
-    url = ("reward.source=http", "reward.http.url=http://127.0.0.1:1/")
+    url = ("reward.source=http", "reward.source.url=http://127.0.0.1:1/")
     assert load(None, [*url, "reward.weights.form=2", "reward.weights.right=0.5"]).reward.weights == {
         "form": 2.0,
         "right": 0.5,

@@ -14,7 +14,7 @@ from mega_rl.errors import UserErrors
 KEY = "data.mixture.sources"
 TWO = (f"{KEY}.math={{files: m.jsonl}}", f"{KEY}.code={{files: [c.jsonl]}}")
 WEIGHTED = (f"{KEY}.math={{files: m.jsonl, weight: 3}}", f"{KEY}.code={{files: [c.jsonl], weight: 0.5}}")
-SUCCESS = "data.curriculum.success.prefer=unsolved"
+SUCCESS, COLUMN, STEPS = "data.curriculum=success", "data.curriculum=column", "data.curriculum.steps=9"
 
 
 def broken(*overrides: str) -> list[str]:
@@ -70,28 +70,13 @@ def test_mistakes(overrides: tuple[str, ...], problem: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (("data.curriculum.steps=5",), "data.curriculum.steps=5 has no effect: it needs data.curriculum.key"),
-        (("data.curriculum.key=d", "data.curriculum.steps=100"), "data.curriculum.steps=100: the run has trainer.ste"),
-        (
-            ("data.curriculum.key=d", "data.curriculum.steps=9", "data.shuffle=false"),
-            "data.curriculum.key with data.sh",
-        ),
-        (
-            ("data.curriculum.key=d", "data.curriculum.steps=9", "data.curriculum.start=1"),
-            "data.curriculum.start=1: all",
-        ),
-        (("data.curriculum.key=d", "data.curriculum.steps=9"), ""),
-        (("data.curriculum.key=d", "data.curriculum.steps=900", "trainer.epochs=2"), ""),
+        ((COLUMN, "data.curriculum.steps=100"), "data.curriculum.steps=100: the run has trainer.ste"),
+        ((COLUMN, STEPS, "data.shuffle=false"), f"{COLUMN} with data.shuffle=false: prompts come in one of two"),
+        ((COLUMN, STEPS, "data.curriculum.start=1"), "data.curriculum.start=1: all"),
+        ((COLUMN, STEPS), ""),
+        ((COLUMN, "data.curriculum.steps=900", "trainer.epochs=2"), ""),
         ((SUCCESS,), ""),
-        (
-            ("data.curriculum.success.explore=0.5",),
-            "data.curriculum.success.explore=0.5 has no effect: it needs data.c",
-        ),
         ((SUCCESS, "data.shuffle=false"), f"{SUCCESS} with data.shuffle=false: prompts come in one of two orders"),
-        (
-            (SUCCESS, "data.curriculum.key=d", "data.curriculum.steps=9"),
-            f"{SUCCESS} with data.curriculum.key=d: prompts",
-        ),
         ((SUCCESS, "reward.source=none"), f"{SUCCESS} has no effect: reward.source=none says of no sample"),
         ((SUCCESS, "trainer.async_steps=1"), f"{SUCCESS} with trainer.async_steps=1: the prompts of the next step"),
     ],
@@ -135,10 +120,7 @@ STREAM = "data.stream.rows=8"
         (("data.stream.timeout_s=5",), "data.stream.timeout_s=5 has no effect: it needs data.stream.rows above 0"),
         ((STREAM, "trainer.epochs=2"), f"{STREAM} with trainer.epochs=2: a stream's number of prompts is not known"),
         ((STREAM, "data.val_size=3", "trainer.val_interval=5"), f"{STREAM} with data.val_size=3: rows cannot be split"),
-        (
-            (STREAM, "data.curriculum.key=d", "data.curriculum.steps=9"),
-            f"{STREAM} with data.curriculum.key=d: a stream cannot be sorted",
-        ),
+        ((STREAM, COLUMN, STEPS), f"{STREAM} with {COLUMN}: a stream cannot be sorted"),
         ((STREAM, SUCCESS), f"{STREAM} with {SUCCESS}: prompts of a stream come once an epoch"),
         ((STREAM, f"{KEY}.a={{files: [a.jsonl]}}"), f"{STREAM} with {KEY} without weights: the number of a stream's"),
         ((STREAM, f"{KEY}.a={{files: [a.jsonl], weight: 2}}"), ""),

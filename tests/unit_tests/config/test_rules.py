@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.config.facts import ModelFacts, leave_out
-from mega_rl.config.keys import FIELDS, flat
+from mega_rl.config.keys import FIELDS, flat, value_of
 from mega_rl.config.loader import load
 from mega_rl.config.needs import models_take_turns
 from mega_rl.config.rules import check
@@ -57,17 +57,17 @@ def broken(*overrides: str, world_size: int = 1, facts: ModelFacts = FACTS) -> l
         (16, ("engine.megatron.tp=16",)),  # more ranks than key-value heads: each is held twice
         (64, ()),
         (64, ("trainer.minibatch_size=16", "rollout.n=4")),  # one sequence for each rank
-        (1, ("algorithm.advantage=grpo", "rollout.n=2", "algorithm.kl.placement=loss", "algorithm.kl.coef=0.1")),
+        (1, ("algorithm.advantage=grpo", "rollout.n=2", "algorithm.kl=loss", "algorithm.kl.coef=0.1")),
         (
             1,
             (
                 "algorithm.advantage=gae",
-                "algorithm.kl.placement=reward",
+                "algorithm.kl=reward",
                 "algorithm.kl.control=adaptive",
                 "algorithm.kl.target=0.2",
             ),
         ),
-        (1, ("algorithm.loss_settings.dual_clip=4",)),
+        (1, ("algorithm.loss.dual_clip=4",)),
         (1, ("optim.schedule=cosine", "optim.min_lr_ratio=0.1", "optim.warmup_steps=99")),
         (1, ("algorithm.advantage=gae", "optim.warmup_steps=59", "algorithm.critic_warmup_steps=40")),
         (1, ("trainer.microbatch.packing=false", "trainer.microbatch.size=2")),
@@ -222,15 +222,15 @@ RULES = [
     ),
     (
         1,
-        "algorithm.advantage=grpo rollout.n=4 algorithm.kl.placement=reward",
-        "algorithm.kl.placement=reward with advantage=grpo: it has one reward for a whole response, a KL per token "
+        "algorithm.advantage=grpo rollout.n=4 algorithm.kl=reward",
+        "algorithm.kl=reward with advantage=grpo: it has one reward for a whole response, a KL per token "
         "has no place in it; legal: none, loss, or reward with advantage=gae",
     ),
     (
         1,
-        "algorithm.advantage=gae algorithm.old_logprobs=rollout algorithm.kl.placement=reward",
-        "algorithm.kl.placement=reward with algorithm.old_logprobs=rollout: the difference of engine and trainer would "
-        "count as KL; legal: placement=loss with control=fixed, or old_logprobs=auto or recompute",
+        "algorithm.advantage=gae algorithm.old_logprobs=rollout algorithm.kl=reward",
+        "algorithm.kl=reward with algorithm.old_logprobs=rollout: the difference of engine and trainer would "
+        "count as KL; legal: kl=loss with control=fixed, or old_logprobs=auto or recompute",
     ),
     (
         1,
@@ -238,11 +238,11 @@ RULES = [
         "algorithm.correction=tis has no effect: it needs algorithm.old_logprobs=auto or recompute: with rollout the "
         "ratio itself is to what sampled; set that or leave it out (on a command line: algorithm.correction=null)",
     ),
-    (1, "algorithm.loss_settings.dual_clip=1", "algorithm.loss_settings.dual_clip=1: legal: 0 (off) or above 1"),
+    (1, "algorithm.loss.dual_clip=1", "algorithm.loss.dual_clip=1: legal: 0 (off) or above 1"),
     (
         1,
-        "algorithm.loss=clip_cov algorithm.loss_settings.dual_clip=0.5",
-        "algorithm.loss_settings.dual_clip=0.5: legal: 0 (off) or above 1",
+        "algorithm.loss=clip_cov algorithm.loss.dual_clip=0.5",
+        "algorithm.loss.dual_clip=0.5: legal: 0 (off) or above 1",
     ),
     (
         1,
@@ -273,8 +273,8 @@ RULES = [
         for setting in (
             "algorithm.loss=kl_cov algorithm.epochs=2",
             "algorithm.entropy_coef=0.01",
-            "algorithm.loss_settings.drift_coef=0.5 algorithm.loss=cispo",
-            "algorithm.kl.placement=loss",
+            "algorithm.loss.drift_coef=0.5 algorithm.loss=cispo",
+            "algorithm.kl=loss",
         )
     ),
     (
@@ -346,14 +346,12 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
             "algorithm.value_clip",
             "algorithm.advantage=gae",
         ),
-        ("algorithm.kl.coef=0.1", "algorithm.kl.coef", "algorithm.kl.placement=reward or loss"),
         (
             "model.ref_path=x",
             "model.ref_path",
-            "a reference: algorithm.kl.placement=reward or loss, or algorithm.advantage=distillation",
+            "a reference: algorithm.kl=reward or loss, or algorithm.advantage=distillation",
         ),
-        ("algorithm.kl.control=adaptive", "algorithm.kl.control", "algorithm.kl.placement=reward or loss"),
-        ("algorithm.kl.placement=loss algorithm.kl.horizon=5", "algorithm.kl.horizon", "algorithm.kl.control=adaptive"),
+        ("algorithm.kl=loss algorithm.kl.horizon=5", "algorithm.kl.horizon", "algorithm.kl.control=adaptive"),
         ("optim.min_lr_ratio=0.5", "optim.min_lr_ratio", "optim.schedule=linear or cosine"),
         ("trainer.microbatch.size=1", "trainer.microbatch.size", "trainer.microbatch.packing=false"),
         (
@@ -365,11 +363,6 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
         ("engine.megatron.pipeline=EttL", "engine.megatron.pipeline", "engine.megatron.pp above 1"),
         ("model.recompute_layers=2", "model.recompute_layers", "model.recompute=full"),
         ("model.fp32_head=true model.dtype=fp32", "model.fp32_head", "model.dtype=bf16"),
-        (
-            "engine.megatron.ddp.fsdp_sharding=optim",
-            "engine.megatron.ddp.fsdp_sharding",
-            "engine.megatron.ddp.implementation=megatron_fsdp",
-        ),
         (
             "engine.megatron.ddp.bucket_size=9",
             "engine.megatron.ddp.bucket_size",
@@ -385,7 +378,7 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
             "engine.resident_roles=one algorithm.advantage=grpo rollout.n=2",
             "engine.resident_roles",
             "a second model: algorithm.advantage=gae or algorithm.advantage=distillation, "
-            "algorithm.kl.placement=reward or loss, or reward.source=model",
+            "algorithm.kl=reward or loss, or reward.source=model",
         ),
         (
             "algorithm.advantage=gae engine.resident_roles=one engine.backend=fsdp engine.fsdp.cpu_offload=true",
@@ -393,7 +386,7 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
             "engine.fsdp.cpu_offload=false: with it every model's state is on the host already",
         ),
         (
-            "reward.source=model reward.model.path=m reward.skip_special_tokens=false",
+            "reward.source=model reward.source.path=m reward.skip_special_tokens=false",
             "reward.skip_special_tokens",
             "reward.source=function or http: a reward model reads tokens, or a conversation without them",
         ),
@@ -402,7 +395,7 @@ def test_each_broken_rule_is_the_only_line_unless_it_drags_another_along() -> No
 def test_settings_that_nothing_reads(overrides: str, key: str, needs: str) -> None:
     config = load(None, overrides.split())
     (line,) = broken(*overrides.split())
-    value = str(flat(config)[key])
+    value = str(value_of(config, key))
     value = {"True": "true", "False": "false"}.get(value, value)
     assert line == f"{key}={value} has no effect: it needs {needs}; set that or {leave_out(key)}"
 
@@ -417,7 +410,7 @@ def test_settings_that_nothing_reads(overrides: str, key: str, needs: str) -> No
         ("algorithm.advantage=gae engine.backend=fsdp", True, True),
         ("algorithm.advantage=gae engine.backend=fsdp engine.fsdp.cpu_offload=true", True, False),
         ("algorithm.advantage=grpo", True, False),
-        ("algorithm.advantage=grpo algorithm.kl.placement=loss", True, True),
+        ("algorithm.advantage=grpo algorithm.kl=loss", True, True),
         ("algorithm.advantage=grpo reward.source=model", True, True),
     ],
 )
@@ -451,13 +444,12 @@ def test_latent_attention_with_tp_needs_sequence_parallel() -> None:
     assert broken(facts=facts) == []
 
 
-FSDP = "engine.megatron.ddp.implementation=megatron_fsdp"
+FSDP = "engine.megatron.ddp=megatron_fsdp"
 
 
 @pytest.mark.parametrize(
     ("world_size", "overrides", "refused"),
     [
-        (4, (FSDP, "engine.megatron.ddp.average_in_collective=true"), "engine.megatron.ddp.average_in_collective=true"),
         (4, (FSDP, "engine.megatron.optimizer.cpu_offload=0.5"), "engine.megatron.optimizer.cpu_offload=0.5"),
         (4, (FSDP, "engine.megatron.pp=2"), "engine.megatron.pp=2"),
         (4, (FSDP, "model.frozen=[embedding.*]"), "model.frozen"),
@@ -472,17 +464,12 @@ FSDP = "engine.megatron.ddp.implementation=megatron_fsdp"
             (FSDP, "engine.megatron.ddp.fsdp_sharding=optim", "engine.megatron.ddp.optimizer_instances=2"),
             "engine.megatron.ddp.fsdp_sharding=optim and optimizer_instances=2",
         ),
-        (
-            4,
-            ("engine.megatron.ddp.implementation=torch_fsdp2", "engine.megatron.ddp.optimizer_instances=2"),
-            "engine.megatron.ddp.optimizer_instances=2",
-        ),
     ],
 )
 def test_what_fsdp_is_not_combined_with(world_size: int, overrides: tuple[str, ...], refused: str) -> None:
     name = overrides[0]
     assert broken(*overrides, world_size=world_size) == [
-        f"{name} with {refused}: not supported; change that, or set engine.megatron.ddp.implementation=ddp"
+        f"{name} with {refused}: not supported; change that, or set engine.megatron.ddp=ddp"
     ]
 
 
@@ -490,7 +477,7 @@ def test_fsdp_that_can_run() -> None:
     assert broken(FSDP, "engine.megatron.ddp.overlap_grad_reduce=true", "checkpoint.hf_final=true", world_size=4) == []
     assert (
         broken(
-            "engine.megatron.ddp.implementation=torch_fsdp2",
+            "engine.megatron.ddp=torch_fsdp2",
             "engine.megatron.pp=2",
             "model.frozen=[embedding.*]",
             "checkpoint.hf_interval=3",
@@ -648,7 +635,7 @@ def test_a_loss_of_ones_own_says_what_it_needs(tmp_path: Path) -> None:
 def test_rules_without_a_model_and_all_at_once() -> None:
     config = load(
         None,
-        ["engine.megatron.tp=3", "algorithm.loss_settings.dual_clip=0.5", "optim.warmup_steps=200", "data.val_size=1"],
+        ["engine.megatron.tp=3", "algorithm.loss.dual_clip=0.5", "optim.warmup_steps=200", "data.val_size=1"],
     )
     assert len(check(config, world_size=4)) == 4
 
@@ -666,7 +653,7 @@ def test_flat_lists_every_key_once() -> None:
     assert set(values) == set(FIELDS)
 
 
-OWN = ("algorithm.kl.placement=loss", "algorithm.kl.coef=0.1")
+OWN = ("algorithm.kl=loss", "algorithm.kl.coef=0.1")
 _SIZES = "engine.megatron.reference"
 
 
@@ -706,7 +693,7 @@ def test_a_layout_of_the_references_own_that_runs(overrides: tuple[str, ...]) ->
             (f"{_SIZES}.cp=8", "trainer.microbatch.max_tokens=1537"),
             "trainer.microbatch.max_tokens=1537 cannot hold one sequence",
         ),
-        ((f"{_SIZES}.tp=2", "algorithm.kl.placement=none", "algorithm.kl.coef=null"), "it needs a reference"),
+        ((f"{_SIZES}.tp=2", "algorithm.kl=none", "algorithm.kl.coef=null"), "it needs a reference"),
         ((f"{_SIZES}.tp=2", "engine.backend=fsdp"), f"{_SIZES}.tp=2 has no effect: it needs engine.backend=megatron"),
     ],
 )

@@ -25,7 +25,7 @@ def problems(*args: str, tp: int = 8) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "setting", ["rollout.sglang.server.max_total_tokens", "rollout.sglang.server.args.context_length"]
+    "setting", ["rollout.sglang.server.args.max_total_tokens", "rollout.sglang.server.args.context_length"]
 )
 def test_a_server_holds_the_longest_sequence_of_training_and_of_validation(setting: str) -> None:
     lengths = ("data.max_prompt_tokens=100", "rollout.max_new_tokens=50")
@@ -58,7 +58,8 @@ def test_these_run(args: tuple[str, ...]) -> None:
     ("arg", "words"),
     [
         ("tp_size=2", f"{KEY}.tp_size: decided by rollout.sglang.server.tp; leave it out"),
-        ("mem_fraction_static=0.5", "decided by rollout.sglang.server.mem_fraction"),
+        ("mem_fraction_static=0.96", f"{KEY}.mem_fraction_static=0.96: legal: above 0 and at most 0.95"),
+        ("max_total_tokens=many", f"{KEY}.max_total_tokens='many': legal: a whole number above 0"),
         ("nnodes=2", f"{KEY}.nnodes: decided by rollout.sglang.server.nodes; leave it out"),
         ("dist_init_addr=a:1", "decided by nothing: the nodes of each start meet at free ports of the first one"),
         ("pp_size=2", "not supported: weights are sent to each tensor-parallel rank"),

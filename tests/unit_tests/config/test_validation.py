@@ -49,7 +49,7 @@ def test_its_length_fits_the_models_that_read_its_responses() -> None:
     assert not [*fits_model(config, "model.critic_path", facts)]  # reads what trains
     assert not [*fits_model(config, "model.path", replace(facts, max_position_embeddings=201))]
     scored = [*SAMPLED, "data.max_prompt_tokens=100", "validation.max_new_tokens=101", "reward.source=model"]
-    assert [*fits_model(load(None, scored), "reward.model.path", facts)]
+    assert [*fits_model(load(None, scored), "reward.source.path", facts)]
     assert "make it at least 202" in problems(*scored, "trainer.microbatch.max_tokens=201")
     assert problems(*scored, "trainer.microbatch.max_tokens=202") == ""
 

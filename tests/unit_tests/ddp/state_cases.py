@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronOptimizerConfig, OptimConfig
+from mega_rl.config.schema import MegatronConfig, MegatronOptimizerConfig, OptimConfig, TorchFsdpConfig
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience
 from tests.unit_tests.distributed.engine_cases import losses
@@ -18,7 +18,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"megatron": MegatronConfig(pp=2)},
     "pp2-vpp2": {"megatron": MegatronConfig(pp=2, vpp=2, overlap_p2p=True)},
     "tp2": {"megatron": MegatronConfig(tp=2)},
-    "torch_fsdp2": {"ddp": DdpConfig(implementation="torch_fsdp2")},
+    "torch_fsdp2": {"ddp": TorchFsdpConfig()},
 }
 MISTAKES: dict[str, dict[str, Any]] = {
     "nothing": {},

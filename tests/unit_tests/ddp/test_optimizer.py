@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mega_rl.algorithms.sequences import Sequences
+from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import AlgorithmConfig, Config, MegatronOptimizerConfig, OptimConfig, TrainerConfig
 from mega_rl.types import Experience, TokenOutputs
 from tests.helpers.distributed import run_ranks
@@ -48,7 +49,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "fsdp": (
         {"cpu_offload": 0.5},
         "torch_fsdp2",
-        "engine.megatron.optimizer.cpu_offload=0.5 needs engine.megatron.ddp.implementation=ddp",
+        "engine.megatron.optimizer.cpu_offload=0.5 needs engine.megatron.ddp=ddp",
     ),
 }
 SCHEDULES = {
@@ -100,7 +101,7 @@ def role_rates() -> dict[str, list[float]]:
 
     config = Config(
         optim=OptimConfig(lr=1.0, critic_lr=10.0, schedule="linear", warmup_steps=2, min_lr_ratio=0.1),
-        algorithm=AlgorithmConfig(advantage="gae", critic_warmup_steps=3),
+        algorithm=AlgorithmConfig(advantage=kind_of("algorithm.advantage", "gae"), critic_warmup_steps=3),
         trainer=TrainerConfig(steps=8),
     )
     engines = {"actor": RecordingEngine({"loss": 1.0}), "critic": RecordingEngine({"loss": 1.0})}

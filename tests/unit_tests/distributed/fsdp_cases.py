@@ -54,7 +54,7 @@ def train(case: Case, root: Path) -> dict[str, Any]:
     with changed(case), running_engine(case.config(root), head=case.head) as engine:
         rows = own_rows(random_experience(), engine)
         actual: dict[str, Any] = {"start": exported(engine)}
-        if case.ddp.implementation == "torch_fsdp2":
+        if case.ddp.name == "torch_fsdp2":
             actual["modules"] = sharded_modules(engine)
         actual["before"] = whole(getattr(engine.forward(rows), name), engine)
         metrics = []

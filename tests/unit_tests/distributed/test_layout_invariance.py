@@ -23,18 +23,20 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.algorithms.losses.objectives import OBJECTIVES
+from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
+from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
-    KlConfig,
+    KlInLoss,
+    KlInReward,
     MegatronConfig,
     MetricsConfig,
     MicrobatchConfig,
     MoeConfig,
     RewardConfig,
-    RewardPoolConfig,
+    RewardFunctionConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -61,16 +63,13 @@ ALL_LAYOUTS = without(LAYOUTS, "tp2-pp2") | EXPERT_LAYOUTS | FSDP_LAYOUTS
 RELATIVE_TOLERANCE = 1e-4
 ALGORITHMS = {
     "ppo": AlgorithmConfig(
-        advantage="gae",
-        advantage_settings={"gae_lambda": 0.95},
-        kl=KlConfig(placement="reward", coef=0.05, control="adaptive"),
+        advantage=kind_of("algorithm.advantage", {"name": "gae", "gae_lambda": 0.95}),
+        kl=KlInReward(coef=0.05, control="adaptive"),
         entropy_coef=0.01,
         epochs=2,
     ),
     "grpo": AlgorithmConfig(
-        advantage="grpo",
-        advantage_settings={},
-        kl=KlConfig(placement="loss", coef=0.05),
+        kl=KlInLoss(coef=0.05),
         loss_aggregation="seq-mean-token-mean",
     ),
 }
@@ -80,12 +79,12 @@ COMPARED = covering((layout, algorithm) for layout in MANY for algorithm in ALGO
 # Policy losses in four updates of each batch, each on another layout; `make test` has one that reads whole responses.
 LOSSES = {
     f"grpo with {loss}": AlgorithmConfig(
-        advantage="grpo", advantage_settings={}, loss=loss, loss_aggregation="seq-mean-token-mean", epochs=2
+        loss=kind_of("algorithm.loss", loss), loss_aggregation="seq-mean-token-mean", epochs=2
     )
     for loss in ((name for name in OBJECTIVES if not NEEDS[name].needs_teacher) if FULL else ("gmpo",))
 }
 # Named parts of the reward, one of them at half weight.
-PARTS = {"gdpo": AlgorithmConfig(advantage="gdpo", advantage_settings={}, epochs=2)}
+PARTS = {"gdpo": AlgorithmConfig(advantage=kind_of("algorithm.advantage", "gdpo"), epochs=2)}
 OTHERS = [layout for layout in ("cp2", *MANY) if layout not in EXPERT_LAYOUTS]
 COMPARED += list(zip(OTHERS, sorted(LOSSES, key=lambda name: "gmpo" not in name), strict=False))
 COMPARED += [(layout, "gdpo") for layout in (OTHERS if FULL else ("dp2",))]
@@ -141,7 +140,9 @@ def run_config(folder: Path, layout: str, algorithm: str) -> Config:
         reward=RewardConfig(
             function=f"{folder / 'reward.py'}:{'in_parts' if algorithm in PARTS else 'share_of_odd_digits'}",
             weights={"first": 0.5} if algorithm in PARTS else {},
-            pool=RewardPoolConfig(workers=0),  # their number, and so their metrics, would depend on the ranks of a host
+            source=RewardFunctionConfig(
+                workers=0
+            ),  # their number, and so their metrics, would depend on the ranks of a host
         ),
         metrics=MetricsConfig(tensorboard=False, progress_bar=False, rollout_interval=0),
         trainer=TrainerConfig(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import DdpConfig, MegatronConfig
+from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronFsdpConfig, TorchFsdpConfig
 from mega_rl.parallel.accelerator.megatron_core import installed_release
 from tests.helpers.distributed import run_megatron_fsdp, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
@@ -26,7 +26,7 @@ WEIGHT_TOLERANCE = 1e-6
 
 def fsdp(sharding: str, **more: Any) -> DdpConfig:
     """Megatron FSDP's settings."""
-    return DdpConfig(implementation="megatron_fsdp", fsdp_sharding=sharding, **more)
+    return MegatronFsdpConfig(fsdp_sharding=sharding, **more)
 
 
 TP2 = MegatronConfig(tp=2, sequence_parallel=True)
@@ -166,7 +166,7 @@ SETTINGS: dict[str, tuple[DdpConfig, dict[str, int], str]] = {
     "pipeline": (FULL, {"pp": 2}, "no place for pipelines"),
     "one rank": (FULL, {"dp_cp": 1}, "nothing to shard"),
     "averages": (fsdp("optim_grads", average_in_collective=True), {}, "gradients are sums there"),
-    "copies": (DdpConfig(implementation="torch_fsdp2", optimizer_instances=2), {}, "copies of the shards"),
+    "copies": (TorchFsdpConfig(optimizer_instances=2), {}, "copies of the shards"),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import DdpConfig, MegatronConfig
+from mega_rl.config.schema import MegatronConfig, TorchFsdpConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import without
@@ -26,7 +26,7 @@ LOGPROB_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-6
 FROZEN = ("embedding.*", "decoder.layers.1.*")
-FSDP2 = DdpConfig(implementation="torch_fsdp2")
+FSDP2 = TorchFsdpConfig()
 ONE_RANK = {
     "tied": Case(),
     "untied": Case(model="untied"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import Config, DdpConfig, MegatronConfig
+from mega_rl.config.schema import Config, DdpConfig, MegatronConfig, TorchFsdpConfig
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import exported, make_config, running_engine
 from tests.helpers.models import write_tiny_checkpoint
@@ -45,7 +45,7 @@ def buckets_of(case: str) -> tuple[int, ...]:
 
 def config_of(case: str, root: Path) -> Config:
     _, source, parallel, dtype = CASES[case]
-    ddp = DdpConfig(implementation="torch_fsdp2") if case == "fsdp2" else DdpConfig()
+    ddp = TorchFsdpConfig() if case == "fsdp2" else DdpConfig()
     return make_config(root / source, dtype=dtype, megatron=parallel, ddp=ddp)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
-from mega_rl.algorithms.losses.objectives import TeacherDivergence
+from mega_rl.algorithms.policy_losses.weighted import TeacherDivergence
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
 from mega_rl.trainer.policy_gradient import MinibatchPlan

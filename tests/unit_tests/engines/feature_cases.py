@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import (
     AlgorithmConfig,
     Config,
     DataConfig,
-    KlConfig,
+    KlInReward,
     MetricsConfig,
     RewardConfig,
     RewardModelConfig,
@@ -34,7 +35,7 @@ ENGINES = ("megatron", "fsdp")
 SOME = 9_000  # bytes of a bucket, of which the model needs several
 # Where a feature is a setting: areas of a config, by engine.
 SHARDED_WEIGHTS: dict[str, dict[str, Any]] = {
-    "megatron": {"engine.megatron.ddp": {"implementation": "torch_fsdp2"}}, "fsdp": {},
+    "megatron": {"engine.megatron.ddp": "torch_fsdp2"}, "fsdp": {},
 }  # fmt: skip
 COPIES: dict[str, dict[str, Any]] = {
     "megatron": {"engine.megatron.ddp": {"optimizer_instances": 2}},
@@ -197,10 +198,10 @@ def run_config(engine: str, root: Path) -> Config:
         config,
         model=model,
         trainer=trainer,
-        algorithm=AlgorithmConfig(advantage="gae", kl=KlConfig(placement="reward")),
+        algorithm=AlgorithmConfig(advantage=kind_of("algorithm.advantage", "gae"), kl=KlInReward()),
         data=DataConfig(train_files=[str(root / "train.jsonl")], max_prompt_tokens=8),
         rollout=RolloutConfig(n=1, max_new_tokens=8, verify_interval=1),
-        reward=RewardConfig(source="model", model=RewardModelConfig(path=str(root / "reward"))),
+        reward=RewardConfig(source=RewardModelConfig(path=str(root / "reward"))),
         metrics=MetricsConfig(tensorboard=False, progress_bar=False, rollout_interval=0),
     )
 

@@ -99,7 +99,7 @@ CHECKS: dict[str, Check] = {
         "engine.megatron.tp=2", "engine.megatron.sequence_parallel=true", "engine.megatron.etp=1"
     ),
     "the reference on a layout of its own": setting(
-        "engine.megatron.reference.tp=2", "algorithm.kl.placement=loss", "algorithm.kl.coef=0.1"
+        "engine.megatron.reference.tp=2", "algorithm.kl=loss", "algorithm.kl.coef=0.1"
     ),
     "data parallel": shown("data parallelism"),
     "weights shared out over ranks": shown("shared weights"),

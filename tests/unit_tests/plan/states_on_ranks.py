@@ -47,7 +47,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp2-sp-ep2-etp2": (4, "deepseek_v3", {"megatron": {"tp": 2, "ep": 2, **SP}, "ddp": BUCKETS}),
     "ep2-pp2": (4, "glm4_moe", {"megatron": {"ep": 2, "pp": 2}}),
     "ep4, one tensor of experts on disk": (4, "gpt_oss", {"megatron": {"ep": 4}}),
-    "torch_fsdp2": (4, "qwen3 odd", {"megatron": {"tp": 2}, "ddp": {"implementation": "torch_fsdp2"}}),
+    "torch_fsdp2": (4, "qwen3 odd", {"megatron": {"tp": 2}, "ddp": {"name": "torch_fsdp2"}}),
     "fsdp, shards of two": (4, "qwen3_moe", {"engine": "fsdp", "fsdp": {"shard_ranks": 2}}),
 }
 

@@ -157,7 +157,7 @@ def test_turns_move_trained_models_twice() -> None:
         "8b",
         rollout__backend="sglang",
         algorithm__advantage="grpo",
-        algorithm__kl__placement="loss",
+        algorithm__kl="loss",
         engine__resident_roles="one",
     )
     states = {role: state_of(setup, model, 0) for role, model in setup.models.items()}

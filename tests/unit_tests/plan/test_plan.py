@@ -45,7 +45,7 @@ OF_8B = {
     f"{MEGATRON}.sequence_parallel": True,
     "model.recompute": "selective",
     "algorithm.advantage": "gae",
-    "algorithm.kl.placement": "reward",
+    "algorithm.kl": "reward",
     "rollout.n": 4,
     "rollout.max_new_tokens": 2048,
     "trainer.prompts_per_step": 256,
@@ -234,7 +234,7 @@ def test_servers_over_several_hosts_are_proposed() -> None:
 
 def ppo_of_32b(**settings: Any) -> RunSetup:
     """PPO with a critic and a reference on two hosts, with servers on other devices."""
-    own = {"algorithm__advantage": "gae", "algorithm__kl__placement": "reward", "rollout__backend": "sglang"}
+    own = {"algorithm__advantage": "gae", "algorithm__kl": "reward", "rollout__backend": "sglang"}
     setup = run("32b", **{**own, "rollout__sglang__placement": "separate", "rollout__n": 4, **settings})
     setup = changed(replace(setup, machine=replace(setup.machine, world_size=16)), {f"{MEGATRON}.pp": 2})
     assert is_legal(setup)

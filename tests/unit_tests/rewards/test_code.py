@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RewardSandboxConfig
+from mega_rl.config.schema import LocalSandboxConfig
 from mega_rl.errors import UserError
 from mega_rl.rewards.builtin import resolve
 from mega_rl.rewards.code import (
@@ -264,7 +264,7 @@ def in_block(program: str) -> str:
 def test_scores_are_shares_or_all_or_nothing(program: str, share: float, whole: float) -> None:
     local_sandbox()
     for score, expected in (("share", share), ("all", whole)):
-        function = resolve(specification(RewardSandboxConfig(score=score, parallel=2)))
+        function = resolve(specification(LocalSandboxConfig(score=score, parallel=2)))
         assert function(in_block(program), TESTS) == expected
 
 
@@ -311,7 +311,7 @@ def score(source: Any, program: str, answer: Any = None) -> Any:
 
 def test_workers_run_it_with_the_settings_of_the_run() -> None:
     local_sandbox()
-    settings = RewardSandboxConfig(memory_mib=128, timeout_s=3.0)
+    settings = LocalSandboxConfig(memory_mib=128, timeout_s=3.0)
     with pooled({"tests": specification(settings), "form": "code_format"}, timeout_s=30.0) as pool:
         assert score(pool, "print(2 * int(input()))") == {"form": 1.0, "tests": 1.0}
         assert score(pool, "x = bytearray(200 << 20)\nprint(2 * int(input()))") == {"form": 1.0, "tests": 0.0}
@@ -333,7 +333,5 @@ def test_a_sandbox_that_fails_gives_no_score() -> None:
 
 def test_a_machine_without_a_sandbox_is_a_mistake_with_its_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(
-        UserError, match=r"reward.sandbox.kind=local: bubblewrap \(bwrap\) is not installed; install it"
-    ):
-        check_sandbox(RewardSandboxConfig())
+    with pytest.raises(UserError, match=r"reward.sandbox=local: bubblewrap \(bwrap\) is not installed; install it"):
+        check_sandbox(LocalSandboxConfig())

@@ -117,7 +117,9 @@ def test_one_guilty_response_costs_only_itself(
         scored = pool.score(some("1", "2", trouble, "3"))
         assert kinds(scored) == [1.0, 2.0, kind, 3.0]
         assert isinstance(failure := scored[2], RewardFailure)
-        ending = {"timeout": "took longer than reward.pool.timeout_s=0.5"}.get(kind, "crashed its process, which ended")
+        ending = {"timeout": "took longer than reward.source.timeout_s=0.5"}.get(
+            kind, "crashed its process, which ended"
+        )
         assert failure.what.startswith(f"the reward function {ending}")
         assert score(pool, "4") == 4.0
 
@@ -343,7 +345,7 @@ def test_failures_name_the_function_that_was_running(
     with pooled({name: functions[name] for name in names}, timeout_s=0.5) as pool:
         scored = outcomes(pool, *responses, "good")
     for response, name, failure in zip(responses, failures, scored, strict=False):
-        timeout = RewardFailure("timeout", f"the reward function {name!r} took longer than reward.pool.timeout_s=0.5")
+        timeout = RewardFailure("timeout", f"the reward function {name!r} took longer than reward.source.timeout_s=0.5")
         crash = RewardFailure(
             "crash", f"the reward function {name!r} crashed its process, which ended with exit code 3"
         )
@@ -362,7 +364,7 @@ def test_row_that_does_not_travel_is_an_error() -> None:
     prompt = Prompt(index=17, token_ids=(1,), text="1+1=", answer="2", row={"image": b"\x89PNG"})
     with pooled("many_kinds") as pool, pytest.raises(RewardError, match="bytes is not JSON serializable") as error:
         pool.score([(prompt, response) for _, response in some("1")])
-    assert "set reward.pool.workers=0" in str(error.value)
+    assert "set reward.source.workers=0" in str(error.value)
 
 
 def test_function_that_workers_cannot_load_ends_the_run(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_failures_are_named_and_counted_once(caplog: pytest.LogCaptureFixture) -
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 3
     assert warnings[0] == (
-        "it took too long; prompt 17: '1+1=', response: 'b', answer: '2'; its score is reward.pool.failure_score=-2"
+        "it took too long; prompt 17: '1+1=', response: 'b', answer: '2'; its score is reward.source.failure_score=-2"
     )
 
 
@@ -337,7 +337,7 @@ def test_failure_score_above_the_lowest_is_warned_of_once(caplog: pytest.LogCapt
         assert failures.replaced(some("a", "b"), [RewardFailure("crash", "it crashed"), 1.0]) == [0.0, 1.0]
     warnings = [record.getMessage() for record in caplog.records if "is rewarded" in record.getMessage()]
     assert len(warnings) == 1
-    assert "reward.pool.failure_score=0 is above -1" in warnings[0]
+    assert "reward.source.failure_score=0 is above -1" in warnings[0]
 
 
 @pytest.mark.parametrize("max_share", [0.5, 0.1])
@@ -353,7 +353,7 @@ def test_failures_of_all_ranks_are_compared_with_the_share(max_share: float) -> 
     for result in ThreadGroup(2).run(play):
         if max_share == 0.1:
             assert isinstance(result, RewardError)
-            assert "1 of 3 responses have no score: more than reward.pool.max_failed_share=0.1" in str(result)
+            assert "1 of 3 responses have no score: more than reward.source.max_failed_share=0.1" in str(result)
             assert "prompt 17: '1+1='" in str(result)
             continue
         scores, metrics, after = result

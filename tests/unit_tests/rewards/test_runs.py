@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RewardConfig, RewardPoolConfig
+from mega_rl.config.schema import RewardConfig, RewardFunctionConfig
 from mega_rl.errors import UserError
 from mega_rl.rewards import build
 from mega_rl.rewards.role import CalledRewards
@@ -85,7 +85,7 @@ def test_rank_has_workers_where_they_guard_something(
     """By default one for each of its cores but one."""
     monkeypatch.setattr(build, "RewardPool", CountedPool)
     monkeypatch.setattr(build, "own_cores", lambda: cores)
-    config = RewardConfig(function=function, pool=RewardPoolConfig(workers=workers))
+    config = RewardConfig(function=function, source=RewardFunctionConfig(workers=workers))
     with ExitStack() as resources:
         given = None if function else lambda response: -float(len(response))
         source = build.build_rewards(config, given, resources=resources).source
@@ -96,9 +96,13 @@ def test_rank_has_workers_where_they_guard_something(
 def test_settings_that_do_not_fit_the_function_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "own_cores", lambda: 1)
     cases: list[tuple[RewardConfig, Any, str]] = [
-        (RewardConfig(pool=RewardPoolConfig(workers=2)), lambda response: 0.0, "workers=2: workers load a function"),
         (
-            RewardConfig(pool=RewardPoolConfig(batch_size=8)),
+            RewardConfig(source=RewardFunctionConfig(workers=2)),
+            lambda response: 0.0,
+            "workers=2: workers load a function",
+        ),
+        (
+            RewardConfig(source=RewardFunctionConfig(batch_size=8)),
             lambda response: 0.0,
             "batch_size=8 has no effect: no",
         ),
@@ -108,7 +112,7 @@ def test_settings_that_do_not_fit_the_function_are_refused(monkeypatch: pytest.M
         with ExitStack() as resources, pytest.raises(UserError, match=why):
             build.build_rewards(config, function, resources=resources)
     with ExitStack() as resources:
-        config = RewardConfig(pool=RewardPoolConfig(batch_size=8))
+        config = RewardConfig(source=RewardFunctionConfig(batch_size=8))
         call = build.build_rewards(config, lambda responses: [0.0] * len(responses), resources=resources).call
     assert call is not None
     assert (call.batched, call.batch_size) == (True, 8)
@@ -140,26 +144,28 @@ def runs(root: Path) -> list[dict[str, Any]]:
     """What each rank sampled and printed, by run."""
     saving = (f"checkpoint.save_interval={SAVED}",)
     cases = {
-        "in ranks": settings_of(root, "in ranks", "reward.pool.workers=0"),
-        "workers": settings_of(root, "workers", *saving, "reward.pool.workers=2"),
+        "in ranks": settings_of(root, "in ranks", "reward.source.workers=0"),
+        "workers": settings_of(root, "workers", *saving, "reward.source.workers=2"),
         "resumed": settings_of(
-            root, "resumed", "reward.pool.workers=2", f"checkpoint.resume={root}/workers/checkpoints/step_00000{SAVED}"
+            root, "resumed", "reward.source.workers=2",
+            f"checkpoint.resume={root}/workers/checkpoints/step_00000{SAVED}"
         ),
         "crashes": settings_of(
-            root, "crashes", "reward.pool.workers=1", "reward.pool.failure_score=-20",
-            "reward.pool.max_failed_share=0.25", function="crashes",
+            root, "crashes", "reward.source.workers=1", "reward.source.failure_score=-20",
+            "reward.source.max_failed_share=0.25", function="crashes",
         ),
-        "left out": settings_of(root, "left out", "reward.pool.workers=0", "engine.megatron.tp=1", function="silent"),
+        "left out": settings_of(root, "left out", "reward.source.workers=0", "engine.megatron.tp=1", function="silent"),
         "masked": settings_of(
-            root, "masked", "reward.pool.workers=1", "engine.megatron.tp=1", "reward.pool.on_failure=mask",
-            "reward.pool.max_failed_share=0.25", function="raises",
+            root, "masked", "reward.source.workers=1", "engine.megatron.tp=1", "reward.source.on_failure=mask",
+            "reward.source.max_failed_share=0.25", function="raises",
         ),
-        "no source": settings_of(root, "no source", *several(root), "reward.pool.workers=1"),
+        "no source": settings_of(root, "no source", *several(root), "reward.source.workers=1"),
         "one source": settings_of(
-            root, "one source", *several(root), "reward.sources={digits/sums: [correct, form]}", "reward.pool.workers=0"
+            root, "one source", *several(root), "reward.sources={digits/sums: [correct, form]}",
+            "reward.source.workers=0",
         ),
         "two sources": settings_of(
-            root, "two sources", *several(root), "data.source_key=parity", "reward.pool.workers=1",
+            root, "two sources", *several(root), "data.source_key=parity", "reward.source.workers=1",
             "reward.sources={even: [correct, form], odd: [form]}", "metrics.records.interval=1",
             "rollout.dynamic_sampling.max_generations=2",
         ),

@@ -139,7 +139,7 @@ def serving(answer: Callable[[int, Post], Answer]) -> Iterator[FakeService]:
 def client(url: str, *, key: str = "", **settings: Any) -> HttpRewards:
     chosen = {"batch_size": 4, "concurrency": 2, "timeout_s": 5.0, "retries": 3, "pause_s": 0.01} | settings
     sizes = {name: chosen.pop(name) for name in ("batch_size", "concurrency")}
-    return HttpRewards(Poster(Service(url, key), section="reward.http", **chosen), **sizes)
+    return HttpRewards(Poster(Service(url, key), section="reward.source", **chosen), **sizes)
 
 
 def some(count: int) -> list[Item]:
@@ -268,7 +268,7 @@ def test_a_wait_past_the_deadline_is_not_begun() -> None:
     message, service, seconds = failing(
         lambda number, post: Answer(status=429, headers={"Retry-After": "60"}), timeout_s=3.0
     )
-    assert "the next try would be in 60 s, past reward.http.timeout_s=3; the last failure: HTTP 429" in message
+    assert "the next try would be in 60 s, past reward.source.timeout_s=3; the last failure: HTTP 429" in message
     assert len(service.posts) == 1
     assert seconds < 2
 
@@ -278,7 +278,7 @@ def test_a_wait_past_the_deadline_is_not_begun() -> None:
 )
 def test_the_deadline_holds(answer: Answer) -> None:
     message, service, seconds = failing(lambda number, post: answer, timeout_s=0.4)
-    assert "no answer to try 1 of 4 in reward.http.timeout_s=0.4" in message
+    assert "no answer to try 1 of 4 in reward.source.timeout_s=0.4" in message
     assert len(service.posts) == 1
     assert 0.35 < seconds < 3
 
@@ -287,7 +287,7 @@ def test_the_deadline_is_one_for_all_tries() -> None:
     message, _, seconds = failing(
         lambda number, post: Answer(b"busy", status=503) if number < 2 else Answer(wait_s=30.0), timeout_s=0.6
     )
-    assert "no answer to try 3 of 4 in reward.http.timeout_s=0.6; the last failure: HTTP 503: 'busy'" in message
+    assert "no answer to try 3 of 4 in reward.source.timeout_s=0.6; the last failure: HTTP 503: 'busy'" in message
     assert seconds < 3
 
 
@@ -390,7 +390,7 @@ def test_where_a_key_may_go(tmp_path: Path, url: str) -> None:
         ("http://h:x/", "Port could not be cast"),
         ("http://[::1/", "Invalid IPv6 URL"),
         ("http://h/a b", "white space or other characters"),
-        ("https://me:pass@h/", "names a user or password for h, and addresses are logged; use reward.http.key_file"),
+        ("https://me:pass@h/", "names a user or password for h, and addresses are logged; use reward.source.key_file"),
     ],
 )
 def test_where_it_may_not(tmp_path: Path, url: str, why: str) -> None:
@@ -414,6 +414,6 @@ def test_files_that_hold_no_key(tmp_path: Path) -> None:
         assert why in str(caught.value)
         path.unlink()
     for missing in (path, tmp_path):
-        with pytest.raises(UserError, match=r"reward\.http\.key_file: .*: "):
+        with pytest.raises(UserError, match=r"reward\.source\.key_file: .*: "):
             find_service("https://h/", str(missing))
     assert find_service("http://far.example/", "") == Service("http://far.example/")

@@ -58,9 +58,13 @@ def answer(_: int, post: Post) -> Answer:
 
 def settings_of(root: Path, engine: str, source: str, url: str) -> list[str]:
     """Of one run."""
-    service = ["reward.source=http", f"reward.http.url={url}", f"reward.http.key_file={root}/key"]
-    service += ["reward.http.batch_size=3"]
-    model = ["reward.source=model", f"reward.model.path={root / source}", "reward.model.attn_implementation=eager"]
+    service = [
+        "reward.source=http",
+        f"reward.source.url={url}",
+        f"reward.source.key_file={root / 'key'}",
+        "reward.source.batch_size=3",
+    ]
+    model = ["reward.source=model", f"reward.source.path={root / source}", "reward.source.attn_implementation=eager"]
     return [
         *(f"engine.backend={engine}", ENGINES[engine], *(service if source == "service" else model)),
         *(f"model.path={root / 'actor'}", "model.dtype=fp32", "optim.lr=1e-3", "algorithm.advantage=grpo"),

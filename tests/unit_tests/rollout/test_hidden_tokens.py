@@ -71,7 +71,7 @@ def ranks_train_beside_a_zero_row(rank: int, folders: list[str]) -> dict[str, li
 
     prepare("auto")
     from mega_rl.algorithms.kl import k3
-    from mega_rl.algorithms.losses.objectives import PPO
+    from mega_rl.algorithms.policy_losses.clipped import PPO
     from mega_rl.workers.models import PolicyLoss
     from tests.helpers.engines import exported, make_config, own_rows, running_engine
 

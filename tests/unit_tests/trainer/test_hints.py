@@ -45,7 +45,7 @@ ALL_FLAT = f"in each of {FLAT_STEPS} steps all responses to a prompt got the sam
         (
             [],
             [{**MASKED, "reward/crashes": 3.0}],
-            " or fails, with reward.pool.on_failure=mask: look at the warnings above",
+            " or fails, with reward.source.on_failure=mask: look at the warnings above",
         ),
     ],
 )

@@ -49,8 +49,7 @@ CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
         {
             "aggregation": "token-mean",
             "settings": PLAIN,
-            "correction": "opsm",
-            "correction_settings": {"delta": 0.02},
+            "correction": {"name": "opsm", "delta": 0.02},
         },
         {"loss_type": "dapo", "off_policy_mask_threshold": 0.02},
     ),
@@ -74,9 +73,9 @@ def rows() -> dict[str, Tensor]:
 
 def of_follower(batch: dict[str, Tensor], run: dict[str, Any]) -> Tensor:
     """Return the loss of a batch by the independent trainer's formulas."""
-    keys = {"loss": "loss", "aggregation": "loss_aggregation", "settings": "loss_settings", "correction": "correction"}
-    keys["correction_settings"] = "correction_settings"
-    chosen = {f"algorithm.{keys[name]}": value for name, value in run.items()}
+    loss = {"name": run.get("loss", "ppo"), **run.get("settings", {})}
+    chosen = {"algorithm.loss": loss, "algorithm.loss_aggregation": run["aggregation"]}
+    chosen |= {"algorithm.correction": run["correction"]} if "correction" in run else {}
     settings = lockstep_settings(algorithm_run({"algorithm.advantage": "grpo", **chosen}).config)
     weights = aggregation_weights(list(zip((0, 0, 1, 1), LENGTHS, strict=True)), settings)
     total = torch.zeros((), dtype=torch.float64)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
 
-from mega_rl.config.keys import flat
-from mega_rl.config.plugins.choices import ADVANTAGE, ALGORITHM_CHOICES, CORRECTION, LOSS, Choice, chosen
+from mega_rl.config.choices import ADVANTAGE, ALGORITHM_CHOICES, Choice, chosen
+from mega_rl.config.keys import FIELDS, flat, with_settings
 from mega_rl.config.schema import Config
 from mega_rl.config.schema.algorithms import OPOSettings
-from mega_rl.config.schema.setting import setting
+from mega_rl.config.setting import setting
 from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import Layout, fsdp, parse
 from mega_rl.verify.plan import REFERENCE
-from mega_rl.verify.rl import independent, reading
+from mega_rl.verify.rl import independent
 from mega_rl.verify.rl.compare import off
 from mega_rl.verify.rl.faults import FAULTS, SHARED, Fault
 from mega_rl.verify.rl.inputs import algorithm_run, with_layout
@@ -56,30 +56,36 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
     "importance of whole responses": {
         **ALGORITHMS["tis"],
-        "algorithm.correction_settings": {"level": "sequence", "cap": 1.5},
+        "algorithm.correction.level": "sequence",
+        "algorithm.correction.cap": 1.5,
     },
     "ratio to what sampled": {**GROUP_OF_SEQUENCES, "algorithm.old_logprobs": "rollout"},
     "leave one out": {"algorithm.advantage": "rloo"},
-    "deviation of the batch": {"algorithm.advantage": "grpo", "algorithm.advantage_settings": {"std": "batch"}},
+    "deviation of the batch": {"algorithm.advantage": "grpo", "algorithm.advantage.std": "batch"},
     "lambda of the policy": {
         "algorithm.advantage": "gae",
-        "algorithm.advantage_settings": {"gae_lambda": 0.95, "policy_lambda": 0.8},
+        "algorithm.advantage.gae_lambda": 0.95,
+        "algorithm.advantage.policy_lambda": 0.8,
     },
     "lambda by length": {
         "algorithm.advantage": "gae",
-        "algorithm.advantage_settings": {"length_alpha": 0.5, "gamma": 0.9},
+        "algorithm.advantage.length_alpha": 0.5,
+        "algorithm.advantage.gamma": 0.9,
     },
     "gspo": {**GROUP_OF_SEQUENCES, "algorithm.loss": "gspo"},
     "cispo": {
         **GROUP_OF_SEQUENCES,
         "algorithm.loss": "cispo",
-        "algorithm.loss_settings": {"cap": 1.5, "drift_coef": 0.5},
+        "algorithm.loss.cap": 1.5,
+        "algorithm.loss.drift_coef": 0.5,
         "algorithm.loss_aggregation": "prompt-mean",
     },
     "truncated weights of tokens": {**ALGORITHMS["tis"], "algorithm.loss_aggregation": "seq-mean-token-sum"},
     "sets without a deviation": {
         **ALGORITHMS["pass_at_k"],
-        "algorithm.advantage_settings": {"k": 2, "right_above": 0.1, "std": "none"},
+        "algorithm.advantage.k": 2,
+        "algorithm.advantage.right_above": 0.1,
+        "algorithm.advantage.std": "none",
     },
     "teacher of single tokens": {"algorithm.advantage": "distillation", "reward.source": "none"},
     "teacher of one update": {**ALGORITHMS["teacher_reverse_kl"], "trainer.minibatch_size": 8},
@@ -169,7 +175,7 @@ def test_the_independent_trainer_agrees_after_every_update(runs: Runs, name: str
     config, trace = runs[name, layout]
     updates = list(follow_config(config, trace))
     assert problem_of(updates, TOLERANCES) == ""
-    assert all((REWARDS in update.errors) == (config.reward.source != "none") for update in updates)
+    assert all((REWARDS in update.errors) == (config.reward.source.name != "none") for update in updates)
     assert {update.step for update in updates} == set(range(config.trainer.steps))
     assert max(update.errors["gradient"] for update in updates) > 0.0  # sums in another order: two computations
 
@@ -231,7 +237,7 @@ class NewSettings(OPOSettings):
     ("name", "settings", "message"),
     [
         ("new", {}, "algorithm.advantage=new: the independent trainer has no formula of it; legal: gae grpo "),
-        ("opo", {"sharpness": 2.0}, "algorithm.advantage_settings.sharpness=2.0: the independent trainer's opo has no"),
+        ("opo", {"sharpness": 2.0}, "algorithm.advantage.sharpness=2.0: the independent trainer's opo has no"),
         ("opo", {}, ""),
         ("mine.py:Mine", {}, "algorithm.advantage=mine.py:Mine: the independent trainer is written from papers"),
     ],
@@ -239,12 +245,10 @@ class NewSettings(OPOSettings):
 def test_choice_without_formula_is_refused_with_reason(
     name: str, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builtin = {**ADVANTAGE.builtin, "new": NewSettings, "opo": NewSettings}
-    algorithm = replace(Config().algorithm, advantage=name, advantage_settings=settings)
-    config = replace(Config(), algorithm=algorithm)
-    changed = replace(ADVANTAGE, builtin=builtin)
-    monkeypatch.setattr(reading, "ADVANTAGE", changed)
-    monkeypatch.setattr(reading, "ALGORITHM_CHOICES", (changed, LOSS, CORRECTION))
+    builtin = {**ADVANTAGE.builtin, "new": type("New", (NewSettings,), {"name": "new"}), "opo": NewSettings}
+    field = FIELDS[ADVANTAGE.key]
+    monkeypatch.setattr(field, "metadata", {**field.metadata, "kinds": builtin})
+    config = with_settings(Config(), {"algorithm.advantage": {"name": name, **settings}})
     if not message:
         assert lockstep_settings(config).advantage.name == name
         return

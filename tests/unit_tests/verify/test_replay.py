@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of
 LAYOUTS = ("tp2pp2", "fsdp2")
 STEPS = (1, 2)
 # `make test` takes two: all that a step may have, and one update of a group, whose old log-probs are the sampler's.
-CORRECTED = {"algorithm.correction": "tis", "algorithm.correction_settings": {"cap": 1.2}}
+CORRECTED = {"algorithm.correction": "tis", "algorithm.correction.cap": 1.2}
 USUAL: dict[str, dict[str, object]] = {
     "ppo": {**ALGORITHMS["ppo"], **CORRECTED, "metrics.records.entropy": True},
     "one update": {**ALGORITHMS["grpo"], "trainer.minibatch_size": 8},

@@ -13,9 +13,10 @@ from torch import Tensor
 from mega_rl.algorithms.kl import AdaptiveKL, FixedKL, k2
 from mega_rl.algorithms.losses import policy as losses
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
-from mega_rl.algorithms.losses.objectives import PPO, PolicyTokens
 from mega_rl.algorithms.losses.policy import KLTerm
+from mega_rl.algorithms.losses.tokens import PolicyTokens
 from mega_rl.algorithms.losses.value import clipped_value_loss
+from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss

@@ -35,7 +35,7 @@ _NAMED_FAILURES = 3  # in an error message
 
 
 class RolloutFailedError(RunError):
-    """Samples failed all their tries, and `rollout.sglang.failed_samples` or `max_failed_share` ends the run."""
+    """Samples failed all their tries, and more than `rollout.sglang.max_failed_share` allows."""
 
 
 class ServersLostError(RunError):
@@ -46,8 +46,7 @@ class ServersLostError(RunError):
 class FailedSamples:
     """Policy for samples without a response after all their tries."""
 
-    mask: bool  # leave them out of the loss; False ends the run
-    max_share: float  # largest share of a generation's samples over all ranks
+    max_share: float  # largest share of a generation's samples over all ranks that stays out of the loss
 
 
 @dataclass(frozen=True)
@@ -273,15 +272,11 @@ class SglangRolloutEngine:
         if not counts[0]:
             return False
         failed = self._settings.failed
-        if not failed.mask or counts[0] / counts[1] > failed.max_share:
+        if counts[0] / counts[1] > failed.max_share:
             own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()][
                 :_NAMED_FAILURES
             ]
-            rule = (
-                f"more than rollout.sglang.max_failed_share={failed.max_share:g}"
-                if failed.mask
-                else "rollout.sglang.failed_samples=fatal; mask leaves them out of the loss"
-            )
+            rule = f"more than rollout.sglang.max_failed_share={failed.max_share:g}, whose samples stay out of the loss"
             text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
             raise_together(RolloutFailedError(text) if own else None, self._world, error=RolloutFailedError)
         return True

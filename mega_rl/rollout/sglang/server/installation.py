@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_rl.config.checkout import made_by_make
-from mega_rl.environment import of_other_programs
+from mega_rl.environment import made_by_make, of_other_programs
 from mega_rl.errors import UserError
 
 SGLANG_VERSION = "0.5.20"  # the only release that the launcher, the client and the weight updates were tested with

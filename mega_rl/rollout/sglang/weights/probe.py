@@ -111,9 +111,8 @@ class Probe:
         return (
             f"SGLang server {server}: probe token {worst} (id {int(tokens[worst])}) has log-prob "
             f"{float(theirs[worst]):.7g} at the server and {float(ours[worst]):.7g} at the trainer, apart by "
-            f"{float(difference[worst]):.3g}, limit {self.limits[1]:g} (rollout.sglang.sync.probe_max_limit); "
-            f"the mean over {len(difference)} tokens is {float(difference.mean()):.3g}, limit {self.limits[0]:g} "
-            "(rollout.sglang.sync.probe_mean_limit)"
+            f"{float(difference[worst]):.3g}, limit {self.limits[1]:g}; "
+            f"the mean over {len(difference)} tokens is {float(difference.mean()):.3g}, limit {self.limits[0]:g}"
         )
 
 

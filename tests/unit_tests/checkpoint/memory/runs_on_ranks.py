@@ -39,7 +39,7 @@ def config_of(folder: Path, run: MemoryRun) -> Config:
     """PPO with a critic; on disk after ON_DISK steps alone, and at the end."""
     config = run_config(folder, run.layout, "ppo")
     config = replaced(config, "data", val_size=1)
-    config = replaced(config, "data.curriculum.success", prefer="learnable")  # so that its rates are in memory, too
+    config = replaced(config, "data", curriculum="success")  # so that its rates are in memory, too
     config = replaced(config, "rollout", n=2, max_new_tokens=6)
     config = replaced(config, "optim", schedule="linear", warmup_steps=1)
     config = replaced(config, "checkpoint", save_interval=ON_DISK if run.operation < 0 else 0, on_error="stop")

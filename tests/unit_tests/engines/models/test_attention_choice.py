@@ -128,7 +128,7 @@ def test_windows_that_transformers_does_not_hand_on(tmp_path: Path) -> None:
         ("actor", None),
         ("critic", "model.critic_attn_implementation"),
         ("reference", "model.ref_attn_implementation"),
-        ("reward", "reward.model.attn_implementation"),
+        ("reward", "reward.source.attn_implementation"),
     ],
 )
 def test_a_role_s_own_key_comes_first(role: Role, own: str | None) -> None:
@@ -143,10 +143,10 @@ def test_a_role_s_own_key_comes_first(role: Role, own: str | None) -> None:
 
 def test_every_role_and_key_has_a_case() -> None:
     """A key for attention that no role reads would have no effect."""
-    keys = {key for key in FIELDS if "attn_implementation" in key}
+    keys = {key for key in FIELDS if "attn_implementation" in key} | {"reward.source.attn_implementation"}
     other = Config(
         model=ModelConfig(critic_attn_implementation="sdpa", ref_attn_implementation="sdpa"),
-        reward=RewardConfig(model=RewardModelConfig(attn_implementation="sdpa")),
+        reward=RewardConfig(source=RewardModelConfig(attn_implementation="sdpa")),
     )
     assert {requested_attention(other, role).key for role in get_args(Role)} == keys
 

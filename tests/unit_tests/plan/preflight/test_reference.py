@@ -13,7 +13,7 @@ ACTOR = parse_hf_config(qwen3_config("8b"))
 
 
 def problems(interval: int, **changes: object) -> list[str]:
-    config = load(None, ["algorithm.kl.placement=loss", f"algorithm.kl.reference_interval={interval}"])
+    config = load(None, ["algorithm.kl=loss", f"algorithm.kl.reference_interval={interval}"])
     checkpoints = {"model.path": ACTOR, "model.ref_path": replace(ACTOR, **changes)}  # type: ignore[arg-type]
     return list(check_reference(config, checkpoints))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.config.schema import RewardSandboxConfig
+from mega_rl.config.schema import RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.errors import UserError
 from mega_rl.rewards.code import build_sandbox, check_sandbox, read_cases
 from mega_rl.rewards.sandbox.limits import SandboxError
@@ -45,7 +45,7 @@ def finished(**changes: Any) -> Answer:
 
 
 def settings(service: FakeService, **others: Any) -> RewardSandboxConfig:
-    return RewardSandboxConfig(kind="remote", url=service.url.replace("/score", "/run_code"), timeout_s=3.0, **others)
+    return RemoteSandboxConfig(url=service.url.replace("/score", "/run_code"), timeout_s=3.0, **others)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,7 @@ def test_key_goes_with_each_request(tmp_path: Path) -> None:
     key.chmod(0o600)
     with serving(lambda number, post: Answer(b"sesame", status=403) if number else finished()) as service:
         check_sandbox(settings(service, key_file=str(key)))
-        with pytest.raises(
-            UserError, match=r"reward.sandbox.kind=remote: sandbox service .*run_code: HTTP 403"
-        ) as error:
+        with pytest.raises(UserError, match=r"reward.sandbox=remote: sandbox service .*run_code: HTTP 403") as error:
             check_sandbox(settings(service, key_file=str(key)))
     assert service.posts[0].headers["Authorization"] == "Bearer sesame"
     assert "sesame" not in str(error.value)
@@ -118,6 +116,6 @@ def test_limits_of_time_and_output_are_kept() -> None:
 
 
 def test_absent_service_is_an_error_of_the_sandbox() -> None:
-    sandbox = build_sandbox(RewardSandboxConfig(kind="remote", url="http://127.0.0.1:9/run_code", timeout_s=1.0))
+    sandbox = build_sandbox(RemoteSandboxConfig(url="http://127.0.0.1:9/run_code", timeout_s=1.0))
     with pytest.raises(SandboxError, match="all 4 tries failed"):
         sandbox.run("", b"", timeout_s=1)

@@ -96,7 +96,7 @@ def engine_over(fleet: Any, *, failed: FailedSamples | None = None, restarts: in
             timeout_s=5.0,
             concurrency=4,
             restarts=restarts,
-            failed=failed or FailedSamples(mask=False, max_share=0.0),
+            failed=failed or FailedSamples(max_share=0.0),
             **given,
         ),
     )
@@ -308,13 +308,14 @@ def fails_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
 def test_a_failed_sample_ends_the_run() -> None:
     engine, _ = engine_over(ScriptedFleet(fails_one))
     with pytest.raises(
-        RolloutFailedError, match=r"1 of 6 samples have no answer \(rollout.sglang.failed_samples=fatal.*is cut"
+        RolloutFailedError,
+        match=r"1 of 6 samples have no answer \(more than rollout.sglang.max_failed_share=0, .*is cut",
     ):
         generate(engine)
 
 
 def test_or_stays_out_of_the_loss() -> None:
-    engine, _ = engine_over(ScriptedFleet(fails_one), failed=FailedSamples(mask=True, max_share=0.2))
+    engine, _ = engine_over(ScriptedFleet(fails_one), failed=FailedSamples(max_share=0.2))
     rows = generate(engine)
     assert rows.failed.tolist() == [True] + [False] * 5
     assert not rows.loss_mask[0].any()
@@ -322,7 +323,7 @@ def test_or_stays_out_of_the_loss() -> None:
 
 
 def test_but_not_more_of_them_than_the_user_allows() -> None:
-    engine, _ = engine_over(ScriptedFleet(fails_one), failed=FailedSamples(mask=True, max_share=0.1))
+    engine, _ = engine_over(ScriptedFleet(fails_one), failed=FailedSamples(max_share=0.1))
     with pytest.raises(RolloutFailedError, match=r"more than rollout.sglang.max_failed_share=0.1"):
         generate(engine)
 

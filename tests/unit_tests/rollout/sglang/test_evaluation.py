@@ -50,7 +50,7 @@ def test_the_same_command_gives_the_same_samples(inputs: Path) -> None:
             "eval", "--model", f"{inputs}/model", "--data", f"sums={inputs}/held_out.jsonl", "--out", f"{inputs}/{out}",
             "--reward", f"{inputs}/reward.py:score", "--n", "4", "--k", "1,4", "--max-new-tokens", "4",
             "model.dtype=fp32", "trainer.device=cpu", "data.max_prompt_tokens=16", "rollout.backend=sglang",
-            "rollout.sglang.server.max_total_tokens=20000", *more,
+            "rollout.sglang.server.args.max_total_tokens=20000", *more,
         )  # fmt: skip
     one = (inputs / "one" / "samples.jsonl").read_text()
     assert len(one.splitlines()) == 24

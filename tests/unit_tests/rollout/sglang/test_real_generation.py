@@ -170,7 +170,7 @@ def routed(server: tuple[int, Endpoint, Path]) -> tuple[Rollout, dict[str, tuple
                 timeout_s=120.0,
                 concurrency=8,
                 restarts=0,
-                failed=FailedSamples(mask=False, max_share=0.0),
+                failed=FailedSamples(max_share=0.0),
                 routed=RoutedLayers((True,) * LAYERS, TOP_K),
             ),
         )

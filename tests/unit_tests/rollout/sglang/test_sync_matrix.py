@@ -265,7 +265,7 @@ def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[
             timeout_s=60.0,
             concurrency=8,
             restarts=0,
-            failed=FailedSamples(mask=False, max_share=0.0),
+            failed=FailedSamples(max_share=0.0),
         ),
     )
     prompts = [Prompt(index=i, token_ids=tuple(ids), text="", answer="") for i, ids in enumerate(PROMPTS)]

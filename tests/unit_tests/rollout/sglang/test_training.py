@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch, str]:
         f"data.train_files=[{folder / 'data' / 'train.jsonl'}]",
         f"data.val_files=[{folder / 'data' / 'held_out.jsonl'}]",
         f"reward.function={folder / 'reward.py'}:score",
-        "reward.pool.workers=1",  # which score each sample as it comes
+        "reward.source.workers=1",  # which score each sample as it comes
         f"trainer.run_dir={folder / 'run'}",
         f"trainer.steps={STEPS}",
         "trainer.prompts_per_step=16",

@@ -90,9 +90,9 @@ def without_rewards(folder: str, layout: str, loss: str, source: str) -> Config:
 def distillation(folder: str, loss: str, teacher: str, lr: float, roles: str, *, layout: str = "1") -> Config:
     """A run of distillation; `roles` of engine.resident_roles."""
     config = run_config(Path(folder), layout, "grpo")
-    config = replaced(config, "algorithm", advantage="distillation", advantage_settings={})
-    config = replaced(config, "algorithm", loss=loss, loss_settings={}, loss_aggregation="token-mean")
-    config = replaced(config, "algorithm.kl", placement="none", coef=0.001)
+    config = replaced(config, "algorithm", advantage="distillation")
+    config = replaced(config, "algorithm", loss=loss, loss_aggregation="token-mean")
+    config = replaced(config, "algorithm", kl="none")
     config = replaced(config, "model", ref_path=str(Path(folder) / teacher))
     config = replaced(config, "optim", lr=lr)
     config = replaced(config, "rollout", n=8)

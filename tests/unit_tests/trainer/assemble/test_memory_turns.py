@@ -353,10 +353,14 @@ def test_computed_share_leaves_room_for_both(gib: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "setting", "words"),
     [
-        ({"policy": 60 * GIB}, 0.0, r"mem_fraction=0: colocated servers do not fit.* raise rollout.sglang.server.tp"),
+        (
+            {"policy": 60 * GIB},
+            0.0,
+            r"mem_fraction_static=0: colocated servers do not fit.* raise rollout.sglang.server.tp",
+        ),
         ({"weights": 70 * GIB}, 0.0, r"the server needs 70.0 GiB for weights"),
-        ({}, 0.95, r"mem_fraction=0.95 of 80.0 GiB leaves no room .* set at most 0.862, or 0"),
-        ({}, 0.1, r"mem_fraction=0.1 of 80.0 GiB does not hold the 15.0 GiB of weights"),
+        ({}, 0.95, r"mem_fraction_static=0.95 of 80.0 GiB leaves no room .* set at most 0.862, or 0"),
+        ({}, 0.1, r"mem_fraction_static=0.1 of 80.0 GiB does not hold the 15.0 GiB of weights"),
     ],
 )
 def test_a_share_that_cannot_work_is_refused(changes: dict[str, int], setting: float, words: str) -> None:

@@ -129,7 +129,12 @@ def test_a_curriculum_reads_its_column_and_orders_by_it(folder: Path, mixed: boo
     file = folder / "rated.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     data: dict[str, Any] = {KEY: {"rated": {"files": str(file)}}} if mixed else {"data.train_files": [str(file)]}
-    curriculum = {"data.curriculum.key": "rate", "data.curriculum.easy": "high", "data.curriculum.start": 0.4}
+    curriculum = {
+        "data.curriculum": "column",
+        "data.curriculum.key": "rate",
+        "data.curriculum.easy": "high",
+        "data.curriculum.start": 0.4,
+    }
     config = load(None, {**_plain(folder), **data, **curriculum, "data.curriculum.steps": 5})
     order = order_of(config, loaded(config)[1])
     assert sorted(prompt.difficulty for prompt in order.batch(0)) == [0.6, 0.7, 0.8, 0.9]

@@ -36,13 +36,13 @@ def runs(folder: Path) -> dict[str, Any]:
     wanted = [
         ("built in", {}),
         ("validated", sampled),
-        ("one turn", {**turns, "rollout.source_settings": {"turns": 1}, **rows, "trainer.val_interval": 0}),
-        ("one turn, validated", {**turns, "rollout.source_settings": {"turns": 1}, **sampled}),
-        ("three turns", {**turns, "rollout.source_settings": {"turns": 3}}),
+        ("one turn", {**turns, "rollout.source.turns": 1, **rows, "trainer.val_interval": 0}),
+        ("one turn, validated", {**turns, "rollout.source.turns": 1, **sampled}),
+        ("three turns", {**turns, "rollout.source.turns": 3}),
         ("replay", replay),
         ("begun", {**replay, "trainer.steps": 1, **save}),
         ("resumed", {**replay, **save}),
-        ("other rows", {**replay, "data.source_settings": {"start": 1}, "trainer.steps": 4, "run": "resumed"}),
+        ("other rows", {**replay, "data.source.start": 1, "trainer.steps": 4, "run": "resumed"}),
     ]
     (outcomes,) = run_ranks(1, run_all, str(folder), "1", wanted, timeout_s=180)
     return outcomes  # type: ignore[no-any-return]
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_other_rows_is_refused(runs: dict[str, Any]) -> None:
 
 def test_rows_do_not_depend_on_the_layout(folder: Path, runs: dict[str, Any]) -> None:
     """Each rank samples its share of the prompts, and a source that depends on the rank is refused on all."""
-    three = {"rollout.source": f"{folder}/own.py:Turns", "rollout.source_settings": {"turns": 3}}
+    three = {"rollout.source": f"{folder}/own.py:Turns", "rollout.source.turns": 3}
     ranks = {"data.source": f"{folder}/own.py:of_ranks", "data.train_files": []}
     for layout in ("tp2", "dp2") if FULL else ("tp2",):
         outcomes = run_ranks(2, run_all, str(folder), layout, [("three turns", three), ("ranks", ranks)], timeout_s=180)

@@ -19,7 +19,7 @@ ENGINES = ("megatron", "fsdp")
 STEPS, SAVED = 3, 2
 PPO = (
     *("model.dtype=fp32", "data.max_prompt_tokens=8", "data.val_size=2", "trainer.val_interval=2"),
-    *("algorithm.advantage=gae", "algorithm.kl.placement=reward", "algorithm.kl.coef=0.1", "reward.source=model"),
+    *("algorithm.advantage=gae", "algorithm.kl=reward", "algorithm.kl.coef=0.1", "reward.source=model"),
     *("rollout.max_new_tokens=4", "rollout.n=2", "rollout.temperature=1.0", "trainer.microbatch.max_tokens=64"),
     *("trainer.prompts_per_step=4", "trainer.minibatch_size=2", "optim.lr=1e-2", "optim.critic_lr=1e-2"),
     *("trainer.timeout_s=90", "trainer.device=cpu", "metrics.tensorboard=false", "metrics.progress_bar=false"),
@@ -28,7 +28,7 @@ OF_A_MACHINE = ("time/", "perf/", "memory/", "checkpoint/")
 
 
 def settings_of(root: Path, engine: str, run: str, *changes: str) -> list[str]:
-    files = [f"model.path={root / 'm'}", f"reward.model.path={root / 'r'}", f"data.train_files=[{root / 'd.jsonl'}]"]
+    files = [f"model.path={root / 'm'}", f"reward.source.path={root / 'r'}", f"data.train_files=[{root / 'd.jsonl'}]"]
     return [*PPO, *files, f"engine.backend={engine}", f"trainer.run_dir={root / engine / run}", *changes]
 
 

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import mega_rl
+from mega_rl.config.choices import DATA, OWN_CHOICES, ROLLOUT
 from mega_rl.config.loader import load
-from mega_rl.config.plugins.choices import CHOICES, DATA, ROLLOUT
 from mega_rl.config.rules import check
 from mega_rl.data import rows
 from mega_rl.data.columns import RewardColumns
@@ -22,10 +22,6 @@ from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
 OWN = """
 from dataclasses import dataclass
-
-import torch
-
-RAISE
 
 
 class Without:
@@ -81,12 +77,11 @@ three = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with its tokenizer; own.py, and never.py, which a check must not run."""
+    """A model with its tokenizer, and own.py."""
     folder = tmp_path_factory.mktemp("own")
     write_tiny_checkpoint(folder / "model", num_hidden_layers=1)
     write_digit_tokenizer(folder / "model", vocab_size=50)
-    (folder / "own.py").write_text(OWN.replace("RAISE", ""))
-    (folder / "never.py").write_text(OWN.replace("RAISE", "raise SystemExit('run by a check')"))
+    (folder / "own.py").write_text(OWN)
     return folder
 
 
@@ -100,11 +95,12 @@ def read(folder: Path, name: str, *settings: str) -> tuple[list[Any], Any]:
 
 
 def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:
-    train, held_out = read(folder, "Rows", "data.source_settings.count=3", "trainer.val_interval=1", "trainer.seed=4")
+    train, held_out = read(folder, "Rows", "data.source.count=3", "trainer.val_interval=1", "trainer.seed=4")
     assert [(prompt.text, prompt.answer, prompt.index) for prompt in train] == [
         (f"{i}+4=", str(i), i) for i in range(3)
     ]
     assert [prompt.text for prompt in held_out[0].prompts] == ["0+4="]
+    assert len(read(folder, "Heir", "trainer.val_interval=1")[1]) == 1  # has_validation is inherited
     assert len(read(folder, "Rows")[1]) == 0  # without validation the split is not read
 
 
@@ -119,8 +115,11 @@ def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:
         ("number", "", "data.source='{}:number': made int, which yields no rows; give it __iter__"),
         ("refusing", "", "data.source='{}:refusing' cannot be made: OSError: no connection"),
         ("three", "", "data.source='{}:three': is int; it must be a class or a function"),
-        ("Without", "data.source_settings.count=3", "data.source='{}:Without': it is made with one DataContext and"),
-        ("Heir", "trainer.val_interval=1", "data.source='{}:Heir': its has_validation is not what the text of its"),
+        (
+            "Without",
+            "data.source.count=3",
+            "data.source='{}:Without': it is made or called with one DataContext",
+        ),
     ],
 )
 def test_mistakes_in_rows_are_one_message(
@@ -159,17 +158,19 @@ def test_a_rollout_source_has_its_methods(folder: Path) -> None:
             "rollout.source='single_trun': legal: single_turn or path/to/file.py:class; did you mean single_turn?",
         ),
         ("data.source=OWN:Row", "data.source='OWN:Row': OWN defines no 'Row'; it has Without, Rows, Heir, bad"),
-        ("data.source=OWN:Rows data.source_settings.cuont=1", "data.source_settings.cuont has no effect: data.source="),
         (
-            "data.source=OWN:bad data.source_settings.count=1",
-            "data.source_settings={'count': 1}: OWN:bad is a function, which has no settings; make it a dataclass with "
-            "the field context, whose other fields are settings",
+            "data.source=OWN:Rows data.source.cuont=1",
+            "data.source='OWN:Rows': it is made or called with one DataContext and the settings {'cuont': 1}, but got",
         ),
-        ("data.source_settings.count=1", "data.source_settings.count has no effect: data.source=files has no such"),
+        (
+            "data.source=OWN:bad data.source.count=1",
+            "data.source='OWN:bad': it is made or called with one DataContext and the settings {'count': 1}, but got",
+        ),
+        ("data.source.count=1", "data.source.count has no effect: data.source=files has no such"),
     ],
 )
-def test_mistakes_in_settings_are_seen_without_running_a_file(folder: Path, settings: str, line: str) -> None:
-    own = str(folder / "never.py")
+def test_mistakes_in_settings_are_seen_before_a_source_is_made(folder: Path, settings: str, line: str) -> None:
+    own = str(folder / "own.py")
     assert any(problem.startswith(line.replace("OWN", own)) for problem in problems(settings.replace("OWN", own)))
 
 
@@ -178,12 +179,12 @@ def problems(settings: str) -> list[str]:
         config = load(None, settings.split())
     except UserError as error:
         return str(error).splitlines()
-    of_files = [line for choice in CHOICES for line in choice.file_problems(config)]
+    of_files = [line for choice in OWN_CHOICES for line in choice.own_problems(config)]
     return [*check(config, world_size=1), *of_files]
 
 
 def test_own_sources_need_no_files(folder: Path) -> None:
-    own = f"{folder}/never.py:Rows"
+    own = f"{folder}/own.py:Rows"
     settings = f"data.source={own} rollout.source={own} rollout.backend=none trainer.val_interval=1"
     assert problems(settings) == []
     assert list(check_data(load(None, settings.split()).data)) == []
@@ -200,6 +201,6 @@ def test_a_program_registers_sources_by_name(monkeypatch: pytest.MonkeyPatch) ->
             def __init__(self, context: object) -> None: ...
 
         config = load(None, [f"{choice.key}=mine"])
-        assert list(choice.file_problems(config)) == []
+        assert list(choice.own_problems(config)) == []
         with pytest.raises(UserError, match="is a built-in one"):
             register(next(iter(choice.builtin)))(Mine)

@@ -30,7 +30,7 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
     config = run_config(folder, run.layout, "grpo")
     if run.kind == "success":
         config = replaced(config, "data", train_files=[str(folder / "few.jsonl")])
-        config = replaced(config, "data.curriculum.success", prefer="learnable", explore=0.2, right_above=0.5)
+        config = replaced(config, "data", curriculum={"name": "success", "explore": 0.2, "right_above": 0.5})
     else:
         sources = {
             "few": {"files": [str(folder / "few.jsonl")], "weight": 1.0},

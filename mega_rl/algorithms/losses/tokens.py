@@ -1,0 +1,64 @@
+"""Inputs and output of a policy loss: log-probs and advantages of the tokens of a micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_rl.algorithms.kl import clamped_log_ratio
+from mega_rl.algorithms.sequences import Sequences
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """Tokens of a micro-batch, packed or padded; all tensors of one shape, float32, 0 where `token_weights` is 0."""
+
+    logprobs: Tensor  # of the policy, with gradient
+    log_ratio: Tensor  # to the policy before the update, clamped to +-20 nats, with gradient
+    advantages: Tensor
+    token_weights: Tensor  # 1 / response tokens of the global mini-batch; 0 on tokens that do not count
+    loss_weights: Tensor  # share of the token's loss in the mini-batch's; algorithms.losses.aggregation
+    sequences: Sequences  # sums over whole responses; collective under context parallelism
+    divergence: Tensor | None = None  # from the teacher of a loss that needs one, nats, with gradient
+
+    @classmethod
+    def of(
+        cls,
+        logprobs: Tensor,
+        *,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        token_weights: Tensor,
+        loss_weights: Tensor,
+        sequences: Sequences,
+        divergence: Tensor | None = None,
+    ) -> PolicyTokens:
+        """Return the tokens of these fields; values of tokens that do not count, even a NaN, become 0."""
+        active = token_weights > 0
+        logprobs, old_logprobs, advantages = (torch.where(active, x, 0.0) for x in (logprobs, old_logprobs, advantages))
+        log_ratio = clamped_log_ratio(logprobs, old_logprobs)
+        divergence = None if divergence is None else torch.where(active, divergence, 0.0)
+        return cls(logprobs, log_ratio, advantages, token_weights, loss_weights, sequences, divergence)
+
+    @property
+    def active(self) -> Tensor:
+        """Return which tokens count; bool."""
+        return self.token_weights > 0
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return this micro-batch's share of the mean of x over the mini-batch's tokens; without gradient."""
+        return (self.token_weights * x).sum().detach()
+
+
+TokenLoss = tuple[Tensor, dict[str, Tensor]]
+
+
+class PolicyObjective(Protocol):
+    """A policy loss, as `mega_rl.algorithms.policy_losses.PolicyLoss`, or a user's function or class."""
+
+    def __call__(self, tokens: PolicyTokens, /) -> TokenLoss:
+        """Return (loss of each token, to be minimised, before `loss_weights`; token means by name: "actor/...")."""
+        ...

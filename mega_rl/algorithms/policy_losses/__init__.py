@@ -1,0 +1,48 @@
+"""Policy losses, each with its settings. A class in a new file of this folder is found; nothing else names it.
+
+Recipes choose by `name`, as `algorithm.loss=gspo`. Config reads these files without torch, so a loss imports it when
+it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from mega_rl.config.setting import Kind
+
+if TYPE_CHECKING:
+    from mega_rl.algorithms.losses.tokens import PolicyTokens, TokenLoss
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Kind):
+    """A policy loss: a dataclass whose fields are its settings, called with the tokens of a micro-batch.
+
+    The class variables say what it needs of a run.
+    """
+
+    needs_response_mean: ClassVar[bool] = False  # has one number for a response: a mean over tokens, then responses
+    needs_response_advantages: ClassVar[bool] = False  # reads the mean of a response's advantages alone
+    needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
+    needs_teacher: ClassVar[bool] = False  # divergences from the reference over the whole vocabulary
+    scales_with_advantage: ClassVar[bool] = False  # a multiple of the advantage: where that is 0, so is the gradient
+
+    def __call__(self, tokens: PolicyTokens, /) -> TokenLoss:
+        """Return (loss of each token, to be minimised, before `loss_weights`; token means by name: "actor/...")."""
+        raise NotImplementedError
+
+
+def _found() -> Iterator[type[PolicyLoss]]:
+    """Yield the losses of every file of this folder."""
+    for entry in pkgutil.iter_modules(__path__, f"{__name__}."):
+        for value in vars(importlib.import_module(entry.name)).values():
+            if isinstance(value, type) and issubclass(value, PolicyLoss) and value.__module__ == entry.name:
+                yield value
+
+
+# By name; classes without a name are bases of others.
+LOSSES: dict[str, type[PolicyLoss]] = {loss.name: loss for loss in _found() if loss.name}

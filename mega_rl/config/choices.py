@@ -1,0 +1,196 @@
+"""Choices that a recipe makes by name, algorithms and sources: their settings, and what each needs of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from mega_rl.config.keys import FIELDS, TAGGED, value_of
+from mega_rl.config.schema import Config
+from mega_rl.config.setting import Kind, OwnKind
+from mega_rl.config.user_files import load_from_file
+from mega_rl.config.values import BadValue, coerce, shown
+from mega_rl.errors import UserError
+
+# a class whose fields are settings, or a function
+Registered = type | Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A part of a run that a recipe chooses: a built-in one by name, or a class in a user's file."""
+
+    key: str  # "algorithm.advantage"
+    argument: str = ""  # type that a user's class is called with, or made with; "": built-in kinds only
+    given: tuple[str, ...] = ()  # fields of its class that are no settings: the run gives them when it makes one
+    registered: dict[str, Registered] = field(default_factory=dict)  # by a Python program
+
+    @property
+    def builtin(self) -> Mapping[str, type[Kind]]:
+        """Return the built-in kinds by name."""
+        kinds: Mapping[str, type[Kind]] = FIELDS[self.key].metadata["kinds"]
+        return kinds
+
+    def made(self, entries: Mapping[str, object], problems: list[str]) -> Kind:
+        """Return the chosen kind with defaults for what a recipe leaves out; mistakes go to `problems`.
+
+        The settings of a class in a file are as given: `own` checks their names.
+        """
+        given = dict(entries)
+        name = str(given.pop("name", TAGGED[self.key].name))
+        area: Any = self.builtin.get(name) or self.registered.get(name)
+        if area is None:
+            if not (self.argument and ".py" in name):
+                problems.append(f"{self.key}={shown(name)}: {self._legal(name)}")
+            return OwnKind(name, given)
+        all_fields = dataclasses.fields(area) if dataclasses.is_dataclass(area) else ()
+        fields = {entry.name: entry for entry in all_fields if entry.init and entry.name not in self.given}
+        problems += [self._unknown(name, setting, fields) for setting in given if setting not in fields]
+        hints = get_type_hints(area) if fields else {}
+        settings: dict[str, Any] = {}
+        for setting, entry in fields.items():
+            value = settings[setting] = given.get(setting, _default(entry))
+            try:
+                settings[setting] = coerce(value, hints[setting], entry) if entry.metadata else value
+            except BadValue as error:
+                problems.append(f"{self.key}.{setting}={shown(value)}: {error}")
+            if value is dataclasses.MISSING:
+                problems.append(f"{self.key}={name} needs {self.key}.{setting}")
+        kind: Kind = area(**settings) if name in self.builtin else OwnKind(name, settings)
+        return kind
+
+    def register(self, name: str, chosen_by_it: Registered) -> None:
+        """Let a recipe choose this class or function by name. Raises UserError for a name that is taken or none."""
+        if not name.isidentifier() or name in self.builtin:
+            reason = "is a built-in one" if name in self.builtin else "is no name: letters, digits and _"
+            raise UserError(f"{self.key}: {shown(name)} {reason}; take another name")
+        self.registered[name] = chosen_by_it
+
+    def needs(self, config: Config, need: str) -> bool:
+        """Return a class variable of the chosen class; False if it has none, or if its file fails to import."""
+        name = chosen(config, self)
+        area = self.builtin.get(name) or self.registered.get(name)
+        if area is None:
+            with suppress(UserError):  # `own_problems` has it
+                area = load_from_file(name, key=self.key, kind="class")
+        return bool(getattr(area, need, False))
+
+    def own(self, config: Config) -> Registered:
+        """Return the user's class or function that a recipe chooses, from its file or as registered.
+
+        Raises UserError for a file that fails to import, and for a class or function that refuses its settings.
+        """
+        name, given = chosen(config, self), value_of(config, self.key).settings
+        area: Registered = self.registered.get(name) or load_from_file(name, key=self.key, kind="class")
+        setting, is_class = f"{self.key}={name!r}", isinstance(area, type)
+        if not callable(area):
+            raise UserError(f"{setting}: is {type(area).__name__}; it must be a class or a function")
+        if given and not (is_class or self.given):
+            raise UserError(
+                f"{self.key}={shown(given)}: {name} is a function, which has no settings; make it a dataclass "
+                "with __call__, whose fields are settings"
+            )
+        argument = f"one {self.argument}" * bool(self.given or not is_class)
+        settings = f"the settings {shown(given)}" if given else "no settings"
+        try:
+            inspect.signature(area).bind(*([None] if argument else []), **given)
+        except (TypeError, ValueError) as error:
+            with_what = " and ".join(filter(None, (argument, settings)))
+            raise UserError(f"{setting}: it is made or called with {with_what}, but {error}") from error
+        return area
+
+    def own_problems(self, config: Config) -> Iterator[str]:
+        """Yield why the user's class or function cannot be used; its file runs."""
+        if chosen(config, self) not in self.builtin:
+            try:
+                self.own(config)
+            except UserError as error:
+                yield str(error)
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """Yield mistakes between the settings of a built-in kind."""
+        yield from (f"{self.key}.{line}" for line in value_of(config, self.key).problems())
+
+    def with_need(self, need: str) -> str:
+        """Return the built-in choices that have a need, as one writes them: "algorithm.advantage=gae"."""
+        return f"{self.key}=" + " or ".join(name for name, area in self.builtin.items() if getattr(area, need))
+
+    def _unknown(self, name: str, setting: str, fields: Mapping[str, object]) -> str:
+        near = difflib.get_close_matches(setting, fields, n=1)
+        others = [kind.name for kind in self.builtin.values() if setting in getattr(kind, "__dataclass_fields__", ())]
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(fields) or 'none'}"
+        hint = f"it belongs to {self.key}={' or '.join(others)}" if others else hint
+        return f"{self.key}.{setting} has no effect: {self.key}={name} has no such setting; {hint}"
+
+    def _legal(self, name: str) -> str:
+        near = difflib.get_close_matches(name, [*self.builtin, *self.registered], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        own = " or path/to/file.py:class" * bool(self.argument)
+        return f"legal: {', '.join([*self.builtin, *self.registered])}{own}{hint}"
+
+
+ADVANTAGE = Choice("algorithm.advantage", "AdvantageInputs")
+LOSS = Choice("algorithm.loss", "PolicyTokens")
+CORRECTION = Choice("algorithm.correction", "SampledTokens")
+ALGORITHM_CHOICES = (ADVANTAGE, LOSS, CORRECTION)
+ROLLOUT = Choice("rollout.source", "RolloutContext", given=("context",))
+DATA = Choice("data.source", "DataContext", given=("context",))
+OWN_CHOICES = (*ALGORITHM_CHOICES, ROLLOUT, DATA)  # that a user's class may take
+CHOICES = {choice.key: choice for choice in OWN_CHOICES}
+CHOICES |= {key: Choice(key) for key in TAGGED if key not in CHOICES}
+
+
+def chosen(config: Config, choice: Choice) -> str:
+    """Return the name that a recipe chooses; for algorithm.correction=auto the name of what it takes."""
+    name: str = value_of(config, choice.key).name
+    if (choice.key, name) != ("algorithm.correction", "auto"):
+        return name
+    algorithm, other_engine = config.algorithm, config.rollout.backend == "sglang"
+    differs = other_engine and ("bf16" in (config.model.dtype, config.rollout.dtype) or config.trainer.async_steps > 0)
+    if not differs or algorithm.old_logprobs == "rollout" or algorithm.loss.name == "distillation":
+        return "none"
+    return "icepop" if _has_experts(Path(config.model.path)) else "tis"
+
+
+def needs_critic(config: Config) -> bool:
+    """Return whether the advantage estimator reads the values of a critic."""
+    return ADVANTAGE.needs(config, "needs_critic")
+
+
+def has_reference(config: Config) -> bool:
+    """Return whether a run has a reference: for a KL to it, an estimator that reads its log-probs, or a teacher."""
+    return reads_reference(config) or LOSS.needs(config, "needs_teacher")
+
+
+def reads_reference(config: Config) -> bool:
+    """Return whether a step evaluates the reference, for its log-probs of the sampled tokens."""
+    # The loss of the same name reads no advantages.
+    of_tokens = ADVANTAGE.needs(config, "needs_reference") and config.algorithm.loss.name != "distillation"
+    return config.algorithm.kl.name != "none" or of_tokens
+
+
+def corrects(config: Config) -> bool:
+    """Return whether token losses are weighted for what sampled the tokens."""
+    return chosen(config, CORRECTION) != "none"
+
+
+def _has_experts(folder: Path) -> bool:
+    """Return whether a checkpoint is a mixture of experts, by the names in its config.json."""
+    try:
+        return bool(
+            re.search(r'"(num_(local_)?experts|n_routed_experts)"', (folder / "config.json").read_text("utf-8"))
+        )
+    except OSError:
+        return False
+
+
+def _default(field: dataclasses.Field[object]) -> object:
+    """Return the default of a field, MISSING without."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

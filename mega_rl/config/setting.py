@@ -1,0 +1,72 @@
+"""A setting: a dataclass field with documentation and range. A tagged section: its name chooses its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
+
+
+class Kind:
+    """One kind of a tagged section: `name` is the tag, the fields of its dataclass are the settings of this kind."""
+
+    name: str = ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return every setting of this kind by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return name and settings as a recipe writes them: {"name": "ppo", "clip_low": 0.2, ...}."""
+        return {"name": self.name, **self.settings}
+
+    def problems(self) -> Iterator[str]:
+        """Yield mistakes between settings that are each in range: "name=value: legal: ..."."""
+        yield from ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnKind(Kind):
+    """A user's class or function, in a file or registered by a program, with the settings that a recipe gives it."""
+
+    name: str
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return dict(self.given)
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """Dataclass field with its documentation and range (`min` and `max` inclusive, `above` exclusive)."""
+    metadata = {"doc": doc, "unit": unit, "min": min, "max": max, "above": above, "choices": choices, "kinds": None}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def tagged(kinds: Mapping[str, type[Kind]], default: str, doc: str) -> Any:
+    """Dataclass field for a tagged section: one of `kinds`, chosen by `name`, with the settings of its class."""
+    metadata = {"doc": doc, "unit": "", "min": None, "max": None, "above": None, "choices": None, "kinds": kinds}
+    return dataclasses.field(default=kinds[default](), metadata=metadata)
+
+
+def by_name(*kinds: type[Kind]) -> dict[str, type[Kind]]:
+    """Return the kinds of a tagged section by their names."""
+    return {kind.name: kind for kind in kinds}
