@@ -32,6 +32,7 @@ test-newest: setup
 	@folder=$$($(BIN)/python -m tests.upstream.fetch $(MEGATRON)) && \
 		PYTHONPATH="$$folder:$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEGATRON_TESTS)
 
+# What the package uses of Megatron-Core, release by release.
 compare-megatron: setup
 	@$(BIN)/python -m tests.upstream.symbols $$($(BIN)/python -m tests.upstream.fetch all)
 
@@ -64,6 +65,7 @@ test-versions:
 special-distributed: setup
 	@bash tests/special_distributed/run_all.sh
 
+# Every kill, layout pair and damage of checkpoints, as a table; a quarter of an hour.
 campaign-checkpoint: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_campaign
 
@@ -88,6 +90,7 @@ planted-faults: setup
 campaign-rl: setup
 	@$(BIN)/python -m tests.planted_faults --areas algorithms advantages losses corrections experience data trainer steps reference parts
 
+# Logits of every family and layout against transformers, as a table.
 parity: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity_table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +16,7 @@ from mega_rl.config.keys import FIELDS, NAMES, SECTIONS, flat, keys_in
 from mega_rl.config.origins import recorded
 from mega_rl.config.recipe import parse_value
 from mega_rl.config.schema import Config
+from mega_rl.config.setting import Kind
 from mega_rl.config.values import describe_range
 
 
@@ -36,13 +38,25 @@ def config_markdown() -> str:
         lines += [f"## {section}", "", summary, ""]
         lines += [_row(key, flat(Config())[key], FIELDS[key]) for key in keys_in(section)] + [""]
     for key, choice in CHOICES.items():
-        lines += [f"## {key}", ""]
-        for name, area in choice.builtin.items():
-            lines.append(f"- **{name}**: {(area.__doc__ or '').strip().partition(chr(10))[0]}")
-            settings = dataclasses.fields(area) if dataclasses.is_dataclass(area) else ()
-            lines += ["  " + _row(field.name, field.default, field) for field in settings if field.metadata]
-        lines.append("")
+        lines += [f"## {key}", "", *_kind_lines(choice.builtin), ""]
     return "\n".join(lines)
+
+
+def _kind_lines(kinds: Mapping[str, type[Kind]]) -> list[str]:
+    """Return the kinds of a tagged section with their settings; a repeated setting only names the kind that has it."""
+    lines: list[str] = []
+    owners: dict[str, str] = {}  # by row of a setting: the first kind that has it
+    for kind, area in kinds.items():
+        settings = dataclasses.fields(area) if dataclasses.is_dataclass(area) else ()
+        rows = {field.name: "  " + _row(field.name, field.default, field) for field in settings if field.metadata}
+        shared: dict[str, list[str]] = {}
+        for name, row in rows.items():
+            if owners.setdefault(row, kind) != kind:
+                shared.setdefault(owners[row], []).append(f"`{name}`")
+        also = "".join(f" As {owner}: {', '.join(names)}." for owner, names in shared.items())
+        lines.append(f"- **{kind}**: {(area.__doc__ or '').strip().partition(chr(10))[0]}{also}")
+        lines += [row for row in rows.values() if owners[row] == kind]
+    return lines
 
 
 def _section_lines(config: Config, *, mark_changes: bool) -> list[str]:
@@ -70,7 +84,8 @@ def _scalar(value: object) -> str:
 
 def _row(name: str, default: object, field: dataclasses.Field[Any]) -> str:
     """Return the reference of one setting: name, default, range, meaning."""
-    value = "; ".join(filter(None, (f"`{_scalar(default)}`", _legal(field))))
+    default = default["name"] if isinstance(default, dict) and field.metadata["kinds"] else default
+    value = "; ".join(filter(None, (f"`{_scalar(default)}`", _legal(field).removeprefix("named "))))
     return f"- `{name}` ({value}): {field.metadata['doc']}"
 
 

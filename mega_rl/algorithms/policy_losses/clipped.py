@@ -36,8 +36,7 @@ class PPO(PolicyLoss):
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
     dual_clip: float = setting(
         3.0,
-        "Lower bound of the objective for negative advantages, as a ratio above 1: beyond it a token gives no "
-        "gradient, which would grow with the ratio; 0 turns it off.",
+        "Ratio above 1 that bounds the objective of tokens of negative advantage; 0 turns it off.",
         min=0.0,
     )
 
@@ -179,7 +178,9 @@ class KLCov(PolicyLoss):
     )
     coef: float = setting(1.0, "Weight of these tokens' |log ratio| in the loss.", above=0.0)
     dual_clip: float = setting(
-        3.0, "Lower bound of the objective for negative advantages, as a ratio above 1; 0 turns it off.", min=0.0
+        3.0,
+        "Ratio above 1 that bounds the objective of tokens of negative advantage; 0 turns it off.",
+        min=0.0,
     )
 
     def problems(self) -> Iterator[str]:

@@ -82,8 +82,7 @@ class SuccessCurriculum(Kind):
 
     prefer: str = setting(
         "learnable",
-        "Prompts that are drawn more often: learnable ones, by p(1 - p) of their success rate p, or unsolved ones, by "
-        "1 - p.",
+        "Weight of a prompt with success rate p: p(1 - p) (learnable), or 1 - p (unsolved).",
         choices=("learnable", "unsolved"),
     )
     explore: float = setting(0.25, "Share of the draws that go through epochs of all prompts.", above=0.0, max=0.9)
@@ -97,18 +96,14 @@ class SuccessCurriculum(Kind):
 
 @dataclass(frozen=True)
 class ColumnCurriculum(Kind):
-    """Easy prompts first: a run draws from more and more of its prompts, by a column that says how hard each is."""
+    """Easy prompts first, by a column."""
 
     name = "column"
 
-    key: str = setting("difficulty", "Column with a number, as a success rate that was measured before.")
+    key: str = setting("difficulty", "Column with a number.")
     easy: str = setting("low", "The end of the column with the easy prompts.", choices=("low", "high"))
-    start: float = setting(
-        0.25, "Share of each source's prompts, the easiest, that the first step draws from.", above=0.0
-    )
-    steps: int = setting(
-        100, "Steps after which a run draws from all; until then the share grows evenly.", unit="steps", min=1
-    )
+    start: float = setting(0.25, "Share of each source's easiest prompts that the first step draws from.", above=0.0)
+    steps: int = setting(100, "Steps over which the share grows to all.", unit="steps", min=1)
 
 
 def completed_sources(key: str, given: Mapping[str, object], problems: list[str]) -> dict[str, object]:

@@ -35,8 +35,7 @@ class DdpConfig(DataParallelConfig):
 
     bucket_size: int = setting(
         0,
-        "Parameters of a bucket with overlapped reduction; 0: the larger of 40 million and 1 million per "
-        "data-parallel rank.",
+        "Parameters of a bucket with overlapped reduction; 0: 1 million per data-parallel rank, at least 40 million.",
         unit="parameters",
         min=0,
     )

@@ -68,8 +68,7 @@ class DataConfig:
     curriculum: Kind = tagged(
         by_name(AllPrompts, ColumnCurriculum, SuccessCurriculum),
         "none",
-        "Prompts that are drawn first or more often: all alike (none), the easy ones first by a column that says how "
-        "hard each is (column), or by the success rate that the run measures in their own samples (success).",
+        "Prompts that are drawn first or more often.",
     )
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
@@ -107,10 +106,9 @@ class SglangServerConfig:
     )
     args: dict[str, object] = setting(
         {},
-        "Further arguments of SGLang, by the names of its ServerArgs: {max_total_tokens: 20000, ep_size: 8}. true sets "
-        "a flag. Without mem_fraction_static SGLang chooses for servers with devices of their own, and colocated ones "
-        "take what the trainer leaves. Arguments that a setting of mega_rl decides, or that no weight update can "
-        "follow, are refused.",
+        "Further ServerArgs of SGLang: {max_total_tokens: 20000, ep_size: 8}; true sets a flag. Without "
+        "mem_fraction_static colocated servers take what the trainer leaves. Arguments that a setting decides or that "
+        "no weight update can follow are refused.",
     )
 
     @property
@@ -160,7 +158,7 @@ class SglangConfig:
     restarts: int = setting(3, "Times within one step that lost servers are brought back.", unit="times", min=0)
     max_failed_share: float = setting(
         0.0,
-        "Share of a step's samples without an answer that stay out of the loss; more end the run. At 0 the first does.",
+        "Share of a step's samples that may stay without an answer and out of the loss; more end the run.",
         min=0.0,
         max=1.0,
     )
@@ -283,9 +281,8 @@ class RewardFunctionConfig(Kind):
 
     workers: int = setting(
         -1,
-        "Worker processes of each rank. 0 calls the function in the rank, without deadlines; -1 does so for "
-        "built-in functions except math_verify and for functions of a Python program, else it takes the rank's "
-        "cores minus one, at most 8.",
+        "Worker processes of each rank; 0: none, and no deadlines. -1: none for built-in functions except math_verify "
+        "and for functions of a Python program, else the rank's cores minus one, at most 8.",
         unit="processes",
         min=-1,
     )
@@ -293,7 +290,7 @@ class RewardFunctionConfig(Kind):
     concurrency: int = setting(64, "Calls of an asynchronous function at a time in each worker.", min=1)
     batch_size: int = setting(
         64,
-        "Responses of one call, at most, of a function that takes several.",
+        "Most responses of one call of a function that takes several.",
         unit="responses",
         min=1,
         max=4096,
@@ -301,11 +298,11 @@ class RewardFunctionConfig(Kind):
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(
         "score",
-        "Treatment of a response whose function raises, gives no usable number, takes longer than the deadline or "
-        "crashes its worker: score gives it failure_score, mask leaves it out as if it had not been drawn.",
+        "A response whose function raises, gives no number, is late or crashes its worker gets failure_score (score) "
+        "or is left out (mask).",
         choices=("score", "mask"),
     )
-    failure_score: float = setting(0.0, "Reward of such a response; the lowest one is right.")
+    failure_score: float = setting(0.0, "Reward of such a response: choose the lowest.")
     max_failed_share: float = setting(
         0.1,
         "Share of a step's responses that may fail before the run ends.",
@@ -345,8 +342,7 @@ class RewardConfig:
     source: Kind = tagged(
         by_name(RewardFunctionConfig, RewardModelConfig, RewardHttpConfig, NoRewards),
         "function",
-        "Who scores: a Python function, a sequence-classification checkpoint on the run's engine, an HTTP service, or "
-        "none, where a run learns from a teacher alone.",
+        "Who scores.",
     )
     function: str = setting(
         "exact_match",
@@ -374,8 +370,7 @@ class RewardConfig:
     sandbox: RewardSandboxConfig = tagged(
         by_name(LocalSandboxConfig, RemoteSandboxConfig),
         "local",
-        "Locked processes in which the reward function code_tests runs programs: on the rank's host, or at a service. "
-        "There is no way to run them unlocked.",
+        "Locked processes in which the reward function code_tests runs programs.",
     )
     overlong: OverlongConfig = dataclasses.field(default_factory=OverlongConfig)
 

@@ -24,9 +24,7 @@ class RewardSandboxConfig(Kind):
     """Settings of every sandbox."""
 
     timeout_s: float = setting(6.0, "Wall clock of one case, with the start of its sandbox.", unit="seconds", above=0.0)
-    total_s: float = setting(
-        20.0, "Wall clock of all cases of a response; cases not begun by then fail.", unit="seconds", above=0.0
-    )
+    total_s: float = setting(20.0, "Wall clock of all cases of a response.", unit="seconds", above=0.0)
     memory_mib: int = setting(
         512, "Address space of each process of a case, and resident memory of all.", unit="MiB", min=64
     )
@@ -46,13 +44,13 @@ class LocalSandboxConfig(RewardSandboxConfig):
     name = "local"
 
     processes: int = setting(
-        16, "Processes and threads of a case at a time; the tests of calls and asserts take three.", min=4, max=1024
+        16, "Processes and threads of a case at a time; tests of calls and asserts take three.", min=4, max=1024
     )
     tmp_mib: int = setting(16, "Size of a case's temporary files, and of its shared memory.", unit="MiB", min=1)
     interpreter: str = setting(
         "",
-        "Absolute path of the Python inside, whose folder is visible there, to read; empty takes the one that this "
-        "environment was made of, without the environment's packages.",
+        "Absolute path of the Python inside, whose folder it can read; empty: that of this environment, without its "
+        "packages.",
     )
 
 

@@ -128,7 +128,7 @@ class KlInReward(_Penalty):
     """A penalty taken off the rewards of tokens, by the estimator k1."""
 
     name = "reward"
-    # Other estimators in the reward have gradients that are not the KL's: docs/adr/0022-kl-gradients.md.
+    # Other estimators in the reward have gradients that are not the KL's: docs/decisions.md, 0022.
     estimator = "k1"
 
 
@@ -138,28 +138,26 @@ class KlInLoss(_Penalty):
 
     name = "loss"
 
-    # The gradient of k1 in the loss is 0 on average: docs/adr/0022-kl-gradients.md.
+    # The gradient of k1 in the loss is 0 on average: docs/decisions.md, 0022.
     estimator: str = setting("k3", "KL estimator; k2 and k3 have one gradient.", choices=("k2", "k3"))
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Advantages and losses; docs/algorithms.md has the settings of each choice."""
+    """Advantages and losses: docs/algorithms.md."""
 
     advantage: Kind = tagged(
         ADVANTAGES,
         "grpo",
-        "Advantage estimator: gae (needs a critic), grpo, gdpo (needs named rewards), rloo, reinforce_plus_plus, "
-        "reinforce_plus_plus_baseline, remax, opo, pass_at_k, distillation (needs a reference), or "
-        "path/to/file.py:class.",
+        "Advantage estimator, also path/to/file.py:class. gae needs a critic, gdpo named rewards, distillation a "
+        "reference.",
     )
-    loss: Kind = tagged(LOSSES, "ppo", "Policy loss: a built-in one, of those below, or path/to/file.py:class.")
+    loss: Kind = tagged(LOSSES, "ppo", "Policy loss, also path/to/file.py:class.")
     correction: Kind = tagged(
         CORRECTIONS,
         "auto",
-        "Weights of token losses if other weights or another engine sampled: a built-in name, "
-        "path/to/file.py:class, or auto: tis for SGLang in bf16 or with older weights, icepop for mixtures of "
-        "experts, else none.",
+        "Weights of token losses if other weights or another engine sampled, also path/to/file.py:class. auto: tis "
+        "for SGLang in bf16 or with older weights, icepop for mixtures of experts, else none.",
     )
     entropy_coef: float = setting(
         0.0,
@@ -185,7 +183,7 @@ class AlgorithmConfig:
     kl: KlConfig = tagged(
         by_name(NoKl, KlInReward, KlInLoss),
         "none",
-        "Where the KL to the reference policy enters: nowhere, in the rewards of tokens, or in the loss.",
+        "Place of the KL to the reference policy: token rewards, the loss, or none.",
     )
 
 
