@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,7 +40,9 @@ def config_markdown() -> str:
         lines += [f"## {key}", ""]
         for name, area in choice.builtin.items():
             lines.append(f"- **{name}**: {(area.__doc__ or '').strip().partition(chr(10))[0]}")
-            settings = dataclasses.fields(area) if dataclasses.is_dataclass(area) else ()
+            settings: Sequence[dataclasses.Field[Any]] = ()
+            if dataclasses.is_dataclass(area):
+                settings = dataclasses.fields(area)
             lines += ["  " + _row(field.name, field.default, field) for field in settings if field.metadata]
         lines.append("")
     return "\n".join(lines)
