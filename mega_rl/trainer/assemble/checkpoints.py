@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the store, the checkpoint that the run resumes from, and saves and exports of its steps."""
+"""Checkpoints of a run: the store, resuming from it, saves and exports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def open_checkpoints(config: Config, groups: Groups, *, fingerprint: str) -> RunCheckpoints:
-    """Return the store of a run's checkpoints with the identity that they must match; without engines yet.
+    """Return the store of checkpoints with the identity that they must match, without engines.
 
     fingerprint: of the prompts. Collective. Raises UserError on all ranks.
     """

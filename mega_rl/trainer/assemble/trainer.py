@@ -39,7 +39,7 @@ def build_trainer(
     resources: ExitStack,
     reward_function: RewardFunction | None = None,
 ) -> Trainer:
-    """Return the trainer of a run with all its parts; `resources` ends servers, files of metrics and locks.
+    """Return the trainer of a run; `resources` ends servers, files of metrics and locks.
 
     reward_function: in place of the function that the config names.
     """
@@ -79,7 +79,7 @@ def _warn(inputs: Inputs) -> None:
 
 
 def _build_events(run: LoadedRun, evaluation: Evaluation, saves: SaveAndExport, *, done: int) -> list[Event]:
-    """Return what happens around steps, in this order; done: steps when the run begins."""
+    """Return the events around steps, in this order; done: steps when the run begins."""
     trainer, metrics, tokens = run.config.trainer, run.config.metrics, run.tokens
     stage, log = saves.stage, saves.log
     dumps = DumpRollouts(
@@ -92,5 +92,8 @@ def _build_events(run: LoadedRun, evaluation: Evaluation, saves: SaveAndExport, 
 
 
 def _close_sink(sink: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
-    """Close the run's sinks; kind: exception type that ended the run. A second Ctrl-C does not count as a failure."""
+    """Close the run's sinks; kind: exception type that ended the run.
+
+    A second Ctrl-C does not count as a failure.
+    """
     sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))
