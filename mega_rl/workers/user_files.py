@@ -14,11 +14,11 @@ from typing import Any
 
 from mega_rl.errors import HungError, UserError
 
-_PREFIX = "mega_rl_user_"  # names of modules in users' files begin with it
+_PREFIX = "mega_rl_user_"  # of the names of modules in users' files
 
 
 def load_from_file(spec: str, *, key: str, kind: str) -> Any:
-    """Run the file of "path/to/file.py:name" and return the named object; key: its setting.
+    """Return what "path/to/file.py:name" names, running the file; `key` is the setting that has it.
 
     kind: the word for it, "function" or "class". Raises UserError for a missing file or name and a file that fails to
     import.
@@ -63,7 +63,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _load(file: Path, setting: str) -> ModuleType:
-    """Load the module in `file` under a new name and return it."""
+    """Return the module in `file`, as a new module of its own name. It is the user's own code and runs as such."""
     module_spec = importlib.util.spec_from_file_location(f"{_PREFIX}{file.stem}", file)
     assert module_spec is not None, f"{file} ends in .py"
     assert module_spec.loader is not None, f"{file} ends in .py"
@@ -80,7 +80,7 @@ def _load(file: Path, setting: str) -> ModuleType:
 
 @contextmanager
 def users_code(failure: str) -> Iterator[None]:
-    """Turn any error of a user's code into a UserError that begins with `failure`.
+    """Run a user's own code, which may raise anything: as a UserError that begins with `failure`, cause kept.
 
     The interrupt of code that hangs, a HungError, stays what it is.
     """
