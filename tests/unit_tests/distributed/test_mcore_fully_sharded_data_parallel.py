@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import MegatronConfig, MegatronFsdpConfig
+from mega_rl.config.schema import DataParallelConfig, MegatronConfig, MegatronFsdpConfig
 from mega_rl.parallel.accelerator.megatron_core import installed_release
 from tests.helpers.distributed import run_megatron_fsdp, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
