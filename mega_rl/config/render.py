@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,9 +40,7 @@ def config_markdown() -> str:
         lines += [f"## {key}", ""]
         for name, area in choice.builtin.items():
             lines.append(f"- **{name}**: {(area.__doc__ or '').strip().partition(chr(10))[0]}")
-            settings: Sequence[dataclasses.Field[Any]] = ()
-            if dataclasses.is_dataclass(area):
-                settings = dataclasses.fields(area)
+            settings: Iterable[dataclasses.Field[Any]] = getattr(area, "__dataclass_fields__", {}).values()
             lines += ["  " + _row(field.name, field.default, field) for field in settings if field.metadata]
         lines.append("")
     return "\n".join(lines)

@@ -162,7 +162,7 @@ class Warn(Event):
                 "%s=1: every response of the step was left out, so that there is nothing to learn from; the reward "
                 "returns None for all of them%s",
                 MASKED,
-                " or fails, with reward.pool.on_failure=mask: look at the warnings above" if fails else "",
+                " or fails, with reward.source.on_failure=mask: look at the warnings above" if fails else "",
             )
         self._flat = self._flat + 1 if metrics.get(EQUAL_GROUPS) == 1.0 else 0
         idle = "reward/mean" in metrics and metrics.get("advantage/abs_mean") == 0.0
