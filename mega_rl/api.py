@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mega_rl.config.loader import Overrides, load
 from mega_rl.config.plugins.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
 from mega_rl.config.schema import Config
-from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.operations.schedulers.slurm.tasks import become_rank
@@ -83,13 +82,9 @@ class Trainer:
             config = _with_reward(config, reward)
         become_rank()
         config = check_run(config, reward_given=reward is not None)
-        from mega_rl.parallel.accelerator import prepare
+        from mega_rl.parallel.accelerator import prepare_for
 
-        accelerator = prepare(
-            config.trainer.device,
-            variables=variables_of(config.engine, config.rollout, config.trainer),
-            deepep=config.engine.megatron.moe.dispatcher == "deepep",
-        )
+        accelerator = prepare_for(config)
         from mega_rl.trainer.assemble import running
 
         self.config = config
