@@ -7,17 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
-
-if TYPE_CHECKING:
-    from mega_rl.config.schema import Config
-    from mega_rl.parallel.accelerator import Accelerator
 
 Made = TypeVar("Made")
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a packaged recipe.")]
@@ -56,13 +52,6 @@ class LayoutOptions:
             return ParallelLayout(world_size=world_size, tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, pipeline=pipeline)
         except ValueError as error:
             raise UserError(str(error)) from error
-
-
-def prepared(config: Config) -> Accelerator:
-    """Return the prepared accelerator of a run; import Megatron-Core only afterwards."""
-    from mega_rl.parallel.accelerator import prepare_for
-
-    return prepare_for(config)
 
 
 def choose(option: str, value: str, allowed: Sequence[str]) -> None:

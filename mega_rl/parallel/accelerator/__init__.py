@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,7 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
 from mega_rl.parallel.accelerator.base import Accelerator
 
-if TYPE_CHECKING:
-    from mega_rl.config.schema import Config
-
-__all__ = ["Accelerator", "prepare", "prepare_for"]
+__all__ = ["Accelerator", "prepare"]
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +69,6 @@ def prepare(
         accelerator = cpu.prepare()
     megatron_core.load(deepep=deepep)
     return accelerator
-
-
-def prepare_for(config: Config) -> Accelerator:
-    """Prepare the accelerator for a run; raises as `prepare` does."""
-    return prepare(
-        config.trainer.device,
-        variables=environment.variables_of(config.engine, config.rollout, config.trainer),
-        deepep=config.engine.megatron.moe.dispatcher == "deepep",
-    )
 
 
 VARIABLE = "OMP_NUM_THREADS"
