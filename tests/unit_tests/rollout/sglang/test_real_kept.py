@@ -50,9 +50,7 @@ def in_flight(endpoint: Endpoint, path: str, body: dict[str, Any], key: str) -> 
     return thread
 
 
-def test_busy_server_is_adopted_blocked_one_is_not(
-    life: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_server_is_adopted_blocked_one_is_not(life: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_tiny_checkpoint(tmp_path / "checkpoint", max_position_embeddings=16384)
     settings = ServerSettings(checkpoint, max_total_tokens=20000, start_timeout_s=START_S)
     first = owner(checkpoint, tmp_path, ready=True)
