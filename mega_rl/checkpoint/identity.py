@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mega_rl.config.keys import flattened
+from mega_rl.config.keys import TAGGED, flattened
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.data.stream import FileShard
 from mega_rl.data.tokenizer_identity import read_json_object
@@ -149,8 +149,16 @@ class Change(NamedTuple):
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the settings that differ between two resolved configs; ignores settings that only one of them has."""
+    """Return the settings that differ between two resolved configs.
+
+    Ignores settings that only one of them has, except settings of a user's class that both choose.
+    """
     old, new = flattened(before), flattened(now)
+    for one, other in ((old, new), (new, old)):
+        for key in one.keys() - other.keys():
+            section = key.rpartition(".")[0]
+            if section in TAGGED and other.get(f"{section}.name") == one.get(f"{section}.name"):
+                other[key] = None
     constant = all(config.get(_SCHEDULE, "constant") == "constant" for config in (old, new))
     return [
         Change(key, old[key], new[key], _matters(key, constant_rate=constant))

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mega_rl.api import prepared
 from mega_rl.cli.launcher import become
 from mega_rl.cli.options import Overrides, made, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.origins import pinned_overrides
-from mega_rl.config.schema import Config
-from mega_rl.environment import variables_of
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
@@ -31,7 +30,6 @@ from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal
 
 if TYPE_CHECKING:
-    from mega_rl.parallel.accelerator import Accelerator
     from mega_rl.types import JsonObject
 
 
@@ -141,21 +139,10 @@ def train(
     if not resolved.metrics.progress_bar:
         progress.show_progress(live=False)
     with progress.importing("PyTorch and Megatron-Core", announce=True):
-        accelerator = _prepare(resolved)
+        accelerator = prepared(resolved)
         from mega_rl.trainer.assemble import train as run
 
     raise typer.Exit(run(resolved, accelerator, investigate))
-
-
-def _prepare(config: Config) -> Accelerator:
-    """Prepare the accelerator; Megatron-Core may be imported after it."""
-    from mega_rl.parallel.accelerator import prepare
-
-    return prepare(
-        config.trainer.device,
-        variables=variables_of(config.engine, config.rollout, config.trainer),
-        deepep=config.engine.megatron.moe.dispatcher == "deepep",
-    )
 
 
 @dataclass(frozen=True)
@@ -238,7 +225,7 @@ def evaluate(
         started = launch.launch(program, run_dir=str(out), resume="never")
         become(replace(started, max_restarts=launch.max_restarts or 0))
     with progress.importing("PyTorch and Megatron-Core", announce=True):
-        accelerator = _prepare(resolved)
+        accelerator = prepared(resolved)
         from mega_rl.trainer.assemble.evaluation_run import evaluate as run
     try:
         results = run(resolved, accelerator, investigate)

@@ -115,8 +115,10 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
     """Return the config with these values by their dotted keys; a name stands for a kind with its defaults."""
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
-        if section in TAGGED and name == "name":
-            key, (section, _, name) = section, section.rpartition(".")
+        if section in TAGGED:
+            others = {} if name == "name" else value_of(config, section).plain
+            key, value = section, {**others, name: value}
+            section, _, name = key.rpartition(".")
         if key in TAGGED and not isinstance(value, Kind):
             value = kind_of(key, value)
         changed: Any = dataclasses.replace(value_of(config, section), **{name: value})

@@ -47,7 +47,7 @@ def _kind_lines(kinds: Mapping[str, type[Kind]]) -> list[str]:
     lines: list[str] = []
     owners: dict[str, str] = {}  # by row of a setting: the first kind that has it
     for kind, area in kinds.items():
-        settings = dataclasses.fields(area) if dataclasses.is_dataclass(area) else ()
+        settings: Iterable[dataclasses.Field[Any]] = getattr(area, "__dataclass_fields__", {}).values()
         rows = {field.name: "  " + _row(field.name, field.default, field) for field in settings if field.metadata}
         shared: dict[str, list[str]] = {}
         for name, row in rows.items():

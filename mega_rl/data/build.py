@@ -1,4 +1,4 @@
-"""Training prompts from the section `data`: how rows are read, and the order in which a run draws prompts."""
+"""Training prompts from the section `data`: reading of rows, and the order of draws."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_reading(
     source_key: str = "",
     difficulty: str = "",
 ) -> PromptReading:
-    """Return how the rows of a source are read: its own settings in place of those of `data`.
+    """Return the reading of a source's rows: its settings take the place of those of `data`.
 
     source_key, difficulty: columns that are read, too.
     """
@@ -71,7 +71,7 @@ def build_reading(
 
 
 def read_mixture(data: DataConfig, tokenizer: Tokenizer, *, vocab_size: int, columns: RewardColumns) -> list[Prompt]:
-    """Return the prompts of all sources, one source after the other, each with its name; rows are numbered over all.
+    """Return the prompts of all sources in order, with their source's name, numbered over all.
 
     Raises UserErrors with the problems of every source.
     """
@@ -101,7 +101,7 @@ def read_mixture(data: DataConfig, tokenizer: Tokenizer, *, vocab_size: int, col
 def build_order(
     data: DataConfig, trainer: TrainerConfig, prompts: Sequence[Prompt]
 ) -> tuple[StepOrder, SuccessRates | None]:
-    """Return the order in which a run draws prompts, and the success rates that it follows, none measured yet.
+    """Return the order in which a run draws prompts, and the success rates that it follows.
 
     Raises UserError for a source of a mixture that has no prompts left.
     """
@@ -129,7 +129,7 @@ def build_order(
 
 
 def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> Iterator[str]:
-    """Yield a line for each source of a mixture: its prompts, their tokens, and its share of a run's draws."""
+    """Yield a line for each source of a mixture: prompts, tokens, share of draws."""
     drawn = order.drawn_after(steps)
     counts = order.metrics(drawn)
     for name in dict.fromkeys(prompt.source for prompt in prompts):
@@ -154,7 +154,7 @@ def build_streams(
 ) -> Iterator[tuple[str, StreamReader]]:
     """Yield the readers of all streams by the name of their source. Raises UserError.
 
-    tokenizer: used on a thread of its own. check: raises UserError for unusable prompts of a block.
+    tokenizer: only this reader's thread uses it. check: raises UserError for unusable prompts of a block.
     """
     sources = data.mixture.named() or {ONLY: SourceConfig(files=data.train_files)}
     for name, source in sources.items():

@@ -23,7 +23,7 @@ from mega_rl.types import EngineState, Metrics, Piece, Prompt, Rewards, Rollout
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """Sizes of a step's sampling. With `waves` prompts are drawn until enough of them have different rewards."""
+    """Sizes of a step's sampling. With `waves`, draw until enough prompts have different rewards."""
 
     samples: int = 0  # each prompt's; 0: as many as the source gives
     waves: int = 0  # most generations of a step with dynamic sampling; 0: one generation, and every prompt trains
@@ -78,7 +78,7 @@ class OrderState:
 class Batch(NamedTuple):
     """Samples of a step and the part of them that trains."""
 
-    samples: Samples  # as generated and scored
+    samples: Samples  # generated and scored rows, all of them
     rollout: Rollout  # rows without a reward are off the loss mask
     rewards: Rewards  # with the punishment of overlong responses
     # [P] float32, reward of each prompt's greedy response, NaN where there is none; None: the estimator needs none

@@ -34,13 +34,13 @@ def is_due(done: int, interval: int) -> bool:
 
 @dataclass
 class DumpRollouts(Event):
-    """Write some rollouts for people to read: of the first step, the last and every N-th, and of validations."""
+    """Write readable rollouts of the first, the last and every N-th step, and of validations."""
 
     sink: MetricsSink
     read: ReadResponse
     render: Callable[[Sequence[int]], str]  # with all special tokens
     stage: Stages
-    steps: int  # of the run
+    steps: int  # length of the run
     interval: int  # steps; 0 writes none
     count: int  # samples of each dump
 
@@ -75,7 +75,7 @@ class Validate(Event):
     dumps: DumpRollouts
     stage: Stages
     log: StepLog
-    steps: int  # of the run
+    steps: int  # length of the run
     interval: int  # steps; 0 never
 
     def after(self, done: int, evaluated: Evaluated | None) -> bool:
@@ -91,20 +91,20 @@ class Validate(Event):
 
 @dataclass
 class SaveAndExport(Event):
-    """Save checkpoints and export the actor when due, and end the run after a save when a stop is requested."""
+    """Save and export when due; on a request to stop, save and end the run."""
 
     checkpoints: CheckpointStore
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
-    state: Callable[[int], JsonObject]  # of the loop's parts, given the steps done
+    state: Callable[[int], JsonObject]  # state of the loop's parts, given the steps done
     stop_requested: Callable[[], bool]  # collective
     settings: CheckpointConfig
     stage: Stages
     log: StepLog
-    steps: int  # of the run
+    steps: int  # length of the run
     start: int  # steps done when the run began
 
     def before(self, step: int) -> None:
-        """Save in memory: the steps before are logged by now, and the last one needs no checkpoint in memory."""
+        """Save in memory, once the steps before are logged; the last step needs no such checkpoint."""
         if step > self.start and is_due(step, self.settings.memory.interval):
             with self.stage("checkpoint"):
                 self.stage.hold("save")
@@ -127,7 +127,7 @@ class SaveAndExport(Event):
         return stopping
 
     def finish(self, done: int) -> None:
-        """Wait for the save in progress. A run that was finished before still exports, if it is to."""
+        """Wait for the save in progress; export if the run was finished before it began."""
         with self.stage("checkpoint"):
             if self.start >= self.steps and self.settings.hf_final:
                 self._export(self.start)
@@ -140,7 +140,7 @@ class SaveAndExport(Event):
 
 @dataclass
 class Warn(Event):
-    """Log hints for a run that has nothing to learn from, or whose gradient one token dominates."""
+    """Log hints for runs without anything to learn, and for gradients that one token dominates."""
 
     log: StepLog
     _said: set[str] = field(default_factory=set, init=False)  # hints that come once
@@ -155,14 +155,14 @@ class Warn(Event):
         return False
 
     def hint(self, metrics: Metrics) -> None:
-        """Log what the metrics of a step show; steps without rewards, or without groups of samples, show nothing."""
+        """Log hints on a step by its metrics; steps without rewards or groups do not count."""
         if metrics.get(MASKED) == 1.0 and self._first("absent"):
             fails = any(metrics.get(f"reward/{kind}") for kind in ("timeouts", "crashes", "errors"))
             log.info(
                 "%s=1: every response of the step was left out, so that there is nothing to learn from; the reward "
                 "returns None for all of them%s",
                 MASKED,
-                " or fails, with reward.pool.on_failure=mask: look at the warnings above" if fails else "",
+                " or fails, with reward.source.on_failure=mask: look at the warnings above" if fails else "",
             )
         self._flat = self._flat + 1 if metrics.get(EQUAL_GROUPS) == 1.0 else 0
         idle = "reward/mean" in metrics and metrics.get("advantage/abs_mean") == 0.0

@@ -1,4 +1,4 @@
-"""Filters of a step's rows: which prompts and rows train, and what length limits do to rewards. Pure functions.
+"""Pure filters of a step's rows: prompts and rows that train, and punishment of long responses.
 
 Dynamic sampling and overlong responses: Yu et al. 2025 (DAPO), arXiv:2503.14476, sections 3.2 and 3.4.
 """
@@ -20,7 +20,7 @@ PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "adva
 
 
 def spread_of(samples: Samples, ranks: Ranks, *, by_parts: bool) -> Tensor:
-    """Return [P] bool, the same on every rank: whether the rewards of each prompt's samples differ; collective.
+    """Return [P] bool: whether the rewards of each prompt's samples differ; equal on all ranks; collective.
 
     Samples that failed or have no reward do not count, so a group of only such samples has no spread. by_parts: a
     difference in a component with a weight counts, even if the totals are equal.
@@ -48,7 +48,7 @@ def has_spread(prompt_index: Tensor, rewards: Tensor, *, count: int) -> Tensor:
 
 
 def choose(spread: Tensor, count: int) -> Tensor:
-    """Return the numbers, ascending, of the first `count` prompts with a spread, filled with the first without.
+    """Return the first `count` prompts with a spread, filled with the first without; ascending.
 
     spread: [P] bool. Returns int64, `count` prompts or all there are.
     """
@@ -80,7 +80,7 @@ def share_out(samples: Samples, chosen: Tensor, ranks: Ranks) -> Samples:
 
 
 def leave_unscored_out(rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rewards]:
-    """Return both with the rows that have no reward marked as failed: off the loss mask, with a reward of 0.
+    """Return both with rows without a reward marked as failed: off the loss mask, reward 0.
 
     Without a token on the loss mask a row is in no group, in no statistic of the batch, in no target of the critic and
     in no denominator of a loss, as if it had not been drawn. A rollout whose answers all have a reward is returned
@@ -138,7 +138,7 @@ class Overlong:
 
 
 def soft_punishment(response_tokens: Tensor, *, limit: int, buffer: int) -> Tensor:
-    """Return [B] float32 from 0 to -1, eq. 13: 0 up to `limit - buffer` tokens, then linear to -1 at `limit`.
+    """Return [B] float32, eq. 13: 0 to `limit - buffer` tokens, linear to -1 at `limit`.
 
     response_tokens: [B] int64, everything that `limit` counts.
     """
@@ -159,7 +159,7 @@ def leave_truncated_out(experience: Experience, rollout: Rollout) -> Experience:
 
 
 def rows_with_advantages(minibatch: Experience, ranks: Ranks) -> tuple[Experience, float]:
-    """Return this rank's part of the rows with an advantage other than 0, and the share of rows left out; collective.
+    """Return this rank's rows with an advantage other than 0, and the share left out; collective.
 
     Where all rewards of a prompt are equal, its advantages are exactly 0, and so is the gradient of every loss that is
     a multiple of the advantage: the gradient of a mini-batch is the same without these rows, to rounding. Loss weights

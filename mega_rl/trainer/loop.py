@@ -34,11 +34,11 @@ class Devices(Protocol):
     """State that the stages of a step have on the devices. All methods are collective."""
 
     def enter(self, stage: str) -> None:
-        """Bring what the stage needs, after the state that it does not need has left; most stages move nothing."""
+        """Move other state off the devices, then bring what the stage needs; most stages move nothing."""
         ...
 
     def publish(self, sync: WeightSync) -> Metrics:
-        """Send the weights, and leave the devices to those who generate with them; returns the metrics of both."""
+        """Send the weights and leave the devices to the sampler; return the metrics of both."""
         ...
 
     def restore(self) -> None:
@@ -62,7 +62,7 @@ class Resident:
 
 @dataclass
 class Stages:
-    """Stages of a step: `with stage("generate"):` times the work, shows it as progress and brings its state.
+    """Stages of a step: `with stage("generate"):` times the work, shows progress, brings state.
 
     A stage is sticky: leaving it moves nothing, and the next one moves only the difference.
     """
@@ -82,7 +82,7 @@ class Stages:
                 raise
 
     def hold(self, name: str) -> None:
-        """Bring the state of another stage in the middle of one, such as the reward model of a validation."""
+        """Bring the state of another stage within one, such as a validation's reward model."""
         self.devices.enter(name)
 
     def publish(self, sync: WeightSync) -> Metrics:
@@ -93,7 +93,7 @@ class Stages:
 
 @dataclass
 class StepLog:
-    """Metrics of the step in progress: parts add to them, events read them, and the loop writes them."""
+    """Metrics of the current step: parts add them, events read them, the loop writes them."""
 
     sink: MetricsSink
     timer: Timer
@@ -109,7 +109,7 @@ class StepLog:
         self.metrics |= metrics
 
     def write(self, done: int, *, timed: bool = True) -> None:
-        """Write the record of a step, with its times; without them, nothing if there are no metrics."""
+        """Write the record of a step with its times; untimed, only if there are metrics."""
         if timed or self.metrics:
             self.sink.log(done, self.metrics | (self.timer.metrics() if timed else {}))
 
@@ -118,7 +118,7 @@ class BatchSource(Protocol):
     """Source of the batches that steps train on."""
 
     def take(self, step: int) -> object:
-        """Return the batch of a step, counted from 0; called once for each step, in order; collective."""
+        """Return the batch of a step, counted from 0; called once per step, in order; collective."""
         ...
 
 
@@ -144,7 +144,10 @@ class Event:
         """Act on an evaluated batch, before any weight changes."""
 
     def after(self, done: int, evaluated: Any) -> bool:
-        """Act when `done` steps are done; return True to end the run. `evaluated` is None before the first step."""
+        """Act when `done` steps are done; return True to end the run.
+
+        evaluated: None before the first step.
+        """
         return False
 
     def finish(self, done: int) -> None:
@@ -161,7 +164,7 @@ class Trainer:
     events: Sequence[Event]  # in this order
     stage: Stages
     log: StepLog
-    steps: int  # of the run, in all
+    steps: int  # length of the run
     start: int = 0  # steps done by the checkpoint that the parts were restored from
 
     def fit(self) -> int:

@@ -1,4 +1,4 @@
-"""Guards on sampled tokens: the rollout engine's log-probs against the trainer's, and the age of their weights."""
+"""Guards on sampled tokens: rollout log-probs against the trainer's, and the age of weights."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ SMALL = (0.15, 0.05)  # nats: mean difference and k3 of older tokens that never 
 
 
 class RolloutMismatchError(RunError):
-    """The rollout engine and the trainer disagree about a token's probability: training on it would be wrong."""
+    """The rollout engine and the trainer disagree about a token's probability."""
 
 
 @dataclass(frozen=True)
 class MismatchLimits:
-    """Largest |trainer - rollout| over the tokens of a batch, in nats, and the share of tokens of 1 nat or more."""
+    """Limits of |trainer - rollout| over a batch's tokens, in nats.
+
+    share: of tokens that differ by 1 nat or more.
+    """
 
     mean: float
     share: float
@@ -55,7 +58,7 @@ class MismatchLimits:
 
 
 def usual_limits(*, in_fp32: bool, mean: float, share: float, largest: float) -> MismatchLimits:
-    """Return the limits of the settings, where 0 takes what rounding explains; in_fp32: trainer and rollouts are."""
+    """Return the limits of the settings; 0 allows for rounding. in_fp32: trainer and rollouts are."""
     usual_mean, usual_max = (1e-3, 1.0) if in_fp32 else (0.15, inf)
     return MismatchLimits(mean=mean or usual_mean, share=share, max=largest or usual_max)
 
@@ -117,7 +120,7 @@ class MismatchGuard:
         return metrics | (fresh.metrics() if fresh.count or not stale.count else {})
 
     def _deviation(self, surprise: Tensor) -> Metrics:
-        """Return the sum of log p + entropy over all ranks' tokens in units of its deviation; none of none."""
+        """Return the sum of log p + entropy over all tokens, in units of its deviation."""
         total, squares = self.ranks.sum(torch.stack([surprise.sum(), surprise.square().sum()])).tolist()
         return {"rollout/sampling_deviation": total / squares**0.5} if squares else {}
 
@@ -206,7 +209,7 @@ class StalenessGuard:
         }
 
     def _check(self, rows: list[list[float]]) -> None:
-        """Raise for the stalest and for the newest sample; rows: one per rank with tokens, as packed."""
+        """Raise for a sample that is too old or too new; rows: packed, one per rank."""
         current = self.current()
         _, _, oldest, prompt, sample, *_ = min(rows, key=lambda row: (-row[2], row[3], row[4]))
         if oldest > self.limit:

@@ -33,7 +33,7 @@ class Evaluated(NamedTuple):
     batch: Batch
     outputs: ModelOutputs
     experience: Experience
-    minibatches: Sequence[Experience]  # of all epochs, in order
+    minibatches: Sequence[Experience]  # every epoch's, in order
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PolicyGradientRules:
     """Choices of a policy gradient."""
 
     # Evaluate the actor before the updates. Otherwise the rollout engine's log-probs stand in: in steps of a single
-    # on-policy update until the loss takes those of its own forward, in other steps as the old policy.
+    # on-policy update until the loss takes the log-probs of its forward, in other steps as the old policy.
     recompute_old_logprobs: bool = True
     filter_truncated: bool = False  # responses that length cut off do not train
     skip_zero_advantages: bool = False  # the actor's updates leave out rows without an advantage
@@ -87,7 +87,7 @@ class PolicyGradient:
         return Evaluated(batch, outputs, experience, minibatches)
 
     def update(self, evaluated: Evaluated, step: int) -> None:
-        """Make one optimizer step of critic and actor for each mini-batch, then update KL coefficient and reference."""
+        """Update critic and actor on each mini-batch, then KL coefficient and reference."""
         if self.critic is not None:
             with self.stage("update_critic"):
                 updates = [self.critic.update(minibatch, step=step) for minibatch in evaluated.minibatches]
@@ -118,7 +118,7 @@ class PolicyGradient:
         return metrics | {LEFT_OUT: fraction} if metrics else metrics
 
     def _update_kl(self, *, moved: bool) -> None:
-        """Let the KL coefficient follow the step's KL, unless no actor step was taken or the run has no reference."""
+        """Update the KL coefficient, unless the actor did not move or there is no reference."""
         if "kl/ref" not in self.log.metrics:
             return
         self.log.add({"kl/coef": self.kl.value})
@@ -183,7 +183,7 @@ class MinibatchPlan:
     ranks: Ranks  # the data-parallel replicas
 
     def cut(self, experience: Experience, *, num_prompts: int, step: int) -> Iterator[Experience]:
-        """Yield this rank's rows of one global mini-batch after the other, balanced by tokens over the ranks.
+        """Yield this rank's rows of each global mini-batch, balanced by tokens over the ranks.
 
         Which prompts make a mini-batch depends only on the seed, the step and the epoch. Loss weights hold the
         reciprocal of the mini-batch's global token and sequence counts, so a loss is a plain sum over tokens. Rows are

@@ -1,4 +1,4 @@
-"""Rows of rollouts for people, and records of complete steps: every number before the updates, by row and token."""
+"""Readable rows of rollouts, and records of every number of a step before its updates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sample_rows(
     count: int,
     advantages: Tensor | None = None,
 ) -> list[JsonObject]:
-    """Return some rollouts of this rank as readable rows, whole groups of about `count` in all; see `group_rows`.
+    """Return some rollouts of this rank as readable rows: whole groups, about `count` rows.
 
     advantages: [B, S] float32, 0 off the mask, None for rollouts that do not train. `prompt` is the user's text;
     `rendered_prompt` is the text of the token ids by `render`, which shows special tokens; `response` is the text that
@@ -104,11 +104,11 @@ def _rewards_of(rewards: Rewards, row: int) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class StepColumns:
-    """The tensors of a step by the names of `records.format.TENSORS`, of this replica's rows, on the host.
+    """Tensors of a step by the names of `records.format.TENSORS`: this replica's rows, on the host.
 
-    policy: evaluates log-probs and entropies before the update; None: neither is recorded beside the old log-probs.
+    policy: evaluates log-probs and entropies before the update; None: neither is recorded.
     from_sampler: the step's old log-probs are the sampler's, so that the policy's own are recorded, too.
-    on_policy: the loss takes those of its own forward for old ones.
+    on_policy: the loss uses the log-probs of its forward as the old ones.
     """
 
     ranks: Ranks  # the data-parallel replicas
@@ -152,7 +152,7 @@ class StepColumns:
         return {name: column.detach().to("cpu").contiguous() for name, column in columns.items()}
 
     def _correction(self, experience: Experience, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return [B, S] float32: weights of token losses in the first update, whose policy is the one before it."""
+        """Return [B, S] float32, weights of token losses for the policy before the first update."""
         assert self.correction is not None
         mask = experience.loss_mask
         policy = columns.get("policy_logprobs", columns["old_logprobs"]) * mask
@@ -208,9 +208,9 @@ class StepRecorder(Event):
 
 
 def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> dict[str, Tensor]:
-    """Return each epoch's mini-batches, and the first one's weights, at this rank's rows, which others may train.
+    """Return each epoch's mini-batch of this rank's rows, and their weights in the first epoch.
 
-    A row that no mini-batch has is of mini-batch -1. Collective.
+    Other ranks may train these rows. A row without a mini-batch has -1. Collective.
     """
     width = own.tokens.size(1)
     place = {key: row for row, key in enumerate(_keys(own))}

@@ -32,7 +32,7 @@ class Samples(NamedTuple):
         return Samples(self.prompts, select(self.rollout, rows), self.rewards[rows])
 
     def join(self, other: Samples) -> Samples:
-        """Return the rows of both, padded to one width, under the prompts of both; `other` numbers its prompts from 0.
+        """Return the rows and prompts of both, padded to one width; `other` numbers prompts from 0.
 
         A component of the rewards that the rows of one side lack is NaN there, or 0 if none of them has been scored.
         Where failures are known for one side, the rows of the other count as answered.
@@ -54,7 +54,7 @@ class Samples(NamedTuple):
 
 
 def _under_names_of(first: Rewards, second: Rewards) -> Tensor:
-    """Return the columns of the first under the components of the second, which has those of the first or more."""
+    """Return the columns of the first under the components of the second, a superset."""
     columns, before, after = first.columns(), first.parts, second.parts
     if before is None or after is None or not before.names or before.names == after.names:
         return columns
@@ -93,14 +93,14 @@ def scored_rows(rollout: Rollout, rewards: Rewards) -> Tensor:
 
 
 def token_versions(rollout: Rollout) -> Tensor:
-    """Return [B, S] int64, the version of the weights that sampled each token; undefined off the loss mask."""
+    """Return [B, S] int64, version of the weights that sampled each token; undefined off the mask."""
     if rollout.token_versions is not None:
         return rollout.token_versions
     return rollout.weight_version[:, None].expand_as(rollout.tokens)
 
 
 def check_rows(rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, samples: int = 0) -> None:
-    """Check that a rank has each sample of its share of the prompts once, after the tokens of its own prompt.
+    """Check that a rank has each sample of its prompts once, after its prompt's tokens.
 
     prompts: the global batch, into which `rollout.prompt_index` points; ranks: the data-parallel replicas; samples:
     number for each prompt, 0 for as many as the highest sample number says. Rows may come in any order.

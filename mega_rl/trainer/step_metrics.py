@@ -1,4 +1,4 @@
-"""Metrics of a step: rewards and responses, inputs of an update, updates, and the table of an evaluation.
+"""Metrics of steps and evaluations: rewards, responses, inputs of updates, updates.
 
 Every replica gets the numbers of all ranks' samples, in the order of prompt and sample, and computes the same from
 them: so quantiles are exact, and no number depends on the layout, not even in its last bit.
@@ -32,13 +32,13 @@ _COLUMNS = 4  # before the parts: prompt, sample, reward, response tokens
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Numbers of all ranks' samples that have an answer, ordered by prompt and sample; each [N] float64."""
+    """Numbers of all ranks' answered samples, by prompt and sample; each [N] float64."""
 
     prompt: Tensor  # position in the step's batch
     reward: Tensor
     prompt_tokens: Tensor
-    response_tokens: Tensor  # of the policy, not what a tool put between its turns
-    tokens: Tensor  # of all, those of a tool too
+    response_tokens: Tensor  # sampled by the policy, without a tool's
+    tokens: Tensor  # sampled ones and a tool's
     finished: Tensor  # 1 where a stop token ended it
     repeated: Tensor  # see `repeated_fractions`
 
@@ -50,10 +50,10 @@ class SampleTable:
 def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix: str = "") -> Metrics:
     """Return rewards, response lengths and how responses ended, over all ranks.
 
-    Of a run that has no reward there are lengths and endings alone. A number of some kind of samples is there where the
-    step has such samples. Failed samples are in no number but their own, `rollout/failed_samples`, which is there where
+    A run without rewards has only lengths and endings. A metric of some kind of samples exists if the step has such
+    samples. Failed samples are in no number but their own, `rollout/failed_samples`, which is there where
     samples may fail. Numbers of rewards are of the samples that have one; `reward/masked_fraction` is the share of
-    answers that the reward leaves out, and of a batch without any reward it stands alone.
+    answers that the reward leaves out, and the only number of rewards if no sample has one.
     """
     failures: Metrics = {}
     if rollout.failed is not None:
@@ -69,7 +69,7 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix:
 
 
 def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks, *, prefix: str = "reward/") -> Metrics:
-    """Return the mean of each part of the rewards by prefix and name, over all ranks' samples that have it."""
+    """Return the mean of each part of the rewards over all ranks' samples that have it."""
     if parts is None:
         return {}
     known = ~parts.values.isnan() & answered(rollout)[:, None]
@@ -96,7 +96,7 @@ def _gathered(rollout: Rollout, rewards: Rewards, ranks: Ranks) -> SampleTable:
 
 
 def _reward_metrics(samples: SampleTable) -> Metrics:
-    """Return the numbers of rewards, and of those of prompts with several samples, where there are such.
+    """Return metrics of rewards, and of groups if prompts have several samples.
 
     `reward/equal_groups_fraction` is the share of prompts with several samples of which all got the same reward: GRPO
     learns nothing from them. Where rewards differ at all, `reward/best_groups_fraction` is the share of those that all
@@ -127,14 +127,14 @@ def _reward_metrics(samples: SampleTable) -> Metrics:
 
 
 def _extremes(rewards: Tensor, group: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the highest and the lowest reward of each of `count` groups; group: [N] int64, of each reward."""
+    """Return the highest and lowest reward of each of `count` groups; group: [N] int64."""
     empty = torch.zeros(count, dtype=torch.float64)
     top, bottom = (empty.scatter_reduce(0, group, rewards, how, include_self=False) for how in ("amax", "amin"))
     return top, bottom
 
 
 def right_and_wrong(prompt: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which samples are right and which are wrong, [N] bool each, by rewards alone.
+    """Return which samples are right and which are wrong, [N] bool each, only by rewards.
 
     Rewards of two values in the step: the higher one is right, the lower one wrong. Of more values: above the mean of
     the prompt's samples is right, below it wrong; where a prompt has one sample each, above or below the step's mean.
@@ -197,7 +197,7 @@ def _length_metrics(samples: SampleTable) -> Metrics:
 
 
 def repeated_fractions(tokens: Tensor, mask: Tensor) -> Tensor:
-    """Return [B] float64: share of a row's n-grams of `NGRAM` response tokens that stood earlier in it.
+    """Return [B] float64: share of a response's n-grams of `NGRAM` tokens that are repeated.
 
     tokens: [B, S] int64; mask: [B, S] bool, response tokens: an n-gram with any other token does not count. NaN in rows
     without an n-gram. N-grams are compared by hashes of 64 bits.
@@ -257,14 +257,14 @@ def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: b
 
 
 def halves(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [B, S] bool twice: the first half of each row's response tokens, with the middle one, and the second."""
+    """Return [B, S] bool twice: each response's first half, with the middle token, and second half."""
     position = mask.cumsum(dim=1)
     first = mask & (2 * position <= mask.sum(dim=1, keepdim=True) + 1)
     return first, mask & ~first
 
 
 def _over_ranks(sums: list[Tensor], columns: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return the sums over all ranks, then [ranks, columns, SUMMARY] and [columns, BINS] of the columns; collective."""
+    """Return sums over all ranks, then summaries [ranks, columns, SUMMARY] and histograms [columns, BINS]."""
     summaries = torch.zeros(ranks.size, len(columns), SUMMARY, dtype=torch.float64)
     summaries[ranks.rank] = torch.stack([summary(column) for column in columns])
     histograms = torch.stack([histogram(column) for column in columns])
@@ -275,7 +275,7 @@ def _over_ranks(sums: list[Tensor], columns: list[Tensor], ranks: Ranks) -> list
 
 
 def mean_metrics(updates: Sequence[Metrics]) -> Metrics:
-    """Return the mean over a step's updates of one role, each weighted by its tokens that train.
+    """Return the mean over a role's updates of a step, weighted by tokens that train.
 
     Metrics of `PER_UPDATE` weigh every update alike. Names that end in `_max` and `_min` have the extreme, in `_steps`
     and `_tokens` the sum. A metric that no update has is not there.
@@ -297,7 +297,7 @@ def _merged(name: str, values: Sequence[float], weights: Sequence[float]) -> flo
 
 @dataclass
 class AnswerTable:
-    """Samples of one set that have an answer: reward, length and parts of each, and what it votes for."""
+    """Answered samples of one set: reward, length, parts and vote of each."""
 
     ranks: Ranks  # the data-parallel replicas
     scored: bool = True  # the run has a reward
@@ -306,7 +306,7 @@ class AnswerTable:
     _votes: list[tuple[int, int, bool, str | None]] = field(default_factory=list, init=False)
 
     def add(self, rows: Rollout, rewards: Rewards, *, first: int) -> None:
-        """Add the samples of all replicas' rows; collective. first: position in the set of prompt 0 of the rows."""
+        """Add all replicas' samples; collective. first: position of the rows' prompt 0 in the set."""
         has_answer = answered(rows)
         tokens = rows.loss_mask.sum(dim=1)
         columns = [rows.prompt_index + first, rows.sample_index, rewards.totals, tokens]
@@ -327,7 +327,7 @@ class AnswerTable:
         return [(prompt, right, vote) for prompt, _, right, vote in sorted(self._votes, key=lambda vote: vote[:2])]
 
     def metrics(self) -> Metrics:
-        """Return the means of rewards, of their parts and of lengths, as "val/reward_mean"; each where it exists."""
+        """Return the means of rewards, parts and lengths that exist, as "val/reward_mean"."""
         names = sorted({name for parts in self._parts for name in parts})
         tables = [_with_parts(table, own, names) for table, own in zip(self._tables, self._parts, strict=True)]
         table = torch.cat(tables) if tables else torch.zeros(0, _COLUMNS)
@@ -345,7 +345,7 @@ class AnswerTable:
 
 
 def _with_parts(table: Tensor, own: Sequence[str], names: Sequence[str]) -> Tensor:
-    """Return [n, 4 + K] with the columns of `names`; NaN of a part that the table lacks."""
+    """Return [n, 4 + K] with the columns of `names`; NaN for missing parts."""
     more = table.new_full((len(table), len(names)), torch.nan)
     for place, name in enumerate(names):
         if name in own:

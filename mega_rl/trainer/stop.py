@@ -22,7 +22,7 @@ INTERRUPTED = b"\r\x1b[2Kinterrupted: ended at once, without a checkpoint of the
 
 
 class StopRequest:
-    """Memory of the last of `SIGNALS`, so that the step in progress can end; a second SIGINT interrupts at once.
+    """The last of `SIGNALS` that came: the step ends first. A second SIGINT interrupts at once.
 
     Ranks get their signals at different times, or only one does, so `__call__` asks all of them: either every rank
     stops after this step or none does. Collective over `ranks`. Outside the main thread, where Python sets no handlers,
@@ -31,8 +31,8 @@ class StopRequest:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._received = 0  # by this rank
-        self._agreed = 0  # by all: the largest of the ranks' signals at the last call
+        self._received = 0  # signal number of this rank
+        self._agreed = 0  # the largest of all ranks' signals at the last call
         numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
         self._previous = {number: signal.signal(number, self._remember) for number in numbers}
 
@@ -44,7 +44,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Exit code that a shell expects after the signal: 128 plus its number; 0 without a signal."""
+        """Exit code that a shell expects: 128 plus the signal's number; 0 without a signal."""
         return 128 + self._agreed if self._agreed else 0
 
     def restore(self) -> None:

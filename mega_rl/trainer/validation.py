@@ -1,4 +1,4 @@
-"""Evaluations of the policy on sets of prompts: samples of their own, rewards, pass@k, avg@k and maj@k."""
+"""Evaluations of the policy on sets of prompts: samples, rewards, pass@k, avg@k and maj@k."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class EvaluationPlan:
 class ScoredSamples(NamedTuple):
     """Scored samples of neighbouring prompts of a set, as this replica has them."""
 
-    name: str  # of the set
+    name: str  # name of the set
     first: int  # position of their first prompt in the set
-    prompts: Sequence[Prompt]  # that `rollout.prompt_index` points into
+    prompts: Sequence[Prompt]  # `rollout.prompt_index` points into them
     rollout: Rollout
     rewards: Rewards
     votes: Sequence[str | None]  # [B] answer that each response votes for; () where pass@k and maj@k are not measured
@@ -52,8 +52,8 @@ class SetOutcome(NamedTuple):
     """Outcome of an evaluation of one set of prompts."""
 
     prompts: PromptSet
-    samples: ScoredSamples  # of its first prompts
-    metrics: Metrics  # by name, as "val/pass_at_4" for any set; the same on all ranks
+    samples: ScoredSamples  # the first prompts'
+    metrics: Metrics  # have the same name for any set, "val/pass_at_4"; equal on all ranks
     estimates: dict[str, Estimate]
 
 
@@ -64,7 +64,7 @@ def stripped(responses: Sequence[str]) -> list[str | None]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation of a policy on sets of prompts; its samples depend only on step, set, prompt and sample.
+    """Evaluation on sets of prompts; samples depend only on step, set, prompt and sample number.
 
     answers_of: [B] -> [B], the answer that each response votes for, None without one; collective over all ranks. Raises
     a UserError on all of them for a user's function that fails on one.
@@ -148,7 +148,7 @@ def _judged_votes(samples: ScoredSamples) -> list[tuple[int, int, bool, str | No
 
 
 def right_samples(rows: Rollout, rewards: Rewards, *, above: float, part: str) -> list[bool | None]:
-    """Return [B] whether each sample's reward, or the named part of it, is above a number; None where it has none.
+    """Return [B]: whether each sample's reward or part is above a number; None without one.
 
     Raises UserError where the reward lacks the part.
     """

@@ -12,8 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
@@ -86,17 +85,17 @@ def run_ranks(
     Raises UserError if the first rank that fails reports a user's mistake, RanksFailed for any other failure and at the
     deadline. No rank is alive afterwards.
     """
-    with _store() as port:
-        children: list[Child] = []
-        try:
-            for rank in range(ranks):
-                variables = _environment(rank, ranks, port, use_gpus=use_gpus)
-                children.append(_start(rank, [module, *arguments], variables, log=logs / f"rank{rank}.log"))
-            first = _wait(children, timeout_s=timeout_s, watch=watch)
-            waiting = [rank for rank, child in enumerate(children) if child.exit_code is None]
-        finally:
-            for child in children:
-                child.end()
+    store = _store()  # this process keeps it while ranks run
+    children: list[Child] = []
+    try:
+        for rank in range(ranks):
+            variables = _environment(rank, ranks, store.port, use_gpus=use_gpus)
+            children.append(_start(rank, [module, *arguments], variables, log=logs / f"rank{rank}.log"))
+        first = _wait(children, timeout_s=timeout_s, watch=watch)
+        waiting = [rank for rank, child in enumerate(children) if child.exit_code is None]
+    finally:
+        for child in children:
+            child.end()
     if first is not None:
         code = children[first].wait()
         raise (UserError if code == UserError.exit_code else RanksFailed)(_last_words(first, code, logs))
@@ -111,13 +110,11 @@ def _start(rank: int, command: Sequence[str], variables: Mapping[str, str], *, l
         return Child(f"rank {rank}", python_module(*command), dies_by=signal.SIGTERM, streams=streams, env=variables)
 
 
-@contextmanager
-def _store() -> Iterator[int]:
-    """Yield the port of a store that this process keeps, listening on the loopback interface only."""
+def _store() -> TCPStore:
+    """Return a store that listens on the loopback interface only."""
     listener = listen(LOOPBACK)
     port = listener.getsockname()[1]
-    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    yield store.port
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _environment(rank: int, ranks: int, port: int, *, use_gpus: bool) -> Mapping[str, str]:

@@ -7,7 +7,6 @@ Hugging Face's names as weights are.
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -46,6 +45,7 @@ from mega_rl.tracking import progress
 from mega_rl.types import Experience, response_mask
 from mega_rl.verify.layouts import Layout
 from mega_rl.verify.plan import REFERENCE, LayoutErrors, Plan
+from mega_rl.verify.tolerances import finite
 from mega_rl.workers.models import PolicyLoss
 
 GRADIENT, MOVED, START = "gradient/", "moved/", "start/"
@@ -374,11 +374,6 @@ def step_error(weight: Tensor, start: Tensor, moved: Tensor, *, length: float, r
 def relative(actual: float, expected: float) -> float:
     """Return |actual - expected| / |expected|."""
     return finite(abs(actual - expected) / max(abs(expected), 1e-30))
-
-
-def finite(error: float) -> float:
-    """Return the error, infinite if it is not a number, so that it exceeds any tolerance."""
-    return error if math.isfinite(error) else math.inf
 
 
 def ranked(errors: Mapping[str, float]) -> dict[str, float]:

@@ -94,8 +94,8 @@ def verify(
 
         try:
             launch([REFERENCE], "reference")
-        except (UserError, RanksFailed) as failure:
-            raise type(failure)(f"one rank cannot compute {plan.model}: {failure}") from failure
+        except (UserError, RanksFailed) as error:
+            raise type(error)(f"one rank cannot compute {plan.model}: {error}") from error
         cases.advance()
         pending = sorted(layouts, key=lambda layout: layout.ranks)
         while pending:

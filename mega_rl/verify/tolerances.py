@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from mega_rl.errors import UserError
@@ -64,3 +65,8 @@ def read_changes(given: str, usual: Mapping[str, float], *, kind: str = "phase")
             )
         allowed[name] = value
     return allowed
+
+
+def finite(error: float) -> float:
+    """Return the error, infinite if it is not a number, so that it exceeds any tolerance."""
+    return error if math.isfinite(error) else math.inf

@@ -23,7 +23,7 @@ CHECKED = "rollout/logprob_diff"  # metrics of a comparison
 
 
 class BackgroundRolloutError(RunError):
-    """Generation in the background failed or did not end in time; `__cause__` is the error of its thread."""
+    """Generation in the background failed or was late; `__cause__` is its thread's error."""
 
 
 class Requests(Protocol):
@@ -111,7 +111,7 @@ class ThreadedRollouts(Generic[Samples]):
                 return
 
     def interrupt(self) -> None:
-        """Interrupt the requests of all ranks and keep their tokens; collective. Raises a rank's error on all ranks."""
+        """Interrupt all ranks' requests and keep their tokens; collective; raises any rank's error."""
         assert self._requests is not None, "this generation cannot be interrupted"
         failure: Exception | None = None
         if self._job is not None:
@@ -138,7 +138,7 @@ class ThreadedRollouts(Generic[Samples]):
 
 @dataclass
 class OneStepAhead:
-    """Rollout source and weight sync of a run whose servers generate step k + 1 while step k trains.
+    """Rollout source and weight sync of servers that generate one step ahead of training.
 
     When step k's rollout is taken, step k + 1's generation begins with the current weights, which step k has yet to
     update: its samples are one version old when they train. Only the first rollout of a run does not overlap with
@@ -154,8 +154,8 @@ class OneStepAhead:
     source: RolloutSource  # for validation, which is not ahead
     background: ThreadedRollouts[Any]
     sync: WeightSync
-    prompts: Callable[[int], Sequence[Prompt]]  # of a step; a pure function
-    steps: int  # of the run, in all
+    prompts: Callable[[int], Sequence[Prompt]]  # a step's; a pure function
+    steps: int  # length of the run
     partial: bool = False
     clock: Callable[[], float] = time.perf_counter
     # Every `check_interval` steps idle servers answer the first prompts with the weights that the trainer still has,
@@ -165,7 +165,7 @@ class OneStepAhead:
     check_prompts: int = 1  # one for each rank
     check_draws: Draws = field(default_factory=lambda: Draws(n=1, temperature=1.0))
     _started: int | None = field(default=None, init=False)  # step of the rollout that is in progress or complete
-    _result: Rollout | RunError | UserError | None = field(default=None, init=False)  # of that step, when known
+    _result: Rollout | RunError | UserError | None = field(default=None, init=False)  # outcome of `_started`
     _waited_s: float = field(default=0.0, init=False)
     _checked: Metrics = field(default_factory=dict, init=False)
 
@@ -229,7 +229,7 @@ class OneStepAhead:
         return {"step": torch.tensor(self._started), "prompts": self._rows(self._started)} | fields
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Restore the rollout of `state`; for None, or one of other prompts than this run has, generate again."""
+        """Restore the rollout of `state`; generate again for None or if it has other prompts."""
         if tensors is None:
             return
         step = int(tensors["step"])

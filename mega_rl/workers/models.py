@@ -1,4 +1,4 @@
-"""The roles that are models: actor, critic, reference. Thin: an engine, a loss and a learning rate."""
+"""The roles that are models: actor, critic, reference: an engine, a loss, a learning rate."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ValueLoss:
 
 @dataclass(frozen=True)
 class RoleMeter:
-    """Counts this rank's share of a role's work: each rank of a replica does a part of it."""
+    """Counter of this rank's share of a role's work in a replica."""
 
     work: ModelWork
     meter: WorkMeter
@@ -149,7 +149,7 @@ class Lessons:
 
 @dataclass
 class LearningWorker:
-    """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` leave the model alone.
+    """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` do not change the model.
 
     The learning rate counts from `first_step`: the warm-up is of the role's own updates, whose Adam moments begin at 0.
     An optimizer step whose gradient norm is not finite is skipped, on all ranks alike; after more than
@@ -189,7 +189,7 @@ class LearningWorker:
         return {name if "/" in name else f"{self.role}/{name}": value for name, value in metrics.items()}
 
     def _skip(self, error: NonFiniteGradientError, *, step: int) -> Metrics:
-        """Count a skipped step; returns the update's metrics that are numbers. Raises after too many in a row."""
+        """Count a skipped step; return the update's finite metrics. Raises after too many in a row."""
         self._skipped += 1
         where = f"{self.role}, step {step + 1}: the gradient norm is {error.norm}"
         limit = f"optim.max_skipped_steps={self.max_skipped_steps}"
@@ -209,7 +209,7 @@ class LearningWorker:
 class ReferenceWorker:
     """The frozen policy of the KL term."""
 
-    forward: Callable[[Rollout | Experience], TokenOutputs]  # of its engine; collective
+    forward: Callable[[Rollout | Experience], TokenOutputs]  # its engine's; collective
     meter: RoleMeter | None = None
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
@@ -230,7 +230,7 @@ class ReferenceUpdates:
     mix: Callable[[], float] | None = None
 
     def __call__(self, done: int) -> Metrics:
-        """Update the reference where it is due after so many steps of the run; collective."""
+        """Update the reference if it is due after `done` steps; collective."""
         if self.mix is None:
             return {}
         metrics = {"kl/reference_step": float(done - done % self.interval)}

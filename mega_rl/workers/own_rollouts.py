@@ -1,4 +1,4 @@
-"""Rollout sources of a user: the context that makes one, its weights, and checks of the rows that it returns."""
+"""Rollout sources of a user: their context, weights, and checks of their rows."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _ABOVE_ZERO = 1e-3  # log-probs of near-certain tokens may exceed 0 by the round
 
 @dataclass(slots=True)
 class Trajectory:
-    """A prompt and its response so far: turns that the policy sampled, and tokens between them that it was given."""
+    """A prompt and its response so far: sampled turns, and given tokens between them."""
 
     prompt: Prompt
     prompt_index: int  # position in the step's prompts
     sample_index: int  # number of the sample of its prompt
     limit: int  # most tokens of the response, given ones included
-    token_ids: list[int] = field(default_factory=list)  # of the response
+    token_ids: list[int] = field(default_factory=list)  # the response's
     sampled: list[bool] = field(default_factory=list)  # whether the policy sampled the token: these train
-    logprobs: list[float] = field(default_factory=list)  # of each token at the sampling temperature, 0 of given ones
+    logprobs: list[float] = field(default_factory=list)  # each token's at the sampling temperature, 0 for given ones
     stopped: bool = False  # a stop token ended the last turn
     # Why no further turn comes: the task is done, no room is left, a limit of turns, or there is no answer, and the row
     # stays out of the loss. None: it may go on; left so, it is done where a stop token ended the last turn.
@@ -48,7 +48,7 @@ class Trajectory:
 
     @property
     def finished(self) -> bool:
-        """Return whether the task is done, rather than cut off by its length or a limit of turns."""
+        """Return whether the task is done: neither length nor a limit of turns cut it off."""
         return self.stopped if self.end is None else self.end == "done"
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, finished: bool) -> None:
@@ -62,7 +62,7 @@ class Trajectory:
             self.end = "length"
 
     def give(self, token_ids: Sequence[int]) -> bool:
-        """Append tokens that the policy reads, such as the answer of a tool; they do not train.
+        """Append tokens that the policy only reads, such as a tool's answer.
 
         Return whether they fit and leave room for a turn; where they do not, length ends the trajectory as it is.
         """
@@ -77,15 +77,15 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RolloutContext:
-    """Parts of a run that a rollout source works with, the same on every rank but for the ranks' numbers."""
+    """Parts of a run that a rollout source works with; only the ranks differ between ranks."""
 
     tokenizer: PreTrainedTokenizerBase
     engine: RolloutEngine | None  # samples with the actor's weights; None with rollout.backend=none
     sampling: Sampling  # temperature, top_p, top_k, max_new_tokens of a whole response, stop_token_ids
     n: int  # samples of each prompt in training
     seed: int
-    data_parallel: Ranks  # of this rank's replica among the replicas
-    replica: Ranks  # of this rank among those of its replica
+    data_parallel: Ranks  # this rank's replica among the replicas
+    replica: Ranks  # this rank among those of its replica
     weight_version: Callable[[], int]  # version of the actor's weights that was published last
 
     def own(self, prompts: Sequence[Prompt]) -> range:
@@ -93,7 +93,7 @@ class RolloutContext:
         return own_share(len(prompts), self.data_parallel, self.replica)
 
     def start(self, prompts: Sequence[Prompt], *, greedy: bool = False, draws: Draws | None = None) -> list[Trajectory]:
-        """Return the trajectories of this rank's prompts without a token: n of each, one when greedy, `draws.n`."""
+        """Return empty trajectories of this rank's prompts: n of each (greedy: one), or `draws.n`."""
         samples, limit = range(self._samples(greedy, draws)), self.sampling.max_new_tokens
         limit = limit if draws is None else draws.max_new_tokens or limit
         return [Trajectory(prompts[i], i, sample, limit) for i in self.own(prompts) for sample in samples]
@@ -136,7 +136,7 @@ class RolloutContext:
         _add_turn(going, rows)
 
     def rollout(self, trajectories: Sequence[Trajectory]) -> Rollout:
-        """Return the replica's rows from the trajectories of its ranks; tokens given after the last turn are left out.
+        """Return the replica's rows from its ranks' trajectories, without tokens given after the last turn.
 
         Collective over all ranks.
         """
@@ -195,7 +195,7 @@ def _rows(trajectories: Sequence[Trajectory], *, version: int, failed: Tensor | 
 
 @dataclass
 class WeightsToSource:
-    """Weight sync of a run without an engine: each publish hands the weights to the source, or only counts."""
+    """Weight sync without an engine: a publish gives the source the weights, or only counts."""
 
     export: Callable[[], Weights]  # collective
     # `receive_weights(weights, version=...)` of the source: takes every weight; a tensor stays as it is until the next
@@ -224,7 +224,7 @@ class RowRules:
 
     max_prompt_tokens: int
     max_new_tokens: int
-    vocab_size: int  # of the actor
+    vocab_size: int  # the actor's
     n: int
 
 
@@ -235,7 +235,7 @@ class CheckedRollouts:
     source: RolloutSource
     name: str  # the setting that chose it: "rollout.source='agent.py:Agent'"
     rules: RowRules
-    engine: RolloutEngine | None  # that the source samples with
+    engine: RolloutEngine | None  # the source samples with it
     data_parallel: Ranks
     replica: Ranks
     everyone: Ranks
@@ -259,7 +259,10 @@ class CheckedRollouts:
         return rollout
 
     def metrics(self) -> Metrics:
-        """Return the metrics of source and engine. Raises RunError on all ranks for what is no number; collective."""
+        """Return the metrics of source and engine; collective.
+
+        Raises RunError on all ranks for a value that is not a number.
+        """
         metrics = self.source.metrics()
         wrong = [
             f"{name!r}: {value!r}"

@@ -1,4 +1,4 @@
-"""State that each stage of a step has on the devices: models by role, and servers that share the devices.
+"""State on the devices in each stage of a step: models by role, and colocated servers.
 
     stage                            servers on these devices   models (all at once; one of those that take turns)
     generate, baseline, validate     weights, KV cache          none; the policy's parameters for servers elsewhere
@@ -31,14 +31,14 @@ EVERYTHING = frozenset(PARTS)
 STATE = frozenset(("parameters", "optimizer"))  # parts that checkpoints keep
 PARAMETERS = frozenset(("parameters",))
 NOTHING: frozenset[str] = frozenset()
-TAGS = ("weights", "kv_cache")  # of the servers' memory, in the order in which it is resumed
+TAGS = ("weights", "kv_cache")  # servers' memory, in the order in which it is resumed
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 @dataclass
 class ResidentModels:
-    """The models of a run by role, and the parts of each that are on its device.
+    """The models of a run by role, and their parts on the device.
 
     one_at_a_time: the model at work has the device to itself; the state of all others is on the host.
     """
@@ -49,14 +49,14 @@ class ResidentModels:
     _largest: int = field(default=0, init=False)
 
     def add(self, role: Role, engine: AnyEngine) -> AnyEngine:
-        """Add a model that has just been built, and return it; it leaves the device where models take turns."""
+        """Add a new model and return it; where models take turns, it leaves the device."""
         self.engines[role] = engine
         if self.one_at_a_time:
             self.hold({})
         return engine
 
     def hold(self, wanted: Mapping[Role, frozenset[str]]) -> int:
-        """Bring these parts to the device when all others have left it; returns the bytes that left; collective."""
+        """Move other parts off the device, then bring these; return the bytes that left; collective."""
         here = {role: frozenset(p for p in PARTS if not e.is_offloaded(p)) for role, e in self.engines.items()}
         leaving = {role: parts - wanted.get(role, NOTHING) for role, parts in here.items()}
         coming = {role: parts - here[role] for role, parts in wanted.items()}
@@ -88,14 +88,14 @@ class ResidentModels:
 
 @dataclass(frozen=True)
 class StateInTurn:
-    """`protocols.StatefulModel` of a model that takes turns: it comes to the device for its own state only."""
+    """`protocols.StatefulModel` of a model that takes turns: it is on the device only for its state."""
 
     engine: Engine
     role: Role
     models: ResidentModels
 
     def state(self) -> EngineState:
-        """Return the pieces as views of the host's copies, so that those of several models can be there at once."""
+        """Return pieces as views of host copies, so several models' pieces can exist at once."""
         self.models.take_turn(self.role, STATE)
         state = self.engine.state()
         self.models.take_turn(self.role, NOTHING)
@@ -157,7 +157,7 @@ TURNS: Mapping[str, tuple[Role, frozenset[str]]] = {
 
 @dataclass
 class Residency:
-    """Devices of a run whose state moves: models that take turns, servers that share the devices, or both.
+    """Devices of a run with models that take turns, servers that share the devices, or both.
 
     servers: None if no server shares the devices. while_generating: parts of a policy that takes turns which stay while
     responses are generated: none for the embedded engine, the parameters for servers elsewhere, since a server that is
@@ -212,7 +212,7 @@ class Residency:
         return metrics | dict(zip(names, largest, strict=True))
 
     def after_send(self, servers: Sequence[int]) -> None:
-        """Resume the KV cache when a publish has sent the weights, before a server generates to prove them; collective.
+        """Resume the KV cache after sending weights, before a server proves them; collective.
 
         The policy's parameters are still on the device. An update at another time, such as for a server that was lost
         while it generated, finds the cache resumed.
@@ -252,7 +252,7 @@ class Residency:
         return offloaded
 
     def _residents(self, layout: MemoryLayout) -> dict[Role, frozenset[str]]:
-        """Return the parts of each model that a layout begins with; models that take turns come for their own work."""
+        """Return the parts of each model in a layout; models that take turns come later."""
         if self.models.one_at_a_time and layout.others:
             return {}
         return {role: layout.models.get(role, layout.others) for role in self.models.engines}

@@ -16,14 +16,14 @@ EVALUATION = 0x6576616C  # "eval": third word of the seeds of evaluations
 
 
 def own_share(count: int, data_parallel: Ranks, replica: Ranks) -> range:
-    """Return the part of `count` prompts that this rank generates for: its share of its replica's share."""
+    """Return which of `count` prompts this rank generates for: a share of its replica's."""
     owned = share(count, data_parallel)
     part = share(len(owned), replica)
     return owned[part.start : part.stop]
 
 
 def evaluation_stream(draws: Draws | None) -> tuple[int, ...]:
-    """Return the words that follow seed and step in the seed of an evaluation's samples; none in training."""
+    """Return the words after seed and step in seeds of evaluations; none in training."""
     return () if draws is None else (EVALUATION, draws.stream)
 
 
@@ -44,7 +44,7 @@ class RolloutWorker:
     def generate(
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
-        """Return this replica's rows of the step: n samples of each prompt (one when greedy), by prompt and sample.
+        """Return this replica's rows: n samples of each prompt (greedy: one), by prompt and sample.
 
         Samples of `draws` have random numbers of their own, which training and turns of a response never draw, and
         which do not change when a set of prompts comes in parts.

@@ -90,7 +90,7 @@ def test_recipe_is_set_as_an_expert_would(name: str) -> None:
     algorithm, val = config.algorithm, config.validation
     assert (val.n, val.temperature, val.top_p, config.trainer.val_interval > 0) == (8, 0.6, 0.95, True)
     assert config.data.chat.template_kwargs == {"enable_thinking": not name.startswith(("gsm8k", "mixture"))}
-    assert (algorithm.kl, config.rollout.backend) == ("none", "sglang")
+    assert (algorithm.kl.name, config.rollout.backend) == ("none", "sglang")
     assert config.model.fp32_head == (algorithm.loss.name != "distillation")
     differs = algorithm.old_logprobs == "rollout" or algorithm.loss.name == "distillation"
     assert chosen(config, CORRECTION) == ("none" if differs else "icepop" if "a3b" in name else "tis")

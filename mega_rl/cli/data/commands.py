@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -185,7 +185,7 @@ def _rows(rows: str, role: Role, label: str, columns: RowColumns) -> Iterator[ob
         raise UserErrors([f"{label}: {problem}" for problem in fatal])
 
 
-def _line(problems: ProblemSet, row: object, instruction: str, where: str) -> str:
+def _line(problems: ProblemSet, row: Any, instruction: str, where: str) -> str:
     """Return one line of the file. Raises UserError."""
     for column in (problems.question, problems.solution):
         if not isinstance(row, dict) or not isinstance(row.get(column), str):

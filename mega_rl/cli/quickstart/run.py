@@ -18,11 +18,11 @@ from typing import Annotated
 import typer
 
 from mega_rl import versions
+from mega_rl.api import prepared
 from mega_rl.cli.look import report
 from mega_rl.cli.output import print_table
 from mega_rl.cli.quickstart import programs, sums, word_problems
 from mega_rl.config.loader import load
-from mega_rl.environment import variables_of
 from mega_rl.errors import RunError, UserError
 from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.launch import launch as start_ranks
@@ -169,11 +169,7 @@ def warm_start(seed: Seed, run_dir: RunDir, task: Task = "sums") -> None:
     config = load(Path(chosen.recipe), overrides)
     progress.show_progress()
     with progress.importing("PyTorch and Megatron-Core", announce=True):
-        from mega_rl.parallel.accelerator import prepare
-
-        accelerator = prepare(
-            config.trainer.device, variables=variables_of(config.engine, config.rollout, config.trainer)
-        )
+        accelerator = prepared(config)
         from transformers import AutoTokenizer
 
         from mega_rl.cli.quickstart import warm_start as supervised  # imports Megatron-Core

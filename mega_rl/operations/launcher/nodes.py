@@ -51,10 +51,10 @@ class NodeNews:
 
 def signal_number(message: Message) -> int:
     """Return the signal to pass on, or that a launcher passed on. Raises ValueError."""
-    number = message.get("number")
-    if number not in SIGNALS:
-        raise ValueError(f"number must be a signal, not {shown(number)}")
-    return int(number)
+    for number in SIGNALS:
+        if message.get("number") == number:
+            return number
+    raise ValueError(f"number must be a signal, not {shown(message.get('number'))}")
 
 
 class LocalNode:

@@ -7,7 +7,6 @@ https://kubernetes.io/docs/concepts/workloads/controllers/job.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -38,26 +37,16 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SIZE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
 
 
-@dataclass(frozen=True)
-class Mount:
-    """Folder of a container, and the volume it comes from."""
-
-    path: str
-    source: Mapping[str, object]  # fields of the volume
-
-    @classmethod
-    def parse(cls, text: str) -> Mount:
-        """Return the mount of `pvc:CLAIM:/path` or `host:/path/on/the/node:/path`. Raises UserError."""
-        source, _, rest = text.partition(":")
-        name, _, path = rest.partition(":")
-        if source not in ("pvc", "host") or not name or not path.startswith("/") or ":" in path:
-            raise UserError(f"--mount={text}: is neither pvc:CLAIM:/PATH nor host:/PATH/ON/THE/NODE:/PATH")
-        if source == "host" and not name.startswith("/"):
-            raise UserError(f"--mount={text}: the folder of the node needs its path from the root on")
-        claim, folder = {"claimName": name}, {"path": name, "type": "Directory"}
-        return cls(
-            path.rstrip("/") or "/", {"persistentVolumeClaim": claim} if source == "pvc" else {"hostPath": folder}
-        )
+def parse_mount(text: str) -> tuple[str, dict[str, object]]:
+    """Return (path, volume) of `pvc:CLAIM:/path` or `host:/path/on/the/node:/path`. Raises UserError."""
+    source, _, rest = text.partition(":")
+    name, _, path = rest.partition(":")
+    if source not in ("pvc", "host") or not name or not path.startswith("/") or ":" in path:
+        raise UserError(f"--mount={text}: is neither pvc:CLAIM:/PATH nor host:/PATH/ON/THE/NODE:/PATH")
+    if source == "host" and not name.startswith("/"):
+        raise UserError(f"--mount={text}: the folder of the node needs its path from the root on")
+    claim, folder = {"claimName": name}, {"path": name, "type": "Directory"}
+    return path.rstrip("/") or "/", {"persistentVolumeClaim": claim} if source == "pvc" else {"hostPath": folder}
 
 
 @dataclass(frozen=True)
@@ -89,9 +78,9 @@ class JobSetRun:
     node_restarts: NodeRestarts = 3
 
     @property
-    def mounts(self) -> list[Mount]:
-        """Return the folders of the container. Raises UserError."""
-        return [Mount.parse(text) for text in self.mount or ()]
+    def mounts(self) -> list[tuple[str, dict[str, object]]]:
+        """Return (path in the container, volume) of each mount. Raises UserError."""
+        return [parse_mount(text) for text in self.mount or ()]
 
     @property
     def memory_size(self) -> str:
@@ -122,7 +111,7 @@ def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
         problems.append(f"--image={run.image!r}: is not the name of an image; write REGISTRY/NAME:TAG")
     elif "@" not in run.image and run.image.rpartition("/")[2].partition(":")[2] in ("", "latest"):
         problems.append(f"--image={run.image}: nodes and restarts may get different images; name a tag or a digest")
-    paths = [mount.path for mount in run.mounts]
+    paths = [path for path, _ in run.mounts]
     if doubled := sorted({path for path in paths if paths.count(path) > 1}):
         problems.append(f"--mount: {doubled[0]} is given twice; one source for each path")
     if not is_below(facts.run_dir, paths):
@@ -169,9 +158,9 @@ def render(run: JobSetRun, facts: RecipeFacts) -> str:
         pod["nodeSelector"] = pairs("--node-selector", run.node_selector)
     if run.rdma:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # registers memory with the network card
-    for number, mount in enumerate(run.mounts):
-        container["volumeMounts"].append({"name": f"mount-{number}", "mountPath": mount.path})
-        pod["volumes"].append({"name": f"mount-{number}", **mount.source})
+    for number, (path, volume) in enumerate(run.mounts):
+        container["volumeMounts"].append({"name": f"mount-{number}", "mountPath": path})
+        pod["volumes"].append({"name": f"mount-{number}", **volume})
     return head + yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -123,7 +123,7 @@ def _close(
 def servers_per_host(
     server: SglangServerConfig, accelerator: Accelerator, *, ranks_per_host: int, colocated: bool
 ) -> int:
-    """Return how many servers each host has a part of: the setting, or for 0 as many as its devices hold, one on a CPU.
+    """Return the servers per host: the setting, or for 0 what fits its devices (CPU: one).
 
     Raises UserError where the devices are too few.
     """
@@ -151,7 +151,7 @@ def servers_per_host(
 def server_settings(
     rollout: RolloutConfig, trainer: TrainerConfig, settings: EngineSettings, accelerator: Accelerator
 ) -> ServerSettings:
-    """Return the settings of a run's servers; the host's address and its devices are not known yet."""
+    """Return the settings of a run's servers, without the host's address and devices."""
     sglang, server = rollout.sglang, rollout.sglang.server
     return ServerSettings(
         model_path=Path(settings.model.path),
@@ -177,7 +177,7 @@ def server_settings(
 def colocated_bytes(
     rollout: RolloutConfig, settings: EngineSettings, hf: HFConfig, *, world_size: int
 ) -> tuple[int, int]:
-    """Return the bytes of a device for the policy, and for the weights of one rank of a colocated server."""
+    """Return the device bytes of the policy and of a colocated server's weights per rank."""
     engine, itemsize = settings.engine, _dtype(rollout, settings).itemsize
     count = sum(prod(tensor.shape) for tensor in hf_tensors(hf, head="lm").values())
     if engine.backend == "fsdp":
@@ -204,7 +204,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 @dataclass
 class Connection:
-    """Connection of a run with its servers, equal on all ranks; a context whose end closes the clients.
+    """Connection of a run with its servers; a context whose end closes the clients.
 
     The pool ends servers. Unless an error ends the context, for then ranks or servers may be gone, servers release the
     memory through which weights travelled.
@@ -316,7 +316,7 @@ def connect(
 def _near_servers(
     pool: ServerPool, servers: Sequence[Server], hosts: Sequence[str], *, host: str, most: int
 ) -> dict[int, int]:
-    """Return by server the requests that a rank of this host has in flight; only servers that the run started here.
+    """Return this rank's requests in flight for each server that the run started on its host.
 
     The ranks of a server's hosts have equal shares of the `most` requests that it takes.
     """

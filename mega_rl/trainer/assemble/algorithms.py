@@ -48,7 +48,7 @@ def build_correction(config: Config) -> Correction | None:
 
 
 def build_reward_kl(config: Config, controller: KLController) -> RewardKL | None:
-    """Return the KL penalty in token rewards; None if the KL is a term of the loss, or there is none."""
+    """Return the KL penalty in token rewards; None without one."""
     kl = config.algorithm.kl
     return RewardKL(controller, KL_ESTIMATORS[kl.estimator]) if kl.name == "reward" else None
 
@@ -67,7 +67,7 @@ def build_actor_role(
     lessons: Lessons | None = None,
     meter: RoleMeter | None = None,
 ) -> LearningWorker:
-    """Return the role of the policy on its engine: it learns when the critic's warm-up is over."""
+    """Return the role of the policy on its engine; it learns after the critic's warm-up."""
     algorithm, objective = config.algorithm, build_objective(config)
     loss = PolicyLoss(
         objective,
@@ -91,12 +91,15 @@ def build_critic_role(config: Config, engine: ModelPasses, meter: RoleMeter | No
 
 
 def _learning_rate(config: Config, peak: float, *, steps: int) -> Callable[[int], float]:
-    """Return the learning rate by step of a role that learns in the last `steps` steps of the run."""
+    """Return the learning rate by step of a role that learns in the last `steps` steps."""
     return partial(learning_rate, peak=peak, optim=config.optim, total_steps=steps)
 
 
 def build_rules(config: Config) -> PolicyGradientRules:
-    """Return the choices of a policy gradient. A single on-policy update uses its own forward's old log-probs."""
+    """Return the choices of a policy gradient.
+
+    A single on-policy update takes the old log-probs from its own forward.
+    """
     return PolicyGradientRules(
         recompute_old_logprobs=not (config.algorithm.old_logprobs == "rollout" or is_on_policy(config)),
         filter_truncated=config.reward.overlong.filter,

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the store, the checkpoint that the run resumes from, and saves and exports of its steps."""
+"""Checkpoints of a run: the store, resuming from it, saves and exports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def open_checkpoints(config: Config, groups: Groups, *, fingerprint: str) -> RunCheckpoints:
-    """Return the store of a run's checkpoints with the identity that they must match; without engines yet.
+    """Return the store of checkpoints with the identity that they must match, without engines.
 
     fingerprint: of the prompts. Collective. Raises UserError on all ranks.
     """
@@ -48,10 +48,10 @@ def open_checkpoints(config: Config, groups: Groups, *, fingerprint: str) -> Run
     )
 
 
-def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *, length: str) -> tuple[int, int]:
+def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *, in_epochs: bool) -> tuple[int, int]:
     """Restore the latest checkpoint; return (steps done, prompts drawn), zeros for a new run; collective.
 
-    length: the setting that says how long the run is.
+    in_epochs: trainer.epochs, not trainer.steps, gives the length of the run.
     """
     roles, trainer, sync = run.roles, run.config.trainer, run.rollouts.sync
     if prompts.rates is not None or prompts.order.numbers():
@@ -72,6 +72,7 @@ def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *,
     sync.resume_at(state["weight_version"])
     log.info("resumed after step %d", step)
     if step >= trainer.steps:
+        length = "trainer.epochs" if in_epochs else "trainer.steps"
         log.info("step %d of %d is done: nothing is left to train; raise %s to train on", step, trainer.steps, length)
     # Versions that drew the same number in each step did not keep it.
     return step, int(state.get("prompts_drawn", step * trainer.prompts_per_step))

@@ -1,4 +1,4 @@
-"""Classes and functions that a recipe chooses: built-in, registered by a program, or in a user's file."""
+"""Classes and functions that a recipe chooses: built-in, registered, or in a user's file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_choice(config: Config, choice: Choice, builtin: Mapping[str, Callable[
 
 
 def source_maker(config: Config, choice: Choice) -> tuple[object, Callable[[object], object]]:
-    """Return the chosen class or function of a source, and a function of the context that makes the source.
+    """Return the chosen class or function, and a function that makes the source from its context.
 
     Raises UserError as `Choice.own` does.
     """

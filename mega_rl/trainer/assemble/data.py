@@ -91,9 +91,9 @@ def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder. Raises UserError for files or templates that would take all memory or time.
+    """Return the tokenizer of a folder. Raises UserError for hostile files and templates.
 
-    A template is a program: of what a sandbox of Jinja lets it do, powers and numbers of many digits hang or abort.
+    A template is a program: Jinja's sandbox allows powers and numbers of many digits, which hang or abort.
     """
     check_bounds(folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -117,7 +117,7 @@ ReadSource = Callable[[Tokens, Split], RowSource]
 
 
 def load_data_source(config: Config) -> ReadSource | None:
-    """Return the function that gives the user's rows of a split; None if all prompts come from files.
+    """Return the function that gives the user's rows of a split; None without a source.
 
     Raises UserError as `source_maker` does; when rows are read, for code that raises.
     """
@@ -207,7 +207,7 @@ def load_data(
     with progress.phase("reading and tokenizing the data", announce=True):
         prompts: list[Prompt] = []
         if data.stream.rows:
-            log.info("data.stream.rows=%d: training prompts are read while the run goes on", data.stream.rows)
+            log.info("data.stream.rows=%d: training prompts are read during the run", data.stream.rows)
         elif data.mixture.sources:
             prompts = read_mixture(data, tokens.tokenizer, vocab_size=vocab_size, columns=columns)
         elif trains:
@@ -236,7 +236,7 @@ def open_streams(
     ranks: Ranks,
     check: Callable[[list[Prompt]], None],
 ) -> tuple[dict[str, StreamReader], str]:
-    """Read the first block of each stream on rank 0; return the streams there and their fingerprint; collective.
+    """Read each stream's first block on rank 0; return streams (there) and fingerprint; collective.
 
     check: raises UserError for prompts of the first blocks that the reward cannot score. Every block has its tests of
     programs tried. Raises UserErrors on all ranks.
@@ -265,16 +265,16 @@ def open_streams(
 
 
 def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:
-    """Return the fingerprint of the training prompts; collective. Raises UserError on all ranks for ranks that differ.
+    """Return the fingerprint of the training prompts; collective.
 
-    Every rank reads the data, and each generates for its part of one list.
+    Every rank reads the data and generates for its part of one list. Raises UserError on all ranks if lists differ.
     """
     own = [fingerprint(train), *(fingerprint(one.prompts) for one in held_out)]
     message = None
     if own != broadcast_json(own, ranks):
         message = (
             f"rank {ranks.rank} and rank 0 read different prompts; give every host the same files, and let a "
-            "data.source draw from context.seed alone"
+            "data.source draw only from context.seed"
         )
     if (message := first_failure(message, ranks)) is not None:
         raise UserError(message)
@@ -282,7 +282,7 @@ def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], r
 
 
 def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
-    """Return the config with trainer.steps in place of trainer.epochs, now that the number of prompts is known.
+    """Return the config with trainer.steps computed from trainer.epochs.
 
     Raises UserErrors for settings that do not fit this length, such as a warm-up that outlasts it.
     """
@@ -298,7 +298,7 @@ def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
 
 
 def warn_of_prompts(tokens: Tokens, chat: ChatConfig, prompts: Sequence[Prompt]) -> None:
-    """Log a warning for plain text without the tokenizer's chat template, and for control tokens in messages."""
+    """Warn of plain text without the chat template, and of control tokens in messages."""
     texts = ["\n".join(content for _, content in prompt.messages) for prompt in prompts]
     special = [str(token) for token in tokens.tokenizer.added_tokens_decoder.values() if token.special]
     present = [token for token in special if any(token in text for text in texts)]
@@ -316,7 +316,7 @@ def warn_of_prompts(tokens: Tokens, chat: ChatConfig, prompts: Sequence[Prompt])
 
 
 def prompt_line(tokens: Tokens, prompts: Sequence[Prompt]) -> str:
-    """Return how the prompts are written, their mean length, and how the first one ends; "" without prompts."""
+    """Return form, mean length and end of the prompts as text; "" without prompts."""
     if not prompts:
         return ""
     kind = "chat template of the tokenizer" if prompts[0].messages else "plain text"

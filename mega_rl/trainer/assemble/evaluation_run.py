@@ -1,4 +1,4 @@
-"""An evaluation without training: a policy from its checkpoint, samples, rewards, and what is written of them."""
+"""An evaluation without training: samples of a checkpoint's policy, their rewards, and files of both."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from mega_rl.versions import installed_version
 
 
 def evaluate(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> JsonObject:
-    """Evaluate as `config.validation` says, on every rank of this job; returns the results, the same on all ranks.
+    """Evaluate as `config.validation` says on every rank of this job; return the results.
 
     Rank 0 writes samples.jsonl, one row a sample, as they come, and results.json into trainer.run_dir. A rank that
     fails or hangs ends all, with its cause, as in training. Raises StoppedBySignal after SIGTERM, SIGUSR1 or Ctrl-C.
@@ -82,16 +82,16 @@ def _run(
 
 @dataclass
 class SamplesFile:
-    """samples.jsonl, which rank 0 writes part by part under another name: it has its own when all samples are in it."""
+    """samples.jsonl, written by rank 0 part by part under another name until it is complete."""
 
     folder: Path
     everyone: Ranks
-    count: int = field(default=0, init=False)  # of samples
+    count: int = field(default=0, init=False)  # samples
     _bytes: int = field(default=0, init=False)
 
     @property
     def unfinished(self) -> Path:
-        """Return the file of an evaluation that goes on."""
+        """Return the file of an unfinished evaluation."""
         return self.folder / "samples.jsonl.part"
 
     def append(self, rows: Sequence[JsonObject]) -> None:

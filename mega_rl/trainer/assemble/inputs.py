@@ -1,4 +1,4 @@
-"""Inputs that a run or an evaluation reads before its models: plan, tokenizer, rewards, a user's sources."""
+"""Inputs that runs and evaluations read before models: plan, tokenizer, rewards, a user's sources."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def read_inputs(
 
 
 def load_rollout_source(config: Config) -> MakeSource | None:
-    """Return the maker of the user's rollout source, None for the built-in one. Raises UserError as `source_maker`."""
+    """Return the maker of the user's rollout source, None for the built-in one.
+
+    Raises UserError as `source_maker` does.
+    """
     name = chosen(config, ROLLOUT)
     if name in ROLLOUT.builtin:
         return None
@@ -86,7 +89,7 @@ def load_rollout_source(config: Config) -> MakeSource | None:
 
 
 def check_draws(generate: Callable[..., object], config: Config, setting: str) -> None:
-    """Check that a source, or its class, can sample evaluations if the settings ask for it. Raises UserError."""
+    """Raise UserError if a source, or its class, cannot sample the evaluations that settings ask for."""
     val, parameters = config.validation, inspect.signature(generate).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if (val.temperature or val.max_new_tokens) and "draws" not in parameters and not takes_any:
@@ -98,9 +101,10 @@ def check_draws(generate: Callable[..., object], config: Config, setting: str) -
 
 
 def _read_rows_as(config: Config, tokens: Tokens) -> TokenRows | None:
-    """Return how a reward model reads rollouts: the actor's tokens under the same tokenizer, else its own.
+    """Return how a reward model reads rollouts.
 
-    None without a reward model. Raises UserError for a tokenizer that cannot be loaded.
+    It reads the actor's tokens under the same tokenizer, else its own. None without a reward model. Raises UserError
+    for a tokenizer that cannot be loaded.
     """
     if config.reward.source.name != "model":
         return None
@@ -118,7 +122,7 @@ def _read_rows_as(config: Config, tokens: Tokens) -> TokenRows | None:
 
 
 def load_answers(config: Config, world: Ranks) -> AnswersOf:
-    """Return the function that reads the answers that responses vote for. Raises UserError for a user's own."""
+    """Return the function that reads answers of responses. Raises UserError for a user's own."""
     spec = config.validation.answer_of
     if not spec:
         return lambda responses: [last_answer(response) for response in responses]
@@ -130,6 +134,6 @@ def load_answers(config: Config, world: Ranks) -> AnswersOf:
 
 
 def last_answer(response: str) -> str | None:
-    """Return the final answer of a response, or all of it without one, white space aside; None if it is blank."""
+    """Return a response's final answer, else all of it, with single spaces; None if blank."""
     answer = final_answer(response)
     return " ".join((response if answer is None else answer).split()) or None

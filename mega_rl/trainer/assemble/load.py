@@ -1,4 +1,4 @@
-"""Models of a run or an evaluation: roles, rollouts and the reward role, loaded from the inputs."""
+"""Models of runs and evaluations: roles, rollouts and the reward role."""
 
 from __future__ import annotations
 

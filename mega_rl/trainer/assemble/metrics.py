@@ -1,4 +1,4 @@
-"""Metrics of a run: the sinks that its ranks write, its start-up table, and the meter of its steps."""
+"""Metrics of a run: sinks, start-up table, and meter of steps."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
 
 
 def _sizes(sharding: Sharding) -> str:
-    """Return the sizes of a layout above 1, "tp2 dp2"; empty for a model that is whole on every rank."""
+    """Return the sizes of a layout above 1, "tp2 dp2"; empty if all are 1."""
     names = ("tp", "pp", "vpp", "cp", *(() if sharding.hf.moe is None else ("ep", "etp")), "dp")
     sizes = {name: getattr(sharding.layout, name) for name in names}
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
 
 def build_meter(run: LoadedRun, accelerator: Accelerator, *, done: int) -> StepMeter:
-    """Return the meter of steps, with the rate of computation, and traces if this rank writes them.
+    """Return the meter of steps; it has traces if this rank writes them.
 
     Raises UserError for a history of a GPU's memory on a CPU.
     """

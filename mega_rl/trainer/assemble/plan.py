@@ -1,4 +1,4 @@
-"""Plan of a run: what follows from its Config and the machine alone, decided once."""
+"""Plan of a run, decided once from its Config and the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEADS: dict[Role, Head] = {"actor": "lm", "critic": "value", "reference": "lm",
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run before anything is built: its settings, its models by role, and the dtype of its rollouts."""
+    """A run before anything is built: settings, models by role, dtype of rollouts."""
 
     config: Config
     engine: EngineSettings
@@ -41,7 +41,7 @@ def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
     """Return the plan of a run on this machine.
 
     Raises:
-        UserError: a model cannot run as the config asks, or not beside the others in one process.
+        UserError: a model cannot run as the config asks, or not with the others in one process.
     """
     settings, device_type = engine_settings(config), accelerator.device.type
     models = {role: _model_of(config, role, settings, device_type, _HEADS[role]) for role in roles_of(config)}

@@ -1,4 +1,4 @@
-"""Rollouts of a run and the way of its weights there: the embedded engine, SGLang servers, or a user's source."""
+"""Rollouts and their weights: the embedded engine, SGLang servers, or a user's source."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Source of a run's responses, the way of the weights there, and the state of the devices by stage."""
+    """Source of responses, sync of its weights, and state of the devices by stage."""
 
     source: RolloutSource
     sync: WeightSync
@@ -106,7 +106,7 @@ def _pending(source: RolloutSource) -> RankState | None:
 
 
 def _make_source(inputs: Inputs, roles: Roles, engine: RolloutEngine | None, sync: WeightSync) -> CheckedRollouts:
-    """Return a user's rollout source over an engine, or over none, with checks of its rows. Raises UserError."""
+    """Return a user's rollout source with checks of its rows; engine: None without one. Raises UserError."""
     assert inputs.rollouts is not None, "a rule refuses rollout.backend=none with rollout.source=single_turn"
     config, actor, tokens = inputs.plan.config, roles.actor_engine, inputs.tokens
     rollout, name = config.rollout, f"rollout.source={chosen(config, ROLLOUT)!r}"

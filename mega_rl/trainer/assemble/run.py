@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 
 def train(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> int:
-    """Train as `config` says on every rank of this job; return the exit code (0, or 128 + signal when stopped).
+    """Train as `config` says on every rank of this job; return the exit code.
 
+    The code is 0, or 128 + signal if the run was stopped.
     investigate: finds the cause when a rank hangs or is lost, see `Guard`.
     """
     with running(config, accelerator, investigate) as (trainer, stop):
@@ -54,7 +55,7 @@ def running(
     *,
     reward: RewardFunction | None = None,
 ) -> Iterator[tuple[Trainer, StopRequest]]:
-    """Yield the trainer of a run with all its parts, and the request that stops it; all of it ends with the block.
+    """Yield the trainer of a run and its stop request; both end with the block.
 
     investigate: as in `train`. reward: scores responses in place of the function that the config names.
     """
@@ -83,7 +84,7 @@ def running(
 
 
 def rank_facts(config: Config) -> RankFacts:
-    """Return the facts of this rank; rank 0 removes what ranks of an earlier start have left, unless a launcher has."""
+    """Return the facts of this rank; without a launcher rank 0 removes records of earlier ranks."""
     launched = has_launcher()
     facts = RankFacts(
         run_dir=Path(config.trainer.run_dir),
@@ -99,7 +100,7 @@ def rank_facts(config: Config) -> RankFacts:
 
 
 def device_bytes(accelerator: Accelerator) -> Callable[[], int]:
-    """Return what counts the memory of tensors on a device; on a CPU it is the process's, which is known."""
+    """Return the function that counts tensors' memory on a device; it is 0 on a CPU."""
     return accelerator.memory_allocated if accelerator.name == "cuda" else lambda: 0
 
 

@@ -1,4 +1,4 @@
-"""The work of a run's steps: the source of batches, and the algorithm that learns from them."""
+"""The work of steps: the source of batches, and the algorithm that learns from them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def build_collector(run: LoadedRun, prompts: RunPrompts, stage: Stages, log: Ste
 
 
 def watch_samples(config: Config, roles: Roles, everyone: Ranks) -> Callable[[Rollout], None]:
-    """Return the function that counts sampled tokens, and checks them against the smallest vocabulary that reads them.
+    """Return the function that counts sampled tokens and checks them against every reader's vocabulary.
 
     With generation ahead the phase is a wait for samples, whose rate means nothing: tokens are not counted then.
     """

@@ -39,7 +39,7 @@ def build_trainer(
     resources: ExitStack,
     reward_function: RewardFunction | None = None,
 ) -> Trainer:
-    """Return the trainer of a run with all its parts; `resources` ends servers, files of metrics and locks.
+    """Return the trainer of a run; `resources` ends servers, files of metrics and locks.
 
     reward_function: in place of the function that the config names.
     """
@@ -47,14 +47,12 @@ def build_trainer(
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
     prompts = build_prompts(config, inputs.tokens, inputs.rewards, inputs.rows, inputs.vocab_size, inputs.world)
     resources.callback(prompts.order.close)
-    _warn(inputs)
-    length = "trainer.epochs" if config.trainer.epochs else "trainer.steps"
-    config = with_length(config, len(prompts.train), world_size=inputs.world.size)
-    inputs = replace(inputs, plan=replace(inputs.plan, config=config))
+    inputs = _with_length(inputs, len(prompts.train))
     # From here on no other run writes into this one's folder.
-    checkpoints = resources.enter_context(open_checkpoints(config, groups, fingerprint=prompts.fingerprint))
+    checkpoints = open_checkpoints(inputs.plan.config, groups, fingerprint=prompts.fingerprint)
+    resources.enter_context(checkpoints)
     run = load_run(inputs, accelerator, groups, resources, prompts=prompts.order.batch)
-    done, drawn = restore(checkpoints, run, prompts, length=length)
+    done, drawn = restore(checkpoints, run, prompts, in_epochs=config.trainer.epochs > 0)
     checkpoints.move_earlier_run(Path(config.trainer.run_dir))
     sink = open_sink(run, prompts, done=done)
     resources.push(partial(_close_sink, sink))
@@ -65,21 +63,22 @@ def build_trainer(
     saves = build_saves(run, checkpoints, batches, stage, steps, done=done, stop_requested=stop_requested)
     evaluation = build_evaluation(inputs, run, prompts.held_out, stage.hold)
     events = _build_events(run, evaluation, saves, done=done)
-    return Trainer(batches, algorithm, run.rollouts.sync, events, stage, steps, config.trainer.steps, done)
+    return Trainer(batches, algorithm, run.rollouts.sync, events, stage, steps, run.config.trainer.steps, done)
 
 
-def _warn(inputs: Inputs) -> None:
-    """Log what a user should know of tokenizer and vocabulary before the run."""
-    config, tokens = inputs.plan.config, inputs.tokens
+def _with_length(inputs: Inputs, num_prompts: int) -> Inputs:
+    """Return the inputs of a run whose trainer.steps are known; warn of tokenizer and vocabulary before it."""
+    plan, tokens = inputs.plan, inputs.tokens
     if inputs.world.rank == 0:
-        warn_of_date(tokens.tokenizer, config.data.chat)
-        hidden = inputs.plan.engine.hidden_tokens
-        if zero_rows := describe_zero_rows(Path(config.model.path), hidden, tokens.stop_ids):
+        warn_of_date(tokens.tokenizer, plan.config.data.chat)
+        if zero_rows := describe_zero_rows(Path(plan.config.model.path), plan.engine.hidden_tokens, tokens.stop_ids):
             log.warning("%s", zero_rows)
+    config = with_length(plan.config, num_prompts, world_size=inputs.world.size)
+    return replace(inputs, plan=replace(plan, config=config))
 
 
 def _build_events(run: LoadedRun, evaluation: Evaluation, saves: SaveAndExport, *, done: int) -> list[Event]:
-    """Return what happens around steps, in this order; done: steps when the run begins."""
+    """Return the events around steps, in this order; done: steps when the run begins."""
     trainer, metrics, tokens = run.config.trainer, run.config.metrics, run.tokens
     stage, log = saves.stage, saves.log
     dumps = DumpRollouts(
@@ -92,5 +91,8 @@ def _build_events(run: LoadedRun, evaluation: Evaluation, saves: SaveAndExport, 
 
 
 def _close_sink(sink: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
-    """Close the run's sinks; kind: exception type that ended the run. A second Ctrl-C does not count as a failure."""
+    """Close the run's sinks; kind: exception type that ended the run.
+
+    A second Ctrl-C does not count as a failure.
+    """
     sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))

@@ -19,7 +19,7 @@ from mega_rl.verify.rl.independent.sampling import groups_of, wrong_groups, wron
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
 from mega_rl.verify.rl.trace import num_updates, read_batch, read_figures
-from mega_rl.verify.tolerances import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES
+from mega_rl.verify.tolerances import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
 
 # Figures of tokens by phase.
 TOKEN_PHASES = {"log-probs": ("old_logprobs", "ref_logprobs", "values"), "advantages": ("advantages", "returns")}
@@ -163,8 +163,8 @@ def _errors(
     known = {UPDATES: 0.0, **of_step, **_token_errors(real, own)}  # wrong log-probs are no fault of the sampler
     errors = {
         **{phase: known[phase] for phase in TOLERANCES if phase in known},
-        "loss": _finite(abs(real.loss - own.loss) / max(own.loss_scale, 1e-30)),
-        "gradient norm": _finite(abs(real.grad_norm - own.grad_norm) / max(own.grad_norm, 1e-30)),
+        "loss": finite(abs(real.loss - own.loss) / max(own.loss_scale, 1e-30)),
+        "gradient norm": finite(abs(real.grad_norm - own.grad_norm) / max(own.grad_norm, 1e-30)),
         "gradient": gradient,
         "weights": _distance(real.weights, own.weights) / max(_distance(own.weights, start), 1e-30),
     }
@@ -176,16 +176,13 @@ def _token_errors(real: Figures, own: Figures) -> dict[str, float]:
 
     A phase of which the real trainer reads no figures is left out.
     """
-    errors = {}
+    errors: dict[str, float] = {}
     for phase, names in TOKEN_PHASES.items():
-        gaps = [_token_error(real.tokens[name], own.tokens[name]) for name in names if name in real.tokens]
-        if gaps:
-            errors[phase] = max(gaps)
+        for name in (name for name in names if name in real.tokens):
+            there, here = real.tokens[name], own.tokens[name]
+            gap = finite(float((there - here).abs().max())) if there.shape == here.shape else math.inf
+            errors[phase] = max(errors.get(phase, 0.0), gap)
     return errors
-
-
-def _token_error(real: Tensor, own: Tensor) -> float:
-    return _finite(float((real - own).abs().max())) if real.shape == own.shape else math.inf
 
 
 def _gradient_error(real: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tuple[float, str]:
@@ -196,16 +193,11 @@ def _gradient_error(real: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tu
     for name, expected in own.items():
         gap = norm(real[name].double() - expected.double())
         size = max(norm(expected.double()), FLOOR * typical * math.sqrt(expected.numel()))
-        errors[name] = _finite(gap / size) if gap else 0.0
+        errors[name] = finite(gap / size) if gap else 0.0
     worst = max(errors, key=lambda name: errors[name])
     return errors[worst], worst
 
 
 def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """Return the distance of two models."""
-    return _finite(math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in b)))
-
-
-def _finite(error: float) -> float:
-    """Return the error, infinite if it is not a number, so that it exceeds any tolerance."""
-    return error if math.isfinite(error) else math.inf
+    return finite(math.sqrt(sum(float((a[name].double() - b[name].double()).square().sum()) for name in b)))

@@ -38,10 +38,6 @@ class Fault:
     formulas: Formulas = Formulas()  # noqa: RUF009
     rule: Callable[[RewardRule], RewardRule] = replace
 
-    def plant(self, settings: LockstepSettings) -> tuple[LockstepSettings, Formulas]:
-        """Return settings and formulas with the fault."""
-        return self.settings(settings), self.formulas
-
 
 def _run(**changes: object) -> Callable[[LockstepSettings], LockstepSettings]:
     return lambda run: replace(run, **changes)  # type: ignore[arg-type]

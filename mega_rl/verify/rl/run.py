@@ -89,7 +89,7 @@ def follow_config(config: Config, trace: Path, fault: Fault | None = None) -> It
     """Follow a run's trace, with a fault in the independent trainer; yields each update's errors."""
     settings, rule, formulas = lockstep_settings(config), reward_rule(config), None
     if fault is not None:
-        (settings, formulas), rule = fault.plant(settings), fault.rule(rule)
+        settings, rule, formulas = fault.settings(settings), fault.rule(rule), fault.formulas
     reference = Path(config.model.ref_path) if config.model.ref_path else None
     yield from follow(trace, Path(config.model.path), settings, rule, formulas, reference=reference)
 

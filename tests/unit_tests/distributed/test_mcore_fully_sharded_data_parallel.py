@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.config.schema import DdpConfig, MegatronConfig, MegatronFsdpConfig, TorchFsdpConfig
+from mega_rl.config.schema import DataParallelConfig, MegatronConfig, MegatronFsdpConfig
 from mega_rl.parallel.accelerator.megatron_core import installed_release
 from tests.helpers.distributed import run_megatron_fsdp, run_ranks
 from tests.helpers.models import write_tiny_checkpoint
@@ -24,7 +24,7 @@ NORM_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-6
 
 
-def fsdp(sharding: str, **more: Any) -> DdpConfig:
+def fsdp(sharding: str, **more: Any) -> DataParallelConfig:
     """Megatron FSDP's settings."""
     return MegatronFsdpConfig(fsdp_sharding=sharding, **more)
 
@@ -160,13 +160,11 @@ def test_weights_leave_as_a_hugging_face_checkpoint(results: dict[str, Any], roo
     assert_exported(root / case.export, results[world][name])
 
 
-SETTINGS: dict[str, tuple[DdpConfig, dict[str, int], str]] = {
+SETTINGS: dict[str, tuple[DataParallelConfig, dict[str, int], str]] = {
     "optim, overlapped": (fsdp("optim", overlap_grad_reduce=True), {}, "counts a rank's own gradients twice"),
     "optim, instances": (fsdp("optim", optimizer_instances=2), {}, "within an instance only"),
     "pipeline": (FULL, {"pp": 2}, "no place for pipelines"),
     "one rank": (FULL, {"dp_cp": 1}, "nothing to shard"),
-    "averages": (fsdp("optim_grads", average_in_collective=True), {}, "gradients are sums there"),
-    "copies": (TorchFsdpConfig(optimizer_instances=2), {}, "copies of the shards"),
 }
 
 

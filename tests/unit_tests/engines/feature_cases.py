@@ -35,7 +35,7 @@ ENGINES = ("megatron", "fsdp")
 SOME = 9_000  # bytes of a bucket, of which the model needs several
 # Where a feature is a setting: areas of a config, by engine.
 SHARDED_WEIGHTS: dict[str, dict[str, Any]] = {
-    "megatron": {"engine.megatron.ddp": "torch_fsdp2"}, "fsdp": {},
+    "megatron": {"engine.megatron.ddp": {"name": "torch_fsdp2"}}, "fsdp": {},
 }  # fmt: skip
 COPIES: dict[str, dict[str, Any]] = {
     "megatron": {"engine.megatron.ddp": {"optimizer_instances": 2}},

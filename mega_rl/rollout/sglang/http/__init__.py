@@ -1,1 +1,1 @@
-"""Requests to one server: its address and keys, calls with a deadline, and the endpoints that steer it."""
+"""Requests that steer one server: address, keys, calls with a deadline."""

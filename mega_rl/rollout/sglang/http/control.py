@@ -1,4 +1,4 @@
-"""Client of the endpoints that steer one server: synchronous, each call with a deadline and a telling error.
+"""Client of the endpoints that steer one server, with a deadline for each call.
 
 Endpoints, bodies and answers are those of SGLang 0.5.20 (srt/entrypoints/http_server.py, srt/managers/io_struct.py).
 """
@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 
 
 class ServerError(RunError):
-    """A request that a server did not fulfil. The message names server, endpoint, status and the server's message."""
+    """A request that a server did not fulfil; the message has the server's answer."""
 
     def __init__(self, endpoint: Endpoint, path: str, what: str, *, status: int | None = None) -> None:
         self.server = endpoint.index
@@ -152,7 +152,7 @@ class Control:
     def init_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
     ) -> None:
-        """Join a process group in which the trainer is rank 0; returns when all its ranks are there."""
+        """Join a process group with the trainer as rank 0; returns when it is complete."""
         body = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         self.succeed("/init_weights_update_group", body | {"group_name": group, "backend": backend})
 
@@ -221,7 +221,7 @@ class _Deadline:
 
 
 def each(servers: Collection[int], ask: Callable[[int], Answer]) -> tuple[dict[int, Answer], dict[int, str]]:
-    """Call `ask` for all servers at once; return the answers and the failures' reasons, both by server."""
+    """Call `ask` for all servers at once; return answers and failures by server."""
     answers: dict[int, Answer] = {}
     failed: dict[int, str] = {}
 
@@ -263,7 +263,7 @@ def _message(content: bytes) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return `text` on one line of at most 400 characters; keep its end, where SGLang's tracebacks name the error."""
+    """Return `text` on one line of at most 400 characters, its start and its end."""
     text = " ".join(text.split())
     half = _MAX_MESSAGE // 2
     return text if len(text) <= _MAX_MESSAGE else f"{text[:half]} ... {text[-half:]}"

@@ -1,4 +1,4 @@
-"""Address and keys of a server; keys go over in a file and stand in every request. Imports no torch."""
+"""Address and keys of a server, in a file and in every request. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-# What the holder of the api key may call. All else, known or not, wants the admin key: weights, memory, pausing,
+# The api key opens these paths. All else, known or not, needs the admin key: weights, memory, pausing,
 # aborting, adapters (which SGLang reads with pickle), profiles.
 GENERATION = frozenset({"/generate", "/health", "/health_generate", "/model_info", "/server_info"})
 
@@ -72,7 +72,7 @@ class Endpoint:
 
 
 class KeyCheck:
-    """ASGI middleware: 401 for a request without the key that its path wants; nothing is open, not even /health.
+    """ASGI middleware: 401 for a request without its path's key, even for /health.
 
     Websockets are refused whatever their key: the trainer has no use for them.
     """

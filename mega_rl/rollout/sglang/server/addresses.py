@@ -31,7 +31,7 @@ def is_address(host: str) -> bool:
 
 
 def address_of(host: str) -> str:
-    """Return the address of this host's interface `host`, IPv4 if it has one; an address or a name as it is."""
+    """Return the address of the interface `host`, IPv4 first; `host` itself if it is none."""
     addresses = psutil.net_if_addrs().get(host, ())
     kept = [one.address for one in sorted(addresses, key=lambda one: one.family) if is_address(one.address)]
     return kept[0] if kept else host
@@ -64,7 +64,7 @@ def address_towards(url: str) -> str:
 
 
 def address_for(urls: Sequence[str]) -> str:
-    """Return the address of this machine that all these servers reach: loopback only where all of them are here."""
+    """Return this machine's address for these servers: loopback only if all are local."""
     addresses = [address_towards(url) for url in urls]
     return next((one for one in addresses if not ipaddress.ip_address(one).is_loopback), addresses[0])
 

@@ -72,7 +72,7 @@ def forked_processes() -> None:
 
 
 def kernels() -> None:
-    """Stand in for `sgl_kernel`, imported for names that CPUs without AMX never call; each name raises when called.
+    """Stand in for `sgl_kernel`: CPUs without AMX import its names and never call them.
 
     PyPI has only its CUDA build (sglang-kernel 0.4.7); every layer has a branch in plain torch.
     """
@@ -198,7 +198,7 @@ def sampling_seeds() -> None:
 
 
 def noise_of_tokens() -> None:
-    """Patch the sampler of batches with a top-k or top-p: the noise of a seeded sample is of the token, not its rank.
+    """Patch sampling with top-k or top-p: seeded noise belongs to a token, not to its rank.
 
     SGLang sorts the probabilities of a whole batch as soon as one request of it cuts them off, as a greedy one does,
     and numbers the noise by the places in that order: all other samples then get other tokens.

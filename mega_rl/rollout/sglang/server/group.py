@@ -29,7 +29,7 @@ class ProcessIdentity:
 
     @classmethod
     def of_own(cls, pid: int) -> ProcessIdentity:
-        """Return the identity of this process, or of a child that nobody has waited for, even if it has ended."""
+        """Return the identity of this process or of a child that was not waited for."""
         return _state_of(pid)[1]
 
     @property
@@ -38,12 +38,12 @@ class ProcessIdentity:
         return self.of(self.pid) == self
 
     def kill_group(self) -> None:
-        """Kill the process group that it leads, unless its number is another process's by now; see `kill`."""
+        """Kill the process group that it leads; do nothing if the id was reused."""
         if self.of(self.pid) in (None, self):
             kill(self.pid)
 
     def end_group(self, *, deadline_s: float) -> list[int]:
-        """End the process group that it leads, unless its number is another process's by now; see `end`."""
+        """End the process group that it leads, see `end`; do nothing if the id was reused."""
         return end(self.pid, deadline_s=deadline_s) if self.of(self.pid) in (None, self) else []
 
 
@@ -79,7 +79,7 @@ def kill(group: int, *, spare: int = 0) -> int:
 
 
 def end(group: int, *, deadline_s: float) -> list[int]:
-    """Kill a group and wait until it is empty; return the process ids that are left at the deadline.
+    """Kill a group and wait for its end; return the processes left at the deadline.
 
     `_CLEANERS` have half of that time to end by themselves.
     """

@@ -1,4 +1,4 @@
-"""Location and version of SGLang on this machine, and the tools that it compiles kernels with. Imports no torch.
+"""Location, version and build tools of SGLang on this machine. Imports no torch.
 
 Two ways exist. The `sglang` extra installs it with everything else (machines with CUDA). On a CPU it has its own
 folder, `<environment>/sglang`, which only the server's process has on its path: PyPI's torchvision, which SGLang needs,
@@ -51,7 +51,7 @@ def find_sglang(prefix: Path | None = None) -> Installation | None:
 
 
 def argument_names(installation: Installation) -> frozenset[str] | None:
-    """Return the names of all arguments of this SGLang, read from its source; None where that is not as in 0.5.20."""
+    """Return the arguments in SGLang's source; None if the source is not as in 0.5.20."""
     spec = importlib.util.find_spec("sglang")
     own = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     package = installation.folder / "sglang" if installation.folder else own
@@ -68,7 +68,7 @@ def argument_names(installation: Installation) -> frozenset[str] | None:
 
 
 def require_sglang(*, device: str = "", prefix: Path | None = None) -> Installation:
-    """Return the SGLang that serves on `device` ("cpu", "cuda", or "" where that is not known yet).
+    """Return the SGLang that serves on `device`: "cpu", "cuda", or "" if not known.
 
     Raises UserError with the command to install it, for no SGLang, another version, or on CUDA the one for CPUs.
     """
@@ -98,7 +98,7 @@ def how_to_install(device: str = "") -> str:
 
 
 def with_tools(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with pip's programs, as ninja, first on PATH, and pip's nvcc if there is no other."""
+    """Return the variables with pip's programs first on PATH, and pip's nvcc as a fallback."""
     path = os.pathsep.join([str(Path(sys.executable).parent), variables.get("PATH") or os.defpath])
     given = {**variables, "PATH": path}
     toolkits = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin/nvcc"))
@@ -108,7 +108,7 @@ def with_tools(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def missing_tools(variables: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Yield the missing tools by which a server on CUDA compiles kernels, in this environment or `variables`."""
+    """Yield the tools that a CUDA server needs to compile kernels and that are missing."""
     given = with_tools(of_other_programs() if variables is None else variables)
     if not os.access(_nvcc(given), os.X_OK):
         yield f"no compiler {_nvcc(given)}: install the CUDA toolkit or set CUDA_HOME to its folder"

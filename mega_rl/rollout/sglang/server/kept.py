@@ -1,4 +1,4 @@
-"""Servers that outlive the ranks which started them, to be adopted by the next ones. Imports no torch.
+"""Servers that outlive their ranks, for the next ranks to adopt. Imports no torch.
 
 A launcher that may start its ranks again has a private folder, and its ranks' servers have their private folders in it.
 A server that got ready has a record there. From then on it ends when neither its launcher nor the rank that owns it
@@ -70,7 +70,7 @@ class KeptServer:
 
     @property
     def is_anothers(self) -> bool:
-        """Return whether it is another living process's: a program with that rank's environment has no right to it."""
+        """Return whether another living process owns it, so that this one may not use it."""
         return self.owner.pid != os.getpid() and self.owner.runs
 
     def end(self) -> None:
@@ -83,7 +83,7 @@ class KeptServer:
 
 @contextmanager
 def keeping_servers(*, possible: bool) -> Iterator[dict[str, str]]:
-    """Yield the environment of ranks whose servers are kept from one start of theirs to the next, if that is possible.
+    """Yield the environment of ranks whose servers survive a restart of the ranks.
 
     Else none is, and not by a launcher further up: this one's ranks have no right to that one's servers. SGLang needs
     Linux. At the end all servers that ranks have left end; the ranks have ended.
@@ -110,7 +110,7 @@ class KeptServers:
 
     @classmethod
     def of_launcher(cls) -> KeptServers | None:
-        """Return those of the launcher that started this process, None where it keeps none or has ended."""
+        """Return the kept servers of this process's launcher; None if it keeps none or ended."""
         pid, _, rest = os.environ.get(VARIABLE, "").partition(":")
         ticks, _, folder = rest.partition(":")
         if not (pid.isdecimal() and ticks.isdecimal() and Path(folder).is_dir()):
@@ -118,12 +118,12 @@ class KeptServers:
         return cls(ProcessIdentity(int(pid), int(ticks)), Path(folder))
 
     def records(self) -> dict[int, KeptServer]:
-        """Return the record of each kept server; of one number, one that runs goes before the others."""
+        """Return the record of each kept server by number; a running one is preferred."""
         servers = [server for path in self.folder.glob(f"{KEPT_PREFIX}*") if (server := KeptServer.read(path))]
         return {server.index: server for server in sorted(servers, key=lambda server: server.main.runs)}
 
     def keep(self, main: ProcessIdentity, endpoint: Endpoint, scratch: Path, settings: ServerSettings) -> None:
-        """Note that a server is ready and this process's, to be left to another when this one ends."""
+        """Record that a server is ready and that this process owns it."""
         me, text = ProcessIdentity.of_own(os.getpid()), fingerprint(settings)
         KeptServer(scratch, endpoint.index, endpoint.url, text, main, me, self.launcher).write()
 

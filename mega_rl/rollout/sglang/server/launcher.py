@@ -49,7 +49,7 @@ _KILL_S = 10.0
 
 
 def prepare(*, leads: bool) -> None:
-    """Prepare a process of the server before its first import of SGLang; `leads`: it is the server's first one."""
+    """Prepare a process of the server for its import of SGLang; `leads`: the first process."""
     if leads and os.getpgrp() != os.getpid():
         os.setsid()  # started by hand: the group that ends together must not be the caller's
     # Kept from one server to the next: torch puts it among the temporary files, which are about to move.
@@ -101,13 +101,13 @@ def main(arguments: list[str]) -> None:
     # SGLang would send itself two requests without a key: a first generation, which the trainer requests instead,
     # and a freeze of Python's garbage collector, which only saves time.
     http_server._freeze_gc_after_server_warmup = lambda _: None
-    # Of a node without the server's URL, whose health SGLang would tell anybody.
+    # SGLang would tell anybody the health of a node without the server's URL.
     engine.launch_dummy_health_check_server = lambda host, port, _: serve_health(keys, host, port)
     run_server(prepare_server_args([*arguments, "--skip-server-warmup"]))
 
 
 def serve_health(keys: Keys, host: str, port: int) -> None:
-    """Answer every request that has its key with 200, in a thread: a node that comes here has loaded its weights."""
+    """Answer 200 to requests with a key, in a thread: this node has loaded its weights."""
     import uvicorn
 
     async def healthy(scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,7 +140,7 @@ def _watch(until: Callable[[], None], scratch: Path) -> None:
 
 
 def _until_the_trainer_ends() -> None:
-    """Return at the end of standard input, which a forked child of the trainer may hold open, or with a new parent.
+    """Return when standard input ends (a forked child may hold it open) or the parent changes.
 
     Return for a kept server when neither its launcher nor the rank that owns it runs.
     """

@@ -1,4 +1,4 @@
-"""Device memory of colocated servers: the share that they may fill, and taking turns with the trainer.
+"""Device memory of colocated servers: their share, and their turns with the trainer.
 
 SGLang's `--mem-fraction-static` is a share of the memory that is free when the server starts; the rest is for its
 activations, its CUDA graphs and, here, for the trainer. Both sides are on the device at once when weights are sent and
@@ -31,7 +31,7 @@ _MOST_PREFILL_TOKENS = 16384
 
 
 def memory_fraction(setting: float, *, total: int, policy: int, weights: int, tp: int) -> float:
-    """Return a colocated server's share of a device: the setting, or for 0 the rest, rounded down to thousandths.
+    """Return a colocated server's share of a device: the setting, or for 0 the rest.
 
     total: bytes of the smallest device. policy: of the largest part of the policy on a rank, with
     `reshard.sending_bytes`. weights: of one of the server's `tp` tensor-parallel ranks.
@@ -67,7 +67,7 @@ def memory_fraction(setting: float, *, total: int, policy: int, weights: int, tp
 
 
 def server_reserve(total: int, tp: int) -> int:
-    """Return the bytes of a device for a server's activations and CUDA graphs, by SGLang's own rule."""
+    """Return the bytes for a server's activations and CUDA graphs, by SGLang's rule."""
     tokens = next((count for size, count in _PREFILL_TOKENS if total < size), _MOST_PREFILL_TOKENS)
     needed = GIB // 2 + int(1.5 * tokens * (1 << 20)) + tp * GIB // 8 + GIB
     return max(needed, 10 * GIB) if total > 60 * GIB else needed
@@ -102,7 +102,7 @@ class ServersMemory:
             self._released[index] = set()
 
     def release(self, tags: Sequence[str]) -> None:
-        """Release this memory of all servers; collective. Raises RunError on all ranks when no server is left."""
+        """Release memory of all servers; collective. Raises RunError when no server is left."""
         self._all("release", tags)
 
     def resume(self, tags: Sequence[str]) -> None:

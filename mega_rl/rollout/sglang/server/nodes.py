@@ -1,4 +1,4 @@
-"""Nodes of a server that spans several hosts: where its ranks meet, and how it ends on all hosts. Imports no torch.
+"""Nodes of a server that spans hosts: how they meet and end together. Imports no torch.
 
 Each host runs a part of such a server, a process like any other server's. Two sockets of the first node join the parts:
 
@@ -67,7 +67,7 @@ class Node:
 
 
 def let_ranks_meet(node: Node) -> str:
-    """Return the init_method by which ranks of this process and its children meet at the first node's store."""
+    """Return the init_method for ranks of this process that meet at the first node's store."""
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     def meet(url: str, *, timeout: Any, **_: object) -> Iterator[tuple[Any, int, int]]:
@@ -92,7 +92,7 @@ def let_ranks_meet(node: Node) -> str:
 
 
 def end_together(node: Node, ended: Callable[[str], None]) -> None:
-    """Connect this node with the first one; call `ended` with a reason, in a thread, once the other end is gone.
+    """Connect this node with the first; a thread calls `ended` when the other end is gone.
 
     A further node returns when it is connected: it tries for as long as it lives, and its start has a deadline.
     """
@@ -165,6 +165,6 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 def end_reason(log: str) -> str:
-    """Return the reason in the log's last line about the end of a node; empty for no such line."""
+    """Return the reason in the log's last line about a node's end; empty without one."""
     lines = [line.partition(GONE)[2].strip() for line in log.splitlines() if GONE in line]
     return lines[-1] if lines else ""

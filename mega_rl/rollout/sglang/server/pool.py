@@ -1,4 +1,4 @@
-"""Servers of a run, started on each host of the trainer or joined by URL; every rank knows their endpoints."""
+"""Servers of a run, started on the trainer's hosts or joined by URL."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _HEALTH_S = 5.0  # a healthy server answers /health faster
 
 
 class ServerPool:
-    """Servers of a run, the same on every rank. This class starts and ends none: servers that the run only joined."""
+    """Servers of a run, equal on all ranks. This class starts and ends none."""
 
     endpoints: list[Endpoint]
     tp: list[int]  # tensor-parallel ranks of each server
     colocated = False  # they share the trainer's devices and take turns with it
 
     def nodes(self, index: int) -> Sequence[int]:
-        """Return the first rank of each host that a server spans; none for a server that was joined."""
+        """Return the first rank of each host of a server; none for a joined one."""
         return ()
 
     def wait_ready(self) -> None:
@@ -56,14 +56,14 @@ class ServerPool:
         """End those of these servers that this rank started, until `bring_back`; no collective."""
 
     def leave(self) -> None:
-        """Leave the servers that are kept to the ranks that come after these; end the others that this rank started."""
+        """Leave kept servers to later ranks; end the others that this rank started."""
 
     def close(self) -> None:
         """End the servers that this rank started; no collective, may be called twice."""
 
 
 class StartedServers(ServerPool):
-    """Servers that this run starts, equally many on each of its hosts, or on each `nodes` hosts that they span.
+    """Servers that this run starts, equally many on each host or each `nodes` hosts.
 
     The first rank of a host owns the servers there, or its nodes' parts of them. A server that is started again keeps
     its number; its address and its keys are new.

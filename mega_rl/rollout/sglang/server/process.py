@@ -1,4 +1,4 @@
-"""One SGLang server, or a node's part of one, as a process of the trainer's: started or adopted, ready, stopped."""
+"""One SGLang server or node of one, as a process that the trainer starts or adopts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LONGEST_LINE = 300
 
 
 class ServerStartError(RunError):
-    """A server did not start. The message names the server, what it waited for, the log and its last lines."""
+    """A server did not start; the message has the reason and the log's last lines."""
 
 
 class ServerStopError(RunError):
@@ -114,7 +114,7 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the main process's exit code, negative for a signal; None while it runs and before the first start."""
+        """Return the main process's exit code, negative for a signal; None while it runs."""
         if self._main is None:
             return self._exit_code
         if self._child is not None:
@@ -122,7 +122,7 @@ class ServerProcess:
         return None if self._main.runs else UNKNOWN_EXIT
 
     def reserve_meeting(self) -> Node:
-        """Return a meeting of the server's nodes at this one, the first; its ports are held until it is ready."""
+        """Return a meeting of the server's nodes at this one; holds its ports until readiness."""
         self._reserved.close()
         store, life = (reserve_port(self.settings.host, self._reserved) for _ in range(2))
         return Node(0, self.settings.host, store, life)
@@ -193,7 +193,7 @@ class ServerProcess:
         self._main = self._child = None
 
     def leave(self) -> None:
-        """Leave a server that is kept to the ranks that may come after this process; end any other, as `stop` does."""
+        """Leave a kept server to later ranks; end any other, as `stop` does."""
         if self._scratch is not None and KeptServer.read(self._scratch) is None:
             self.stop()
         self._main = self._child = None
@@ -234,7 +234,7 @@ class ServerProcess:
             raise
 
     def _wait_for_start(self) -> None:
-        """Wait until the process that was started is ready, on another port if need be. Raises ServerStartError."""
+        """Wait until the process is ready, on another port if necessary. Raises ServerStartError."""
         timeout_s = self.settings.start_timeout_s
         deadline = self._started + timeout_s
         for attempt in range(1, PORT_TRIES + 1):
@@ -288,7 +288,7 @@ def wait_for_start(server: ServerProcess, endpoint: Endpoint, deadline: float, t
 
 
 def recover(server: ServerProcess, endpoint: Endpoint) -> str | None:
-    """Bring an adopted server to the state of one that has just started, whatever its last user was doing.
+    """Bring an adopted server to the state of a new one, whatever it was doing.
 
     Abort requests in flight, resume a paused generation, and claim no version of weights: those of an update that
     was cut short have two versions.
@@ -316,14 +316,14 @@ def log_since(log_file: Path, start: int) -> str:
 
 
 def telling_lines(log_file: Path, start: int) -> list[str]:
-    """Return a log's last lines from byte `start`, without quoted source code and SGLang's list of its settings."""
+    """Return a log's last lines after byte `start`, without source code and SGLang's settings."""
     lines = log_since(log_file, max(start, log_file.stat().st_size - 200_000)).splitlines()
     kept = [line[:_LONGEST_LINE] for line in lines if line.strip() and not line[0].isspace()]
     return [line for line in kept if "server_args=" not in line][-_TELLING_LINES:]
 
 
 def reserve_port(host: str, until: ExitStack) -> int:
-    """Return a free port; a bound socket that does not listen holds it `until` then, and only the server binds it too.
+    """Return a free port, which a bound, silent socket holds for the server `until` then.
 
     Raises UserError for an address that this host does not have.
     """

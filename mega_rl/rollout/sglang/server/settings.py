@@ -19,7 +19,7 @@ from mega_rl.rollout.sglang.server.installation import with_tools
 from mega_rl.rollout.sglang.server.nodes import Node
 
 _CPU_TOKENS = 32768  # on a CPU SGLang would size the KV cache by the machine's memory, which is the trainer's too
-# What a launcher tells the trainer's ranks. A server that heard it would take itself for one of them.
+# Variables that a launcher sets for ranks. A server that had them would take itself for one of the ranks.
 _OF_A_RANK = (
     "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -50,7 +50,7 @@ class ServerSettings:
     args: Mapping[str, object] = field(default_factory=dict)  # further ones, by SGLang's names; see `command_line`
 
     def __post_init__(self) -> None:
-        """Check the address. Raises UserError for one that opens the server to every network of the machine."""
+        """Raise UserError for an address that opens the server to every network."""
         if self.host in ("", "*") or (is_address(self.host) and ipaddress.ip_address(self.host).is_unspecified):
             raise UserError(
                 f"rollout.sglang.server.host={self.host!r} listens on all interfaces; name one address, such as "
@@ -151,7 +151,7 @@ def environment(settings: ServerSettings, *, scratch: Path, packages: Path | Non
 
 
 def cpu_binding(ranks: int, cpus: Sequence[int]) -> tuple[str, int]:
-    """Return the CPUs of each rank in SGLang's notation, "0,1|2,3", and the number of threads of each.
+    """Return each rank's CPUs in SGLang's notation, "0,1|2,3", and its threads.
 
     Ranks have equal shares of `cpus`; where there are more ranks than CPUs they take turns on them.
     """

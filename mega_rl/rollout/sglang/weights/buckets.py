@@ -26,7 +26,7 @@ FORMAT = "flattened_bucket"
 
 @dataclass(frozen=True)
 class MappedFile:
-    """First bytes of a file; unpickled, a uint8 tensor [nbytes] that maps them and writes nothing back."""
+    """First bytes of a file; unpickles to a private mapping of them, uint8 [nbytes]."""
 
     path: str
     nbytes: int

@@ -1,4 +1,4 @@
-"""Checks of a server before weights are sent to it: model, settings, names and shapes of tensors.
+"""Checks of a server before it gets weights: model, settings, names and shapes.
 
 SGLang 0.5.20 crashes on a tensor of a wrong shape and ignores an unknown name silently, so the sender checks both.
 """
@@ -69,7 +69,7 @@ class ExpectedServer:
 
 
 def sent_tensors(sharding: Sharding, dtype: torch.dtype) -> tuple[SentTensor, ...]:
-    """Return the tensors that the trainer sends, in order; `dtype` of all but those that are float32 in every model."""
+    """Return the tensors of an update, in order; some are float32 in every model."""
     return tuple(
         SentTensor(name, shape, torch.float32 if unit.float32 else dtype)
         for unit in export_plan(sharding)
@@ -105,7 +105,7 @@ def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: Ex
 
 
 def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
-    """Return the settings of a server under which an update fails or gives other weights, in words."""
+    """Return in words the settings of a server under which an update fails."""
     problems = []
     if server.get("version") != SGLANG_VERSION:
         problems.append(f"runs SGLang {server.get('version')!r}; its endpoints are known for {SGLANG_VERSION} only")
@@ -163,7 +163,7 @@ def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: ExpectedS
 
 
 def _wrong_tensors(expected: ExpectedServer, wanted: Mapping[str, tuple[int, ...]] | None) -> list[str]:
-    """Return the tensors that would be sent twice, not at all, in a wrong shape or dtype, or under an unknown name.
+    """Return in words the tensors whose number, name, shape or dtype is wrong.
 
     wanted: shapes of the server's model; None where its checkpoint cannot be read: the trainer's config gives them.
     """

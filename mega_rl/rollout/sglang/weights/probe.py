@@ -1,4 +1,4 @@
-"""Comparison of a server with the trainer: log-probs of the server's greedy tokens after a fixed prompt."""
+"""Comparison of a server with the trainer: log-probs of greedy tokens after a fixed prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Probe:
     hidden_token_ids: tuple[int, ...] = ()  # probability 0 in the trainer
 
     def __call__(self, controls: Mapping[int, Control], servers: Sequence[int]) -> tuple[dict[int, str], float]:
-        """Return (why each failed server failed, largest difference of all tokens in nats), equal on all ranks.
+        """Return (reason by failed server, largest difference of a token in nats), equal everywhere.
 
         controls: of the servers that this rank steers.
         """

@@ -1,4 +1,4 @@
-"""Resharding plan from the train layout to buckets of Hugging Face tensors: which rank writes which bytes.
+"""Resharding plan: which rank writes which bytes of buckets of Hugging Face tensors.
 
 Plain arithmetic over the export plan, the same on all ranks. Imports no torch.
 """
@@ -52,12 +52,12 @@ class Bucket:
 
     @property
     def pp_rank(self) -> int:
-        """Return the pipeline rank of its first unit, and of all of them in a plan `by_stage`."""
+        """Return the pipeline rank of its first unit (of all units if `by_stage`)."""
         return self.units[0].pp_rank
 
 
 class ParamWrites(NamedTuple):
-    """Parts of one of a rank's parameters that the rank writes; empty if other holders write all of it."""
+    """Parts of a parameter that its rank writes; empty if other holders write all."""
 
     vp_stage: int
     param: str  # name in the live chunk
@@ -65,7 +65,7 @@ class ParamWrites(NamedTuple):
 
 
 def plan_buckets(sharding: Sharding, *, bucket_bytes: int, itemsize: int, by_stage: bool = False) -> tuple[Bucket, ...]:
-    """Return the whole model in buckets of at most `bucket_bytes`, in the model's order; a larger unit has its own.
+    """Return the model in buckets of at most `bucket_bytes`; a larger unit has its own.
 
     `itemsize`: bytes per element of the dtype in which weights travel. `by_stage`: no bucket has units of two pipeline
     ranks, and those of all pipeline ranks come in turn, so that each gathers its next one while others send. Tensors
@@ -144,7 +144,7 @@ def covers(layout: ParallelLayout, ranks: Sequence[int], *, experts: bool) -> bo
 def writes(
     buckets: Sequence[Bucket], layout: ParallelLayout, *, rank: int, ranks: Sequence[int]
 ) -> list[list[ParamWrites]]:
-    """Return for each bucket the parts that `rank` writes when `ranks` write all; each byte falls to exactly one rank.
+    """Return by bucket the parts that `rank` writes; `ranks` write each byte exactly once.
 
     Ranks that hold the same rectangle have equal shares of its rows. `ranks` cover the model. All parameters of this
     rank's stage are listed, in one order: to read one that is sharded over data parallelism is collective.
@@ -154,7 +154,7 @@ def writes(
 
     @cache
     def holders(pp_rank: int, of_experts: bool, member: int | None) -> tuple[int, ...]:
-        """Return the ranks that hold a rectangle, in ascending order; member None: any rank of the stage."""
+        """Return the ranks that hold a rectangle, ascending; member None: any of the stage."""
 
         def number(at: RankCoordinates) -> int:
             return at.ep_rank * layout.etp + at.etp_rank if of_experts else at.tp_rank
@@ -185,7 +185,7 @@ def writes(
 def _shares(
     copy: Copy, slot: Slot, holders: tuple[int, ...], rank: int, turns: dict[tuple[int, ...], int]
 ) -> Iterator[Copy]:
-    """Yield this rank's share of a rectangle's rows; a small rectangle goes whole to its holders in turn."""
+    """Yield this rank's rows of a rectangle; small rectangles go whole to holders in turn."""
     itemsize = (slot.end - slot.start) // prod(slot.shape)
     count, index = len(holders), holders.index(rank)
     if copy.rows * copy.cols * itemsize < _LEAST_BYTES or copy.rows < count:

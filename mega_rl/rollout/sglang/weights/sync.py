@@ -198,7 +198,7 @@ class SglangWeightSync:
         return compared
 
     def _conclude(self, attempt: _Attempt, version: int) -> None:
-        """Put the servers that passed back into rotation, and log the others. Raises RunError when none is left."""
+        """Put servers that passed into rotation, log the others; RunError if none is left."""
         _, silent = each([i for i in attempt.failed if i in self._controls], lambda i: _answers(self._controls[i]))
         dead = merge_failures(silent, self._ranks)
         for i, why in attempt.failed.items():

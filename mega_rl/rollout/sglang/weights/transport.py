@@ -49,11 +49,11 @@ class TrainerWeights:
         return plan_buckets(sharding, bucket_bytes=bucket_bytes, itemsize=itemsize, by_stage=by_stage)
 
     def live(self) -> list[Mapping[str, Tensor]]:
-        """Return this rank's weights by name for each chunk; collective, as is reading one where they are sharded."""
+        """Return this rank's weights by name for each chunk; collective, like reading sharded ones."""
         return [weights_of(chunk) for chunk in self.engine.whole_chunks()]
 
     def export(self, *, bucket_bytes: int, own_stage: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) on all ranks of a replica, which gather together; see `export_hf`."""
+        """Yield (Hugging Face name, full tensor) on all ranks of a replica; see `export_hf`."""
         place = replace(self.engine.place, bucket_bytes=bucket_bytes)
         return export_hf(self.engine.whole_chunks(), place, dtype=self.dtype, own_stage=own_stage)
 
@@ -106,7 +106,7 @@ class Transport(ABC):
         return self._sites.index(server.hosts[0]) if self._sites else 0
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> dict[int, str]:
-        """Send every weight to these servers (None: all); return by server why it failed. All others have all weights.
+        """Send every weight to these servers (None: all); return the failed ones' reasons.
 
         Arguments and result are equal on all ranks. The servers must be paused; their cache is not flushed. The weight
         version goes with the last bucket. A server that fails hinders no other.
@@ -123,7 +123,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _send_buckets(self, requests: ServerRequests, servers: Sequence[Server], version: int) -> None:
-        """Send all buckets to the servers of this rank's site; `requests` has them on the rank that leads them."""
+        """Send all buckets to the site's `servers`; the leading rank's `requests` has them."""
 
     def _open(self) -> None:
         """Make the groups, and whatever else later sends reuse; collective."""
@@ -148,7 +148,7 @@ class RanksLost(RunError):
 
 
 def open_ranks(parts: Sequence[Sequence[int]] = (), *, timeout_s: float) -> GroupRanks:
-    """Return the ranks of this rank's part of the run, over gloo; without parts of the whole run; collective.
+    """Return the ranks of this rank's part (default: the run), over gloo; collective.
 
     Every rank is in one part: torch may ask ranks that a group leaves out to take part in its birth, and waits for ever
     where some rank is left out more often than others.
@@ -166,7 +166,7 @@ GroupRelease = Callable[[Server, BaseException | None], None]
 
 
 class ServerRequests:
-    """Concurrent requests to servers, one at a time to each; a server that failed gets no more."""
+    """Concurrent requests, one at a time to each server; a failed one gets none."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self.failed: dict[int, str] = {}
@@ -189,7 +189,7 @@ class ServerRequests:
         return [server for server in self._servers if server.index not in self.failed]
 
     def start(self, work: Callable[[Server, Control], None]) -> None:
-        """Call work(server, its receiver), one request, for each server that has not failed, each in its own thread."""
+        """Call work(server, its receiver) for each server left, each in a thread."""
         assert not self._waiting, "requests are pending"
         for server in self.servers:
             assert server.receiver is not None, f"this rank does not lead server {server.index}"
@@ -207,7 +207,7 @@ class ServerRequests:
         self._waiting = []
 
     def wait_together(self, release: GroupRelease) -> bool:
-        """Wait for the answers to requests in which servers wait for each other; return whether all succeeded.
+        """Wait for requests in which servers wait for each other; return whether all succeeded.
 
         After the first failure `release` is called for every server that has answered or failed, in the threads of the
         requests, so that those that wait for it end as well. A server that failed only because of another is not

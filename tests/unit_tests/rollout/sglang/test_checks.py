@@ -75,9 +75,15 @@ def test_sent_tensors_are_equal_for_all_layouts(checkpoints: dict[str, Path]) ->
         assert sorted(expected_for(path, world_size=2, **parallel).sent) == sorted(alone)
 
 
+MODELS = ({"model_type": "llama"}, {"architectures": ["LlamaForCausalLM"]}, {"is_generation": False})
+
+
 @pytest.mark.parametrize(
     ("changes", "results"),
     [
+        (MODELS[0], "serves model_type='llama', the trainer's model is 'qwen3'"),
+        (MODELS[1], "serves architectures=['LlamaForCausalLM']"),
+        (MODELS[2], "does not generate"),
         ({"version": "0.4.9"}, "runs SGLang '0.4.9'"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16', rollouts are to be in float32"),
         ({"dtype": "auto"}, "dtype='auto'"),
@@ -90,9 +96,10 @@ def test_sent_tensors_are_equal_for_all_layouts(checkpoints: dict[str, Path]) ->
         ({"json_model_override_args": "[1]"}, "cannot be read"),
     ],
 )
-def test_a_setting_that_does_not_fit_is_named(checkpoints: dict[str, Path], changes: Any, results: str) -> None:
+def test_setting_or_model_that_differs_is_named(checkpoints: dict[str, Path], changes: Any, results: str) -> None:
     path = checkpoints["qwen3"]
-    (problem,) = mismatches(model_info(path), {**SERVER, **changes}, expected_for(path))
+    model, server = (changes, {}) if changes in MODELS else ({}, changes)
+    (problem,) = mismatches(model_info(path, **model), {**SERVER, **server}, expected_for(path))
     assert results in problem
 
 
@@ -103,20 +110,6 @@ def test_settings_that_fit_are_no_problem(checkpoints: dict[str, Path]) -> None:
     assert "does not report experts, and rollout.sglang.return_routing=true asks for them" in problem
     fits = {"enable_return_routed_experts": True, "dp_size": 2, "enable_dp_attention": True, "dtype": "float"}
     assert mismatches(model_info(path), {**SERVER, **fits}, expected) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "results"),
-    [
-        ({"model_type": "llama"}, "serves model_type='llama', the trainer's model is 'qwen3'"),
-        ({"architectures": ["LlamaForCausalLM"]}, "serves architectures=['LlamaForCausalLM']"),
-        ({"is_generation": False}, "does not generate"),
-    ],
-)
-def test_another_model_is_named(checkpoints: dict[str, Path], changes: Any, results: str) -> None:
-    path = checkpoints["qwen3"]
-    (problem,) = mismatches(model_info(path, **changes), SERVER, expected_for(path))
-    assert results in problem
 
 
 NORM, HEAD, EXTRA = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight", "model.layers.2.extra.weight"

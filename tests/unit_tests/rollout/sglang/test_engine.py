@@ -158,27 +158,25 @@ def test_requests_carry_their_limits() -> None:
     assert asked[-1].most(SAMPLING) == 4
     longer = [replace(PROMPTS[0], token_ids=(3, 4, 5))]
     engine.generate(longer, [0], n=1, seed=(0,), limits=[3])
-    with pytest.raises(UserError, match="max_position_embeddings=6"):
+    said = "the longest prompt has 3 tokens and its response up to 4: .*max_position_embeddings=6"
+    with pytest.raises(UserError, match=said):
         engine.generate(longer, [0], n=1, seed=(0,), limits=[4])
 
 
 def test_an_evaluation_has_a_length_of_its_own() -> None:
     """Other than that of training, and greedy at temperature 0."""
-    fleet = ScriptedFleet(lambda requests, _: served(requests))
-    started: list[tuple[list[SampleRequest], Sampling]] = []
-    start = fleet.start
+    limits: list[int] = []
 
-    def noting(requests: list[SampleRequest], sampling: Sampling, **more: Any) -> Any:
-        started.append((requests, sampling))
-        return start(requests, sampling, **more)
+    def answer(requests: list[SampleRequest], _: Mapping[Key, Sample]) -> GenerationResult:
+        limits.extend(request.most(SAMPLING) for request in requests)
+        return served(requests)
 
-    fleet.start = noting  # type: ignore[method-assign]
+    fleet = ScriptedFleet(answer)
     engine, _ = engine_over(fleet, max_positions=32)
     generate(engine, draws=Draws(2, 0.0, max_new_tokens=30))
     generate(engine, draws=Draws(2, 0.5))
-    (longer, greedy), (usual, drawn) = started
-    assert [request.most(SAMPLING) for request in longer] == [30] * 6
-    assert [request.most(SAMPLING) for request in usual] == [4] * 6
+    assert limits == [30] * 6 + [4] * 6
+    greedy, drawn = (sampling for _, _, sampling in fleet.asked)
     assert (greedy.greedy, drawn.greedy, drawn.temperature) == (True, False, 0.5)
     with pytest.raises(UserError, match=r"validation\.max_new_tokens"):
         generate(engine, draws=Draws(2, 0.0, max_new_tokens=31))
@@ -305,33 +303,24 @@ def fails_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
     return result
 
 
-def test_a_failed_sample_ends_the_run() -> None:
-    engine, _ = engine_over(ScriptedFleet(fails_one))
-    with pytest.raises(
-        RolloutFailedError,
-        match=r"1 of 6 samples have no answer \(more than rollout.sglang.max_failed_share=0, .*is cut",
-    ):
-        generate(engine)
-
-
-def test_or_stays_out_of_the_loss() -> None:
-    engine, _ = engine_over(ScriptedFleet(fails_one), failed=FailedSamples(max_share=0.2))
+@pytest.mark.parametrize(
+    ("failed", "said"),
+    [
+        (FailedSamples(max_share=0.0), r"1 of 6 samples have no answer .*rollout\.sglang\.max_failed_share=0, .*is cut"),
+        (FailedSamples(max_share=0.1), r"more than rollout\.sglang\.max_failed_share=0\.1"),
+        (FailedSamples(max_share=0.2), ""),
+    ],
+)
+def test_failed_sample_ends_the_run_or_is_masked(failed: FailedSamples, said: str) -> None:
+    engine, _ = engine_over(ScriptedFleet(fails_one), failed=failed)
+    if said:
+        with pytest.raises(RolloutFailedError, match=said):
+            generate(engine)
+        return
     rows = generate(engine)
     assert rows.failed.tolist() == [True] + [False] * 5
     assert not rows.loss_mask[0].any()
     assert int(rows.lengths[0]) == 2
-
-
-def test_but_not_more_of_them_than_the_user_allows() -> None:
-    engine, _ = engine_over(ScriptedFleet(fails_one), failed=FailedSamples(max_share=0.1))
-    with pytest.raises(RolloutFailedError, match=r"more than rollout.sglang.max_failed_share=0.1"):
-        generate(engine)
-
-
-def test_prompts_leave_room_for_a_response() -> None:
-    engine, _ = engine_over(ScriptedFleet(lambda requests, _: served(requests)), max_positions=5)
-    with pytest.raises(UserError, match=r"the longest prompt has 2 tokens and its response up to 4"):
-        generate(engine)
 
 
 class InterruptibleFleet(ScriptedFleet):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,43 +51,27 @@ def routing_of(tokens: int, *, layers: int = 3, top_k: int = 2) -> tuple[Tensor,
     return experts, experts.numpy().tobytes()
 
 
+def routed_rows(samples: Mapping[Any, Any]) -> Any:
+    return rollout_of(
+        REQUESTS, samples, weight_version=4, with_failed=True, with_token_versions=False,
+        routed=RoutedLayers((False, True, True), top_k=2),
+    )  # fmt: skip
+
+
 def test_experts_go_with_their_tokens_and_mixtures() -> None:
-    """The dense first layer is left out; padding, last tokens and failed rows are unknown."""
+    """The dense first layer is left out; padding, last tokens, failed and aborted rows are unknown."""
     (long, long_bytes), (short, short_bytes) = routing_of(4), routing_of(3)
-    samples = {
-        (4, 0): replace(SAMPLES[4, 0], routing=long_bytes),
-        (6, 0): replace(SAMPLES[6, 0], routing=short_bytes),
-    }
-    rows = rollout_of(
-        REQUESTS, samples, weight_version=4, with_failed=True, with_token_versions=False,
-        routed=RoutedLayers((False, True, True), top_k=2),
-    )  # fmt: skip
-    assert rows.routing is not None
-    assert (rows.routing.dtype, rows.routing.shape) == (torch.int16, (3, 4, 2, 2))
-    assert torch.equal(rows.routing[0, :3], long[:, 1:].short())
-    assert torch.equal(rows.routing[2, :2], short[:, 1:].short())
-    assert (rows.routing[0, 3:] == -1).all()
-    assert (rows.routing[1] == -1).all()
-    assert (rows.routing[2, 2:] == -1).all()
-
-
-def test_experts_of_an_aborted_request_are_unknown() -> None:
-    _, long_bytes = routing_of(4)
-    samples = {(4, 0): replace(SAMPLES[4, 0], routing=long_bytes), (6, 0): SAMPLES[6, 0]}
-    rows = rollout_of(
-        REQUESTS, samples, weight_version=4, with_failed=True, with_token_versions=False,
-        routed=RoutedLayers((False, True, True), top_k=2),
-    )  # fmt: skip
-    assert rows.routing is not None
-    assert (rows.routing[0, :3] >= 0).all()
-    assert (rows.routing[2] == -1).all()
+    aborted = {(4, 0): replace(SAMPLES[4, 0], routing=long_bytes), (6, 0): SAMPLES[6, 0]}
+    routing = routed_rows(aborted | {(6, 0): replace(SAMPLES[6, 0], routing=short_bytes)}).routing
+    assert (routing.dtype, routing.shape) == (torch.int16, (3, 4, 2, 2))
+    assert torch.equal(routing[0, :3], long[:, 1:].short())
+    assert torch.equal(routing[2, :2], short[:, 1:].short())
+    unknown = (routing[0, 3:], routing[1], routing[2, 2:], routed_rows(aborted).routing[2])
+    assert all((experts == -1).all() for experts in unknown)
 
 
 @pytest.mark.parametrize("experts", [routing_of(4, layers=4)[1], routing_of(9)[1]], ids=["four layers", "more tokens"])
 def test_experts_of_another_model_are_an_error(experts: bytes) -> None:
     samples = {key: replace(sample, routing=experts) for key, sample in SAMPLES.items()}
     with pytest.raises(RunError, match=r"the model has 3 layers with 2 experts of each token: .*return_routing=false"):
-        rollout_of(
-            REQUESTS, samples, weight_version=4, with_failed=True, with_token_versions=False,
-            routed=RoutedLayers((False, True, True), top_k=2),
-        )  # fmt: skip
+        routed_rows(samples)

@@ -49,7 +49,7 @@ def test_a_part_of_the_reward_may_decide() -> None:
         [1, 1, 0],
         [2, 1, 0],
     ]
-    with pytest.raises(UserError, match=r"success\.right_part=correct has no effect: the reward is a number"):
+    with pytest.raises(UserError, match=r"curriculum\.right_part=correct has no effect: the reward is a number"):
         measured([9.0] * 4, prompts=PROMPTS[:2], part="correct")
 
 

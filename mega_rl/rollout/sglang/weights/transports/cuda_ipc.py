@@ -1,4 +1,4 @@
-"""Weights through the memory of GPUs that the trainer's ranks share with servers: CUDA IPC, on any number of hosts.
+"""Weights by CUDA IPC, through GPUs that the trainer's ranks share with servers.
 
 Every rank assembles each bucket on its GPU, and the servers' tensor-parallel rank on the same GPU opens that memory by
 its handle. The first rank of each host gathers the handles of its host's ranks, in one collective for each bucket that
@@ -99,14 +99,14 @@ class CudaDevice:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def handle(self, data: Tensor) -> object:
-        """Return a handle of `data`, as it is after the work that is queued on the device by now; JSON.
+        """Return a handle of `data` after the work that is queued on the device; JSON.
 
         A process must open it once: until then `data` keeps its memory.
         """
         return as_json(with_uuid(reduce_tensor(data)[1], self._uuid))
 
     def opened(self, handle: object) -> object:
-        """Return, on any rank, an object that unpickles to the tensor of a handle on its own device."""
+        """Return an object that unpickles to a handle's tensor; any rank may call it."""
         return _Handle((rebuild_cuda_tensor, from_json(handle)))
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class CudaIpcTransport(Transport):
     def _post(
         self, bucket: Bucket, handles: Sequence[object], device: CudaDevice, version: int | None
     ) -> Callable[[Server, Control], None]:
-        """Return the request for one bucket; handles: of this site's ranks, None if no server opens it."""
+        """Return the request for one bucket; handles: of the site's ranks, None if unused."""
         own = [rank for rank, site in enumerate(self._sites) if site == self._sites[self._world.rank]]
         texts = {
             rank: payload(device.opened(handle), bucket, self._weights.dtype)

@@ -54,7 +54,7 @@ Meeting = dict[str, Any]  # arguments of `ServerGroup`, as JSON
 
 
 class DistributedTransport(Transport):
-    """`Transport` over a process group of each stage's source and all servers; rank 0 talks to all of them."""
+    """`Transport` over a group of each stage's source and all servers; rank 0 leads."""
 
     name = "distributed"
     _by_stage = True
@@ -86,7 +86,7 @@ class DistributedTransport(Transport):
         super().close()
 
     def _staged(self, stream: Iterator[tuple[str, Tensor]], stage: int) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield this stage's buckets; the bytes of one stay until the one after the next is asked for."""
+        """Yield this stage's buckets; two of them are in memory at once."""
         own = [bucket for bucket in self.buckets if bucket.pp_rank == stage]
         room = max(bucket.nbytes for bucket in own)
         memory = [torch.empty(room, dtype=torch.uint8, device=self._weights.device) for _ in range(2)]
@@ -95,7 +95,7 @@ class DistributedTransport(Transport):
     def _send_all(
         self, requests: ServerRequests, groups: _Groups, staged: Iterator[tuple[Bucket, Tensor]], version: int
     ) -> None:
-        """Send the buckets of all stages in order; take all of this stage's, even if no server is left."""
+        """Send all stages' buckets in order; take all of this stage's in any case."""
         breaks = 0
         joined = groups.join(requests)
         waiting = next(staged, None)
@@ -137,7 +137,7 @@ class DistributedTransport(Transport):
 
 
 class _Groups:
-    """One group for each stage, the same servers in all; on the ranks that send, whose methods are collective."""
+    """One group of all servers for each stage. Methods are collective over the senders."""
 
     def __init__(self, senders: GroupRanks, stage: int, *, backend: str, timeout_s: float) -> None:
         """senders: the sources, whose first is rank 0; stage: of this rank."""
@@ -150,7 +150,7 @@ class _Groups:
         self._members: list[tuple[Server, Endpoint]] = []  # on rank 0
 
     def join(self, requests: ServerRequests) -> bool:
-        """Make groups of all servers of `requests` that have not failed, unless these are the groups' members now.
+        """Make groups of all servers of `requests` that are left, unless these stand.
 
         Returns whether there are any; the others have failed.
         """
@@ -190,7 +190,7 @@ class _Groups:
     def settled(
         self, requests: ServerRequests, own: Future[None] | None, *, release: GroupRelease | None = None
     ) -> bool:
-        """Return whether all servers have answered with success, and this rank's part in it, `own`, has ended too."""
+        """Return whether all servers succeeded and this rank's part, `own`, has ended too."""
         good = requests.wait_together(release or self._release) if self.leads else True
         good = broadcast_json(good, self._senders)
         failed = False
@@ -202,7 +202,7 @@ class _Groups:
         return good and not self._senders.max(torch.tensor(int(failed)))
 
     def _release(self, server: Server, error: BaseException | None) -> None:
-        """Let a server leave the groups, so that its peers no longer wait for it; skip one that does not answer."""
+        """Let a server that answers leave the groups, so that its peers stop waiting."""
         if not isinstance(error, ServerError) or error.status is not None:
             with suppress(ServerError):  # its failure, if it has one, is known already
                 self._leave(server)
@@ -283,7 +283,7 @@ def _receiver(server: Server) -> Control:
 
 
 class Rendezvous:
-    """Store on one rank of the trainer at which the members of groups meet; one for groups of any names."""
+    """Store on one rank of the trainer at which the members of groups meet."""
 
     def __init__(self, urls: Sequence[str], *, timeout_s: float) -> None:
         """Listen where these servers reach this machine, on a free port."""
@@ -320,7 +320,7 @@ class Rendezvous:
 
 
 class ServerGroup:
-    """Group in which this rank is 0, the source of every broadcast, and servers' ranks are 1 and on.
+    """Group of this rank, 0 and the source of broadcasts, and of the servers' ranks.
 
     Built as SGLang's `init_custom_process_group` builds the servers' side: the store's keys have the group's name as
     prefix twice (once by torch), then the device. Not registered with torch.distributed, whose own groups end together
@@ -357,7 +357,7 @@ class ServerGroup:
         return _on_a_thread(join)
 
     def broadcast(self, data: Tensor) -> Future[None]:
-        """Start to send `data` [n] uint8 to all servers' ranks; it must not change until the future is done.
+        """Start to send `data` [n] uint8 to all servers' ranks; do not change it meanwhile.
 
         The future raises RuntimeError. On a thread, because the first broadcast over NCCL waits for its peers.
         """
@@ -380,7 +380,7 @@ class ServerGroup:
 
 
 def _on_a_thread(work: Callable[[], None]) -> Future[None]:
-    """Return the future of work on a thread that the end of this process does not wait for."""
+    """Return the future of work on a daemon thread."""
     future: Future[None] = Future()
 
     def run() -> None:

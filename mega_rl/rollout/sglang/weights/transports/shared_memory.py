@@ -99,7 +99,7 @@ class SharedMemoryTransport(Transport):
 
 
 def _places(buckets: Sequence[Bucket]) -> tuple[list[int], int]:
-    """Return (offset of each bucket, bytes in all) such that no bucket overlaps the one before or after it.
+    """Return (offset of each bucket, bytes in all) without overlap of neighbours.
 
     Buckets lie at the front and at the end in turn, so that it takes the largest sum of two neighbours: two buckets, or
     one and the largest group of tensors that stays together.
