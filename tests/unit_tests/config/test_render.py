@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.config.choices import CHOICES
 from mega_rl.config.keys import FIELDS
 from mega_rl.config.loader import load
 from mega_rl.config.render import config_markdown, print_config, resolved_yaml
@@ -44,3 +45,17 @@ def test_docs_page_has_a_line_with_a_sentence_for_every_key() -> None:
     lines = re.findall(r"^- `(\w+\.[\w.]+)` \(`.*?\): (.*)$", config_markdown(), re.MULTILINE)
     assert [key for key, _ in lines] == list(FIELDS)
     assert [key for key, sentence in lines if not sentence.endswith(".")] == []
+
+
+def test_docs_page_names_settings_of_every_kind() -> None:
+    """A setting that several kinds share has its line at the first of them; the others name it."""
+    page = config_markdown()
+    for key, choice in CHOICES.items():
+        section = page.partition(f"## {key}\n")[2].partition("\n## ")[0]
+        for name, area in choice.builtin.items():
+            entry = section.partition(f"- **{name}**: ")[2].partition("\n- **")[0]
+            fields = getattr(area, "__dataclass_fields__", {})
+            assert [field for field in fields if fields[field].metadata and f"`{field}`" not in entry] == [], (
+                key,
+                name,
+            )
