@@ -128,9 +128,11 @@ def block(run: ScaleRun) -> str:
 
 
 def coefficients() -> str:
-    """Return a table of the cost model's coefficients."""
-    rows = [[f"`{name}`", *(f"{getattr(each, name):g}" for each in HARDWARE.values())] for name in RATES]
-    return "\n".join(_rows(["", *HARDWARE], rows)) + "\n"
+    """Return a table of the cost model's coefficients, with those that all GPUs share below it."""
+    values = {name: [f"{getattr(each, name):g}" for each in HARDWARE.values()] for name in RATES}
+    rows = [[f"`{name}`", *row] for name, row in values.items() if len(set(row)) > 1]
+    shared = ", ".join(f"`{name}` {row[0]}" for name, row in values.items() if len(set(row)) == 1)
+    return "\n".join([*_rows(["", *HARDWARE], rows), "", f"On all: {shared}."]) + "\n"
 
 
 def rendered(page: str) -> str:

@@ -153,7 +153,7 @@ class TeacherDivergence(PolicyLoss):
     beta: float = setting(
         1.0,
         "Divergence of student p and teacher q: 1 is KL(p || q), 0 is KL(q || p), between them the generalised "
-        "Jensen-Shannon divergence with the mixture beta q + (1 - beta) p.",
+        "Jensen-Shannon divergence.",
         min=0.0,
         max=1.0,
     )

@@ -55,8 +55,8 @@ class GAESettings(AdvantageSettings):
     gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
     gae_lambda: float = setting(
         1.0,
-        "Decay of later errors per token: in the critic's targets, and in the advantages unless one of the next "
-        "two is set.",
+        "Decay of later errors per token, in the critic's targets, and in the advantages unless the next two say "
+        "otherwise.",
         min=0.0,
         max=1.0,
     )
@@ -65,8 +65,7 @@ class GAESettings(AdvantageSettings):
     )
     length_alpha: float = setting(
         0.0,
-        "Decay 1 - 1 / (length_alpha * tokens of the response) of the advantages, as in VAPO (0.05); 0: a constant "
-        "one.",
+        "Decay of the advantages, 1 - 1 / (length_alpha * response tokens), as in VAPO (0.05); 0: constant.",
         min=0.0,
     )
     whiten: bool = setting(True, "Whiten the advantages over the global batch.")
@@ -87,8 +86,7 @@ class GRPOSettings(AdvantageSettings):
 
     std: str = setting(
         "group",
-        "Deviation that centred rewards are divided by: of the prompt's samples, of all samples, or none as in Dr. "
-        "GRPO.",
+        "Deviation that divides centred rewards: of the prompt's samples, of all, or none as in Dr. GRPO.",
         choices=("group", "batch", "none"),
     )
 
@@ -143,7 +141,7 @@ class PassAtKSettings(AdvantageSettings):
     right_above: float = setting(0.5, "A sample with a reward above this is right.")
     std: str = setting(
         "group",
-        "Deviation that advantages are divided by: of the rewards of the prompt's sets (group), or none.",
+        "Deviation that divides advantages: of the rewards of the prompt's sets (group), or none.",
         choices=("group", "none"),
     )
 

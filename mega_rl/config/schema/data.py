@@ -59,8 +59,7 @@ class StreamConfig:
 
     rows: int = setting(
         0,
-        "Rows in memory at a time, shuffled together; two more blocks are read ahead. 0 reads all prompts at the "
-        "start.",
+        "Rows of a block in memory, shuffled together; two more are read ahead. 0 reads all prompts at the start.",
         unit="rows",
         min=0,
     )

@@ -24,8 +24,8 @@ class ChatConfig:
 
     template: str = setting(
         "auto",
-        "Whether the chat template renders prompts. auto: only lists of messages; true: strings too, as user "
-        "messages; false: lists are errors.",
+        "Use the chat template for lists of messages (auto), for strings too, as user messages (true), or never: "
+        "lists are errors (false).",
         choices=("auto", "true", "false"),
     )
     template_kwargs: dict[str, Any] = setting(
@@ -93,7 +93,7 @@ class SglangServerConfig:
 
     count: int = setting(
         0,
-        "Servers to start on each host, or on each group of hosts that one spans; 0: as many as devices hold.",
+        "Servers to start on each host or group of hosts; 0: as many as devices hold.",
         unit="servers",
         min=0,
     )
@@ -147,8 +147,8 @@ class SglangConfig:
     )
     placement: str = setting(
         "auto",
-        "Servers share the trainer's devices in turns (colocated) or have other devices (separate); auto is "
-        "colocated for started servers without trainer.async_steps.",
+        "Servers take turns on the trainer's devices (colocated) or have their own; auto is colocated for started "
+        "servers without trainer.async_steps.",
         choices=("auto", "colocated", "separate"),
     )
     start_timeout_s: float = setting(600.0, "Deadline of a server's start.", unit="seconds", above=0.0)
@@ -198,8 +198,7 @@ class DynamicSamplingConfig:
 
     max_generations: int = setting(
         0,
-        "Generations of a step at most; then prompts of equal rewards fill it. 0: one generation, and all its "
-        "prompts train.",
+        "Most generations of a step; then prompts of equal rewards fill it. 0: one, whose prompts all train.",
         unit="generations",
         min=0,
     )
@@ -212,8 +211,8 @@ class RolloutConfig:
 
     backend: str = setting(
         "hf",
-        "Rollout engine: Hugging Face generate in the trainer's processes (hf), SGLang servers (sglang), or none "
-        "if your rollout.source needs no engine.",
+        "Rollout engine: Hugging Face models in the trainer's processes, SGLang servers, or none if your "
+        "rollout.source needs none.",
         choices=("hf", "sglang", "none"),
     )
     source: Kind = tagged(

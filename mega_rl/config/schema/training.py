@@ -22,7 +22,7 @@ class ModelConfig:
     dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
     fp32_head: bool = setting(
         False,
-        "Compute logits in FP32, at twice their memory: bf16 rounds them to 8 bits, by up to 1/16 at 16 and above.",
+        "Compute logits in FP32, at twice their memory: bf16 rounds those above 16 by up to 1/16.",
     )
     attn_implementation: str = setting(
         "auto",
@@ -81,7 +81,7 @@ class OptimConfig:
     )
     max_skipped_steps: int = setting(
         3,
-        "Steps in a row that a model may skip because its gradient norm is not finite; one more ends the run.",
+        "Steps in a row that may be skipped for a gradient norm that is not finite; more end the run.",
         unit="optimizer steps",
         min=0,
     )
@@ -171,8 +171,8 @@ class AlgorithmConfig:
     )
     old_logprobs: str = setting(
         "auto",
-        "Log-probs before the update: from a separate forward (recompute), from the update's own forward if a step "
-        "makes one optimizer step (auto), or the sampler's (rollout).",
+        "Log-probs before the update: from a separate forward (recompute), the update's own if a step makes one "
+        "optimizer step (auto), or the sampler (rollout).",
         choices=("auto", "recompute", "rollout"),
     )
     value_clip: float = setting(

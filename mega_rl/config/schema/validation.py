@@ -34,8 +34,8 @@ class ValidationConfig:
     right_part: str = setting("", "Named part of the reward that decides this; empty: the reward.")
     answer_of: str = setting(
         "",
-        "Function path/to/file.py:name that returns a response's answer for maj@k, or None; empty takes the last "
-        "\\boxed{}, else the text after ####, else the response.",
+        "Function path/to/file.py:name of a response's answer for maj@k, or None; empty: the last \\boxed{}, else the "
+        "text after ####, else the response.",
     )
 
     @property
