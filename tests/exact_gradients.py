@@ -281,16 +281,15 @@ def is_shown(case: Case) -> bool:
 def table(results: list[Result]) -> list[str]:
     """Return the lines of a table: the largest error over losses of each estimator, placement and correction."""
     lines = [
-        "| estimator | losses | KL | correction | error, standard errors | size | cosine |",
-        "|---|---|---|---|---|---|---|",
+        "| estimator | KL | correction | error, standard errors | size | cosine |",
+        "|---|---|---|---|---|---|",
     ]
     kinds = dict.fromkeys((r.case.estimator, r.case.placement, r.case.correction) for r in results)
     for kind in kinds:
         own = [r for r in results if (r.case.estimator, r.case.placement, r.case.correction) == kind]
-        losses = "ppo" if len(own) == 1 else f"all {len(own)}"
         error, cosine = max(r.error for r in own), min(r.cosine for r in own)
         size = max((r.size for r in own), key=lambda size: abs(size - 1))
-        lines.append(f"| {kind[0]} | {losses} | {kind[1]} | {kind[2]} | {error:.1f} | {size:.3f} | {cosine:.4f} |")
+        lines.append(f"| {kind[0]} | {kind[1]} | {kind[2]} | {error:.1f} | {size:.3f} | {cosine:.4f} |")
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -90,11 +91,12 @@ def _row(name: str, default: object, field: dataclasses.Field[Any]) -> str:
 
 
 def _legal(field: dataclasses.Field[Any]) -> str:
-    """Legal values of a field as the page writes them: '≥ 1 ranks', '> 0 and ≤ 1', 'bf16, fp32'."""
+    """Return the legal values of a field as the page writes them: '≥ 1 ranks', '0 to 1', 'bf16, fp32'."""
     words = {"one of ": "", "above": ">", "at least": "≥", "at most": "≤"}
     legal = describe_range(field)
     for word, sign in words.items():
         legal = legal.replace(word, sign)
+    legal = re.sub(r"≥ (\S+) and ≤", r"\1 to", legal)
     return f"{legal} {field.metadata['unit']}".strip()
 
 

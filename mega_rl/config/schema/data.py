@@ -39,8 +39,7 @@ class MixtureConfig:
     )
     temperature: float = setting(
         1.0,
-        "Without weights a source's share is its number of prompts to the power 1/temperature: 1 draws all prompts "
-        "alike.",
+        "Without weights a source's share is its number of prompts to the power 1/temperature.",
         above=0.0,
     )
 

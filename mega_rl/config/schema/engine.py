@@ -202,8 +202,7 @@ class FsdpConfig:
     )
     reduce_every_microbatch: bool = setting(
         True,
-        "Reduce gradients after every micro-batch; false: once per optimizer step, with less traffic and whole "
-        "FP32 gradients in memory.",
+        "Reduce gradients after every micro-batch; false: once per optimizer step, keeping whole FP32 gradients.",
     )
     grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
     cpu_offload: bool = setting(False, "Keep weights, gradients and optimizer state in host memory; Adam steps there.")

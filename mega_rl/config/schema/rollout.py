@@ -222,9 +222,7 @@ class RolloutConfig:
     )
     n: int = setting(8, "Samples per prompt.", unit="samples", min=1)
     temperature: float = setting(1.0, "Sampling temperature; the trainer's log-probs use it too.", above=0.0)
-    top_p: float = setting(
-        1.0, "Nucleus mass; a run warns below 1, since training does not see the cut.", above=0.0, max=1.0
-    )
+    top_p: float = setting(1.0, "Nucleus mass; below 1 a run warns: training does not see the cut.", above=0.0, max=1.0)
     top_k: int = setting(0, "Keep the k most likely tokens, with the same warning; 0: all.", unit="tokens", min=0)
     max_new_tokens: int = setting(256, "Longest response.", unit="tokens", min=1)
     stop_token_ids: list[int] = setting([], "Token ids that end a response besides the model's.")
@@ -323,7 +321,7 @@ class OverlongConfig:
 
     filter: bool = setting(
         False,
-        "Leave responses that the length limit cut out of every loss; their rewards still count in group statistics.",
+        "Leave truncated responses out of every loss; their rewards still count in group statistics.",
     )
     buffer_tokens: int = setting(
         0,
@@ -354,8 +352,7 @@ class RewardConfig:
     )
     sources: dict[str, list[str]] = setting(
         {},
-        "Names of reward.functions that score each data source, as {gsm8k: [correct, format]}; empty: all score "
-        "every row.",
+        "Functions that score each data source, as {gsm8k: [correct, format]}; empty: all score every row.",
     )
     weights: dict[str, float] = setting(
         {},
@@ -363,8 +360,7 @@ class RewardConfig:
     )
     skip_special_tokens: bool = setting(
         True,
-        "Leave special tokens out of the scored text; false shows those that the model wrote, except the final "
-        "stop token.",
+        "Leave special tokens out of the scored text; false shows all but the final stop token.",
     )
     sandbox: RewardSandboxConfig = tagged(
         by_name(LocalSandboxConfig, RemoteSandboxConfig),

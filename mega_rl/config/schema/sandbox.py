@@ -49,8 +49,7 @@ class LocalSandboxConfig(RewardSandboxConfig):
     tmp_mib: int = setting(16, "Size of a case's temporary files, and of its shared memory.", unit="MiB", min=1)
     interpreter: str = setting(
         "",
-        "Absolute path of the Python inside, whose folder it can read; empty: that of this environment, without its "
-        "packages.",
+        "Absolute path of the Python inside; empty: this environment's, without packages.",
     )
 
 

@@ -15,7 +15,7 @@ class ModelConfig:
 
     path: str = setting(
         "",
-        "Checkpoint of the actor: a Hugging Face directory, or a model of the Hub as org/name or org/name@revision.",
+        "Checkpoint of the actor: a Hugging Face directory, or org/name or org/name@revision of the Hub.",
     )
     ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
     critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
@@ -26,8 +26,7 @@ class ModelConfig:
     )
     attn_implementation: str = setting(
         "auto",
-        "Attention kernel: plain matrix products (eager), torch's fused one (sdpa), FlashAttention, or the best "
-        "available.",
+        "Attention kernel: plain (eager), torch's fused (sdpa), FlashAttention, or the best available.",
         choices=ATTENTION,
     )
     critic_attn_implementation: str = setting(
@@ -196,8 +195,7 @@ class MicrobatchConfig:
     size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
     skip_zero_advantages: bool = setting(
         False,
-        "Leave responses whose advantages are all 0 out of the policy's updates: equal gradient, metrics of the "
-        "others only.",
+        "Leave responses without advantages out of the policy's updates: equal gradient, metrics of the others.",
     )
 
 
