@@ -11,15 +11,15 @@ TABLE = ROOT / "mega_rl" / "tracking" / "report" / "assets" / "metrics.tsv"
 
 
 def table() -> str:
-    """Return a line for each row of the page's tables: name, unit, meaning, expect, separated by tabs."""
-    rows = re.findall(r"^\| `([^`]+)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    lines = [[name, *(plain(cell) for cell in re.split(r"(?<!\\) \| ", cells)[:3])] for name, cells in rows]
+    """Return a line for each entry of the page: name, unit, meaning, expect ("-" if none), separated by tabs."""
+    entry = re.compile(r"^- `([^`]+)` \((.*?)\): (.*?)\.(?: Expect: (.*)\.)?$", re.MULTILINE)
+    lines = [[plain(part) or "-" for part in match] for match in entry.findall(PAGE.read_text(encoding="utf-8"))]
     return "".join("\t".join(line) + "\n" for line in lines)
 
 
 def plain(cell: str) -> str:
-    """Return a cell without the marks of Markdown."""
-    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).replace("`", "").replace("\\|", "|").strip()
+    """Return a part of an entry without the marks of Markdown."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).replace("`", "").strip()
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_rl.api import prepared
 from mega_rl.cli.launcher import become
-from mega_rl.cli.options import Overrides, made, with_options
+from mega_rl.cli.options import Overrides, made, prepared, with_options
 from mega_rl.config import loader, render
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.errors import UserError

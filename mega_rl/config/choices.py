@@ -127,6 +127,7 @@ class Choice:
         others = [kind.name for kind in self.builtin.values() if setting in getattr(kind, "__dataclass_fields__", ())]
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(fields) or 'none'}"
         hint = f"it belongs to {self.key}={' or '.join(others)}" if others else hint
+        hint = f"write {self.key}=NAME" if setting in ("placement", "implementation", "kind") else hint  # as once
         return f"{self.key}.{setting} has no effect: {self.key}={name} has no such setting; {hint}"
 
     def _legal(self, name: str) -> str:

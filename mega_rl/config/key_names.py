@@ -16,14 +16,29 @@ for _peer, _name, _setting in rows_of("peer_names.tsv"):
     NAMES.setdefault(_peer, {})[_name] = _setting
 
 
+# Keys of earlier versions, and of what is below them.
+MOVED = {
+    **{f"{key}_settings": key for key in ("algorithm.advantage", "algorithm.loss", "algorithm.correction")},
+    **{f"{key}_settings": key for key in ("rollout.source", "data.source")},
+    **{f"reward.{name}": "reward.source" for name in ("pool", "http", "model")},
+    "data.curriculum.success": "data.curriculum",
+    "rollout.sglang.server.max_total_tokens": "rollout.sglang.server.args.max_total_tokens",
+    "rollout.sglang.server.mem_fraction": "rollout.sglang.server.args.mem_fraction_static",
+    "rollout.sglang.failed_samples": "rollout.sglang.max_failed_share",
+}
+
+
 def unknown_key(key: str) -> str:
     """Return the error for a key that is no setting."""
+    for old, new in MOVED.items():
+        if key == old or key.startswith(f"{old}."):
+            return f"{key}: unknown key; it is {new}{key.removeprefix(old)} now"
     return f"{_legible(key)}: unknown key; {in_peers(key) or nearest_key(key)}"
 
 
 def unknown_section(key: str, *, holds_settings: bool) -> str:
     """Return the error for a name that is no section; holds_settings: a mapping stands under it."""
-    if in_peers(key):
+    if in_peers(key) or key in MOVED:
         return unknown_key(key)
     near = difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.5) if holds_settings else []
     guess = f"did you mean {near[0]}?" if near else nearest_key(key)

@@ -61,6 +61,7 @@ def test_a_diff_applies_and_does_what_the_page_says(tmp_path: Path, diff: str, p
 
     run("git", "apply", "-", text=diff)
     changed = re.findall(r"^\+\+\+ b/(.*)$", diff, re.M)
+    assert len(changed) <= 2, "a capability is a new object in one place"
     run(sys.executable, "-m", "ruff", "check", "--quiet", *changed)
     run(sys.executable, "-m", "ruff", "format", "--quiet", "--check", *changed)
     assert run(sys.executable, "-c", program) == output

@@ -57,7 +57,7 @@ TokenLoss = tuple[Tensor, dict[str, Tensor]]
 
 
 class PolicyObjective(Protocol):
-    """A policy loss, as `mega_rl.algorithms.policy_losses.PolicyLoss`, or a user's function or class."""
+    """A policy loss, as `mega_rl.algorithms.policy_losses.LossKind`, or a user's function or class."""
 
     def __call__(self, tokens: PolicyTokens, /) -> TokenLoss:
         """Return (loss of each token, to be minimised, before `loss_weights`; token means by name: "actor/...")."""

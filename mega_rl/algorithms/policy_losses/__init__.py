@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PolicyLoss(Kind):
+class LossKind(Kind):
     """A policy loss: a dataclass whose fields are its settings, called with the tokens of a micro-batch.
 
     The class variables say what it needs of a run.
@@ -36,13 +36,13 @@ class PolicyLoss(Kind):
         raise NotImplementedError
 
 
-def _found() -> Iterator[type[PolicyLoss]]:
+def _found() -> Iterator[type[LossKind]]:
     """Yield the losses of every file of this folder."""
     for entry in pkgutil.iter_modules(__path__, f"{__name__}."):
         for value in vars(importlib.import_module(entry.name)).values():
-            if isinstance(value, type) and issubclass(value, PolicyLoss) and value.__module__ == entry.name:
+            if isinstance(value, type) and issubclass(value, LossKind) and value.__module__ == entry.name:
                 yield value
 
 
 # By name; classes without a name are bases of others.
-LOSSES: dict[str, type[PolicyLoss]] = {loss.name: loss for loss in _found() if loss.name}
+LOSSES: dict[str, type[LossKind]] = {loss.name: loss for loss in _found() if loss.name}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega_rl.algorithms.policy_losses import PolicyLoss
+from mega_rl.algorithms.policy_losses import LossKind
 from mega_rl.config.setting import setting
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PPO(PolicyLoss):
+class PPO(LossKind):
     """The clipped objective of PPO, which GRPO uses too.
 
         ratio = exp(log_ratio)
@@ -60,7 +60,7 @@ class PPO(PolicyLoss):
 
 
 @dataclass(frozen=True)
-class GSPO(PolicyLoss):
+class GSPO(LossKind):
     """Group sequence policy optimization: the clipped objective with one ratio for all tokens of a response.
 
         s    = exp(mean of log_ratio over the response)
@@ -95,7 +95,7 @@ class GSPO(PolicyLoss):
 
 
 @dataclass(frozen=True)
-class GMPO(PolicyLoss):
+class GMPO(LossKind):
     """Geometric-mean policy optimization: the geometric mean of a response's clipped token ratios.
 
         l_t  = min(log_ratio, clip_high)     where A > 0
@@ -161,7 +161,7 @@ class ClipCov(PPO):
 
 
 @dataclass(frozen=True)
-class KLCov(PolicyLoss):
+class KLCov(LossKind):
     """The unclipped objective with a penalty on the tokens that would reduce the entropy most, as in `ClipCov`.
 
         loss = -A * ratio, + coef * |log_ratio| where c >= threshold; bounded by dual_clip as PPO's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega_rl.algorithms.policy_losses import PolicyLoss
+from mega_rl.algorithms.policy_losses import LossKind
 from mega_rl.config.setting import setting
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ SMALLEST = 1e-7  # floor of 1 - p before its logarithm: half a rounding of 1 in 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drifting(PolicyLoss):
+class Drifting(LossKind):
     """A loss that may hold the policy near what sampled."""
 
     scales_with_advantage = True
@@ -108,7 +108,7 @@ def _masked_objective(tokens: PolicyTokens, far: Tensor, *, cap: float) -> Token
 
 
 @dataclass(frozen=True)
-class SAPO(PolicyLoss):
+class SAPO(LossKind):
     """Soft adaptive policy optimization: a smooth gate in place of the clip.
 
         loss = -A * sigmoid(tau * (ratio - 1)) * 4 / tau        tau: tau_positive where A > 0, else tau_negative
@@ -137,7 +137,7 @@ class SAPO(PolicyLoss):
 
 
 @dataclass(frozen=True)
-class TeacherDivergence(PolicyLoss):
+class TeacherDivergence(LossKind):
     """On-policy distillation over the whole vocabulary: the divergence of the student from a teacher.
 
         loss = D(p, q)      D: mega_rl.parallel.divergence

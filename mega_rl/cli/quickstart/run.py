@@ -18,8 +18,8 @@ from typing import Annotated
 import typer
 
 from mega_rl import versions
-from mega_rl.api import prepared
 from mega_rl.cli.look import report
+from mega_rl.cli.options import prepared
 from mega_rl.cli.output import print_table
 from mega_rl.cli.quickstart import programs, sums, word_problems
 from mega_rl.config.loader import load

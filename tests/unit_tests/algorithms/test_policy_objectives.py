@@ -252,12 +252,12 @@ def test_a_response_of_one_token_far_away_stays_finite(name: str) -> None:
 NEW = """
 from dataclasses import dataclass
 
-from mega_rl.algorithms.policy_losses import PolicyLoss
+from mega_rl.algorithms.policy_losses import LossKind
 from mega_rl.config.setting import setting
 
 
 @dataclass(frozen=True)
-class Reinforce(PolicyLoss):
+class Reinforce(LossKind):
     '''Minus advantage times log-prob.'''
 
     name = "reinforce"

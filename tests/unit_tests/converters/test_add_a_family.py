@@ -51,6 +51,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, folder / name)  # with byte code, whose compilation is half of the test
     for name in ("README.md", "README.zh-CN.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
+    assert len(re.findall(r"^\+\+\+ b/mega_rl/", example(), re.M)) <= 2, "a family is an entry in one place"
     applied = run(folder, "git", "apply", "-", text=example())
     assert applied.returncode == 0, applied.stderr
     written = run(folder, sys.executable, "-m", "tests.code_tables")

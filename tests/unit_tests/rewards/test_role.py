@@ -384,7 +384,7 @@ def test_longest_call_of_any_rank_is_a_metric(function: str, workers: bool) -> N
 
 def test_no_component_can_have_the_name_of_another_metric() -> None:
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `reward/(\w+)`", page, re.M)) | {"overlong"} == set(TAKEN)
+    assert set(re.findall(r"^- `reward/(\w+)`", page, re.M)) | {"overlong"} == set(TAKEN)
 
 
 SOURCES = {"sums/easy": ["correct", "form"], "chat": ["polite"]}

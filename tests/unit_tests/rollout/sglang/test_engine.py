@@ -306,7 +306,7 @@ def fails_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
 @pytest.mark.parametrize(
     ("failed", "said"),
     [
-        (FailedSamples(max_share=0.0), r"1 of 6 samples have no answer .*rollout\.sglang\.max_failed_share=0, .*is cut"),
+        (FailedSamples(max_share=0.0), r"1 of 6 samples .*rollout\.sglang\.max_failed_share=0, .*is cut"),
         (FailedSamples(max_share=0.1), r"more than rollout\.sglang\.max_failed_share=0\.1"),
         (FailedSamples(max_share=0.2), ""),
     ],
