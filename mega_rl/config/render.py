@@ -46,7 +46,7 @@ def config_markdown() -> str:
 def _kind_lines(kinds: Mapping[str, type[Kind]]) -> list[str]:
     """Return the kinds of a tagged section with their settings; a repeated setting only names the kind that has it."""
     lines: list[str] = []
-    owners: dict[str, str] = {}  # by row of a setting: the first kind that has it
+    owners: dict[str, str] = {}  # first kind that has a row
     for kind, area in kinds.items():
         settings: Iterable[dataclasses.Field[Any]] = getattr(area, "__dataclass_fields__", {}).values()
         rows = {field.name: "  " + _row(field.name, field.default, field) for field in settings if field.metadata}
