@@ -57,14 +57,13 @@ def measure(road: str, files: list[str], rows: int) -> dict[str, float]:
     from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
     from mega_rl.data.stream import FileShard, StreamPlan, StreamReader, StreamSampler
 
-    columns, words = RowColumns("prompt", "answer"), Words()
+    reading = PromptReading(Words(), 50_000, RowColumns("prompt", "answer"), None, 1000)
     before, begin = peak_mb(), time.perf_counter()
     order: StepOrder
     if road == "memory":
-        prompts = load_prompts(files, tokenizer=words, vocab_size=50_000, columns=columns, max_prompt_tokens=1000)
+        prompts = load_prompts(files, reading)
         order = PromptSampler(prompts, batch_size=BATCH, shuffle=True, seed=0)
     else:
-        reading = PromptReading(words, 50_000, columns, None, 1000)
         shards = [FileShard(Path(file)) for file in files]
         reader = StreamReader("data.train_files", shards, reading, StreamPlan(int(road), shuffle=True, seed=0))
         order = StreamSampler(reader, lambda work: json.loads(json.dumps(work())), batch_size=BATCH, timeout_s=600)

@@ -79,7 +79,7 @@ def inspect(
         show(facts, lines, as_json=as_json)
         return
     sharding = _sharding(path, layout, head=head, mtp=mtp)
-    from mega_rl.converters.offline.describe import describe, describe_config
+    from mega_rl.converters.offline.compare import describe, describe_config
 
     kind = "hf"
     if not any(path.glob("*.safetensors*")):

@@ -208,7 +208,7 @@ def evaluate(
     progress.show_progress()
     launch.check(os.environ)
     with progress.phase("checking the settings, model and data", announce=True):
-        from mega_rl.plan.preflight.evaluation import checked
+        from mega_rl.plan.preflight.run import checked
 
         loaded = loader.load(config, settings)
         if options.temperature == 0 and loaded.validation.n > 1:

@@ -16,11 +16,11 @@ from mega_rl.config.schema import (
     SuccessCurriculum,
     TrainerConfig,
 )
-from mega_rl.data.chat import ChatTemplate
+from mega_rl.data.chat import ChatTemplate, Tokenizer
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.hub.names import dataset_name
 from mega_rl.data.hub.rows import hub_shards
-from mega_rl.data.prompts import PromptReading, Tokenizer, load_prompts
+from mega_rl.data.prompts import PromptReading, load_prompts
 from mega_rl.data.sampling.epochs import Growth, StepOrder
 from mega_rl.data.sampling.mixture import MixtureSampler, OrderPlan, key_of, mixture_of, shares_of, weights_by_size
 from mega_rl.data.sampling.success import Preference, SuccessRates
@@ -87,7 +87,7 @@ def read_mixture(data: DataConfig, tokenizer: Tokenizer, *, vocab_size: int, col
             difficulty=getattr(data.curriculum, "key", ""),
         )
         try:
-            own = load_prompts(source.files, **vars(reading))
+            own = load_prompts(source.files, reading)
         except UserError as error:
             problems += [f"data.mixture.sources.{name}: {line}" for line in str(error).splitlines()]
             continue

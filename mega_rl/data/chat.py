@@ -39,15 +39,19 @@ class TemplateRefusal(Exception):
     """A chat template does not render a conversation; the message says why, on one line."""
 
 
-class TemplateOwner(Protocol):
-    """Hugging Face tokenizer with its chat template."""
+class Tokenizer(Protocol):
+    """Hugging Face tokenizer with its chat template, as far as prompts need it."""
+
+    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
+        """Return `{"input_ids": [[...], ...]}`, one list of ids per text."""
+        ...
 
     def apply_chat_template(self, conversation: list[Message], **settings: Any) -> Any:
         """Return the conversation as one string (with tokenize=False)."""
         ...
 
 
-def apply_template(tokenizer: TemplateOwner, messages: list[Message], **settings: object) -> str:
+def apply_template(tokenizer: Tokenizer, messages: list[Message], **settings: object) -> str:
     """Return the text of a conversation; a template comes with a checkpoint, and its loops may have no end.
 
     They are Python code, so an exception from another thread ends them.
@@ -90,7 +94,7 @@ def _watch() -> None:
 class ChatTemplate:
     """Rendering of a run's conversations as text, by the settings of data.chat."""
 
-    tokenizer: TemplateOwner
+    tokenizer: Tokenizer
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str = ""
     date: datetime.date | None = None  # date that the template writes; None: today's

@@ -38,11 +38,7 @@ def assign_rows(prompt_index: Tensor, lengths: Tensor, *, block: Sequence[int], 
 
 
 def minimum_microbatches(lengths: Sequence[int], max_tokens: int) -> int:
-    """Return how many micro-batches of at most `max_tokens` tokens these sequences need; 0 for none.
-
-    Best-fit decreasing: O(n log n), at most 11/9 of the optimum (which is NP-hard) plus one, and nearly always the
-    optimum. A sequence longer than `max_tokens` is our own bug: the config requires room for the longest one.
-    """
+    """Return how many micro-batches of at most `max_tokens` tokens these sequences need; 0 for none."""
     return len(_best_fit(lengths, max_tokens))
 
 
@@ -66,9 +62,8 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, count: int | N
 
 
 def partition_balanced(lengths: Sequence[int], parts: int, *, equal_counts: bool) -> list[list[int]]:
-    """Return the rows of each of `parts` parts with about equal sums of lengths.
+    """Return the rows of each of `parts` parts with about equal sums of lengths, ascending; O(n log n).
 
-    Rows are ascending; deterministic, O(n log n).
     The longest row goes to the lightest part each time (Graham 1969: at most 4/3 of the optimum). With `equal_counts`
     the numbers of rows differ by at most one, and a part that has its number takes no more: the parts with the longest
     rows end up with the shortest ones as company. Fewer rows than parts leave parts empty.
@@ -89,7 +84,10 @@ def partition_balanced(lengths: Sequence[int], parts: int, *, equal_counts: bool
 
 
 def _best_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Fill bins of at most max_tokens: each row, longest first, goes where least room is left."""
+    """Fill bins of at most max_tokens: each row, longest first, goes where least room is left.
+
+    Best-fit decreasing: O(n log n), at most 11/9 of the optimum (which is NP-hard) plus one.
+    """
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

@@ -2,12 +2,16 @@
 
 The model's output at position i belongs to the token at i + 1, while batches are aligned to that token (see
 mega_rl.types). The shift between the two happens here and nowhere else.
+
+Context parallelism cuts a micro-batch zigzag: a sequence of L tokens, L a multiple of 2 * cp, is 2 * cp chunks of equal
+length, and rank r holds the chunks r and 2 * cp - 1 - r, one after the other. Under causal attention each such pair
+sees as many keys as any other. Megatron-Core's rotary embedding and Transformer Engine's attention expect this layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,19 +80,13 @@ def pack(
     size = _round_up(max(total, min_tokens), pad_to_multiple)
     longest = max(sequence_lengths, default=size)
     sequence_lengths += [min(longest, size - start) for start in range(total, size, longest)]
-    device = batch.tokens.device
     starts = torch.tensor([0, *sequence_lengths], dtype=torch.int64).cumsum(0)
-    cu_seqlens = starts.to(torch.int32)
-    cells = _cells(rows, lengths, starts[: len(lengths)], device=device)
-    places = _cells(range(len(sequence_lengths)), sequence_lengths, starts[:-1], device=device)
+    places = _cells(range(len(sequence_lengths)), sequence_lengths, starts[:-1], device=batch.tokens.device)
     return MicroBatch(
-        tokens=_gather(batch.tokens, cells, size).unsqueeze(0),
         position_ids=places.column.unsqueeze(0),
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=starts.to(torch.int32),
         max_seqlen=max(sequence_lengths),
-        rows=tuple(rows),
-        lengths=lengths,
-        **_shifted(batch, rows, lengths, starts[: len(lengths)], shape=(1, size), field_names=field_names),
+        **_content(batch, rows, lengths, starts[: len(lengths)], shape=(1, size), field_names=field_names),
     )
 
 
@@ -107,17 +105,12 @@ def pad(
     lengths = _lengths(batch, rows)
     size = _round_up(max(*lengths, min_shape[1]) if lengths else min_shape[1], pad_to_multiple)
     shape = (max(len(rows), min_shape[0]), size)
-    device = batch.tokens.device
     starts = torch.arange(len(rows), dtype=torch.int64) * size
-    cells = _cells(rows, lengths, starts, device=device)
     return MicroBatch(
-        tokens=_gather(batch.tokens, cells, shape[0] * size).view(shape),
-        position_ids=torch.arange(size, device=device).expand(shape).contiguous(),
+        position_ids=torch.arange(size, device=batch.tokens.device).expand(shape).contiguous(),
         cu_seqlens=None,
         max_seqlen=size,
-        rows=tuple(rows),
-        lengths=lengths,
-        **_shifted(batch, rows, lengths, starts, shape=shape, field_names=field_names),
+        **_content(batch, rows, lengths, starts, shape=shape, field_names=field_names),
     )
 
 
@@ -194,26 +187,66 @@ def _among(cells: _Cells, held: Tensor, *, width: int) -> _Cells:
     return _Cells(flat=flat, row=cells.row[kept], column=cells.column[kept])
 
 
-def _gather(source: Tensor, cells: _Cells, size: int) -> Tensor:
-    out = torch.zeros(size, dtype=source.dtype, device=source.device)
-    out[cells.flat] = source[cells.row, cells.column]
-    return out
-
-
-def _shifted(
+def _content(
     batch: Rollout | Experience,
     rows: Sequence[int],
-    lengths: Sequence[int],
+    lengths: tuple[int, ...],
     starts: Tensor,
     *,
     shape: tuple[int, int],
     field_names: Iterable[str],
 ) -> dict[str, Any]:
-    """Return `targets` and `fields`: the batch's tokens and per-token tensors, one position earlier."""
-    cells = _predicted(rows, lengths, starts, device=batch.tokens.device)
-    fields = {}
-    for name in field_names:
+    """Return `rows`, `lengths`, `tokens` and, one position earlier, `targets` and `fields`."""
+
+    def gathered(name: str, cells: _Cells) -> Tensor:
         source: Tensor = getattr(batch, name)
         assert source.shape == batch.tokens.shape, f"{name} is {tuple(source.shape)}, no per-token tensor"
-        fields[name] = _gather(source, cells, shape[0] * shape[1]).view(shape)
-    return {"targets": _gather(batch.tokens, cells, shape[0] * shape[1]).view(shape), "fields": fields}
+        out = torch.zeros(shape, dtype=source.dtype, device=source.device)
+        out.view(-1)[cells.flat] = source[cells.row, cells.column]
+        return out
+
+    own = _cells(rows, lengths, starts, device=batch.tokens.device)
+    earlier = _predicted(rows, lengths, starts, device=batch.tokens.device)
+    return {
+        "rows": tuple(rows),
+        "lengths": lengths,
+        "tokens": gathered("tokens", own),
+        "targets": gathered("tokens", earlier),
+        "fields": {name: gathered(name, earlier) for name in field_names},
+    }
+
+
+def held_positions(lengths: Sequence[int], *, cp_rank: int, cp_size: int) -> Tensor:
+    """Return [T / cp] int64, the positions that rank `cp_rank` holds, in its order; `lengths`: of the sequences."""
+    if cp_size == 1:
+        return torch.arange(sum(lengths))
+    assert all(length % (2 * cp_size) == 0 for length in lengths), f"{lengths} are no multiples of 2 * {cp_size}"
+    length = torch.tensor(lengths, dtype=torch.int64)
+    chunk = length // (2 * cp_size)
+    of = torch.repeat_interleave(torch.arange(len(length)), 2 * chunk)  # the sequence of each position
+    inside = torch.arange(len(of)) - (2 * chunk).cumsum(0)[of] + 2 * chunk[of]
+    second = inside >= chunk[of]
+    # The first chunk begins after r others; from its end to the begin of the second there are 2 * (cp - 1 - r).
+    skipped = chunk[of] * (cp_rank + 2 * (cp_size - 1 - cp_rank) * second)
+    return (length.cumsum(0) - length)[of] + skipped + inside
+
+
+def cut(micro: MicroBatch, *, cp_rank: int, cp_size: int) -> MicroBatch:
+    """Return the part of a whole micro-batch that rank `cp_rank` holds, zigzag inside every sequence.
+
+    Tensors of tokens become [1, T / cp] or [b, S / cp]; `cu_seqlens`, `max_seqlen`, `rows` and `lengths` stay those of
+    the whole.
+    """
+    assert micro.held is None, "a micro-batch is cut once"
+    if cp_size == 1:
+        return micro
+    lengths = [micro.tokens.size(1)] if micro.cu_seqlens is None else micro.cu_seqlens.diff().tolist()
+    held = held_positions(lengths, cp_rank=cp_rank, cp_size=cp_size).to(micro.tokens.device)
+    return replace(
+        micro,
+        tokens=micro.tokens.index_select(1, held),
+        position_ids=micro.position_ids.index_select(1, held),
+        targets=micro.targets.index_select(1, held),
+        fields={name: field.index_select(1, held) for name, field in micro.fields.items()},
+        held=held,
+    )

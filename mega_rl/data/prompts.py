@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
 
-from mega_rl.data.chat import ChatTemplate, TemplateOwner
+from mega_rl.data.chat import ChatTemplate, Tokenizer
 from mega_rl.data.columns import RowColumns, RowProblem
 from mega_rl.data.rows import PromptRow, RowSource, parse_row, read_rows
 from mega_rl.data.sampling.epochs import SPLIT, permutation
@@ -25,18 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_PROBLEMS_SHOWN = 20
 MOST_TEXT = 16 << 20  # characters of a prompt
 TOKENIZER_BATCH = 1024  # texts handed to the tokenizer at once: enough to use its threads
-
-
 # Beginning of "train.jsonl:17: ..." and "train.parquet: row 17: ...".
 _PLACE = re.compile(r"(.*?):( row )?(\d+): ", re.DOTALL)
-
-
-class Tokenizer(TemplateOwner, Protocol):
-    """Hugging Face tokenizer, as far as prompts need it."""
-
-    def __call__(self, texts: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
-        """`{"input_ids": [[...], ...]}`, one list of ids per text."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -114,24 +103,13 @@ class PromptReading:
         return prompts, long
 
 
-def load_prompts(
-    files: Sequence[str | Path] | RowSource,
-    *,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    columns: RowColumns,
-    template: ChatTemplate | None = None,
-    max_prompt_tokens: int,
-    overlong: str = "error",
-    malformed: str = "error",
-) -> list[Prompt]:
+def load_prompts(files: Sequence[str | Path] | RowSource, reading: PromptReading) -> list[Prompt]:
     """Return every prompt of the files, in file and row order, or of a user's source, tokenised.
 
-    A prompt is a string, or with a chat `template` also a list of messages {"role", "content"}; an answer is a string
-    or a number, or whatever else `columns.reward` allows. Without a chat template the tokenizer adds its special tokens
-    (such as a beginning-of-sequence token), with one the template has put them already. `Prompt.text` is the string as
-    it stands in the file, or the content of the last message; `Prompt.messages` are all of them, or the string as a
-    user's, only with a chat template. `Prompt.index` numbers all rows of all files, dropped ones too, without blank
+    A prompt is a string, or with a chat template also a list of messages {"role", "content"}; an answer is a string or
+    a number, or whatever else `columns.reward` allows. Without a chat template the tokenizer adds its special tokens.
+    `Prompt.text` is the string in the file, or the content of the last message; `Prompt.messages` are all of them, or
+    the string as a user's, only with a chat template. `Prompt.index` numbers all rows, dropped ones too, without blank
     lines.
 
     Raises UserErrors that names file and line (row in a Parquet file, from 1) of every problem, 20 of them in full:
@@ -140,9 +118,8 @@ def load_prompts(
     """
     if not files:
         raise UserError("no prompt files are given: set data.train_files to JSONL or Parquet files")
-    reading = PromptReading(tokenizer, vocab_size, columns, template, max_prompt_tokens, overlong, malformed)
     fatal: list[str] = []
-    prompts, num_rows = reading.prompts(read_rows(files, columns, fatal), fatal)
+    prompts, num_rows = reading.prompts(read_rows(files, reading.columns, fatal), fatal)
     if not prompts:
         names = files.name if isinstance(files, RowSource) else ", ".join(map(str, files))
         raise UserError(f"{names}: no usable prompt is left of {num_rows} rows")

@@ -15,9 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mega_rl.data.chat import ChatTemplate, TemplateRefusal
+from mega_rl.data.chat import ChatTemplate, TemplateRefusal, Tokenizer
 from mega_rl.data.columns import (
-    Message,
     RewardColumns,
     RowColumns,
     RowProblem,
@@ -30,8 +29,6 @@ from mega_rl.types import Answer, Prompt
 
 if TYPE_CHECKING:
     import pyarrow
-
-    from mega_rl.data.prompts import Tokenizer
 
 BATCH_ROWS = 1024  # rows of a Parquet file decoded at once
 MAX_ROWS = 10_000_000  # rows of a user's source; one that yields more is taken for endless
@@ -217,7 +214,11 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
         messages, model_text, unread = [], text, frozenset(variables)
     else:
         messages = template.complete(messages)
-        model_text, unread = _render(messages, template, variables), template.unread(variables)
+        unread = template.unread(variables)
+        try:
+            model_text = template.render(messages, variables)
+        except TemplateRefusal as error:
+            raise RowProblem(f"the tokenizer's chat template refuses it: {error}") from error
     _check_unicode({prompt_key: model_text, answer_key: json.dumps(answer, ensure_ascii=False)})
     prompt = Prompt(
         index,
@@ -230,13 +231,6 @@ def parse_row(row: object, where: str, index: int, columns: RowColumns, template
         difficulty=_difficulty(row[columns.difficulty], columns.difficulty) if columns.difficulty else 0.0,
     )
     return PromptRow(where, prompt, model_text, unread)
-
-
-def _render(messages: list[Message], template: ChatTemplate, variables: Mapping[str, object]) -> str:
-    try:
-        return template.render(messages, variables)
-    except TemplateRefusal as error:
-        raise RowProblem(f"the tokenizer's chat template refuses it: {error}") from error
 
 
 def _check_unicode(texts: Mapping[str, str]) -> None:

@@ -127,7 +127,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _of_tokenizer_json(content: Mapping[str, Any]) -> TokenizerIdentity:
-    added = sorted((_added_token(token) for token in content.get("added_tokens") or []), key=lambda token: token["id"])
+    flags = ("single_word", "lstrip", "rstrip", "normalized")  # not `special`, which only matters for decoding
+    added = [
+        {"id": int(token["id"]), "content": token.get("content"), **{name: bool(token.get(name)) for name in flags}}
+        for token in content.get("added_tokens") or []
+    ]
+    added.sort(key=itemgetter("id"))
     model = dict(content.get("model") or {})
     vocabulary = model.pop("vocab", {})
     ids = vocabulary if isinstance(vocabulary, dict) else {entry[0]: i for i, entry in enumerate(vocabulary)}
@@ -139,7 +144,9 @@ def _of_tokenizer_json(content: Mapping[str, Any]) -> TokenizerIdentity:
     tokens |= {token["id"]: str(token["content"]) for token in added}
     if "merges" in model:  # older files join the two halves by a space
         model["merges"] = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    parts = {f"model.{name}": value for name, value in model.items() if not _is_off(value, model.get("type"))}
+    # Older versions of the library leave out options that are off; WordPiece without a prefix has "##".
+    off = "" if model.get("type") == "BPE" else None
+    parts = {f"model.{name}": value for name, value in model.items() if value not in (None, off) and value is not False}
     parts |= {"model.vocab": vocabulary, "added_tokens": added}
     parts |= {name: content.get(name) for name in ("normalizer", "pre_tokenizer")}
     parts["post_processor"] = _without_offsets(content.get("post_processor"))
@@ -150,17 +157,6 @@ def _by_id(ids: Mapping[str, int]) -> list[list[Any]]:
     """Return [tokens, ids] in the order of ids; nearly sorted input and plain lists make it fast."""
     pairs = sorted(ids.items(), key=itemgetter(1, 0))
     return [[token for token, _ in pairs], [number for _, number in pairs]]
-
-
-def _added_token(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry without `special`, which only matters for decoding."""
-    flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
-    return {"id": int(token["id"]), "content": token.get("content"), **flags}
-
-
-def _is_off(value: Any, kind: Any) -> bool:
-    """Return whether an option has the value that older versions of the library leave out."""
-    return value is None or value is False or (value == "" and kind == "BPE")  # WordPiece without a prefix has "##"
 
 
 def _without_offsets(processor: Any) -> Any:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mega_rl.data.minibatches import minimum_microbatches, plan_microbatches
-from mega_rl.data.packing import MicroBatch, pack, pad
-from mega_rl.data.zigzag import cut
+from mega_rl.data.packing import MicroBatch, cut, pack, pad
 from mega_rl.parallel.accelerator.transfer import send
 from mega_rl.protocols import Ranks
 from mega_rl.tracking import progress

@@ -217,7 +217,11 @@ class _Clock:
     def _stage(self, model: PlannedModel, forward: int, training: int, pp_rank: int) -> dict[str, float]:
         setup, layout = self.setup, self.setup.layout
         again = AGAIN[recompute_of(setup).mode]
-        work = _stage_work(setup, model, pp_rank) * (forward + training * 3 * (1 + again))
+        layers = [i for stage in range(layout.vpp) for i in layout.layers_of(pp_rank, model.hf.num_layers, stage)]
+        forward_work = ModelWork(model.hf, head=model.head, layers=layers, output=pp_rank == layout.pp - 1)
+        # The last micro-batch of a mini-batch is seldom full.
+        rows = setup.config.trainer.minibatch_size * setup.config.rollout.n / layout.dp / num_microbatches(setup)
+        work = rows * forward_work.forward([setup.longest]) * (forward + training * 3 * (1 + again))
         shared = layout.tp * layout.cp if setup.spec != "hf" else 1
         parts = {COMPUTING: work / shared / (self.hardware.peak * self.hardware.matmul_share)}
         for each in pass_traffic(setup, model, forward, training, pp_rank):
@@ -335,16 +339,6 @@ def _share_read(hf: HFConfig, tokens: int) -> float:
     experts = 3 * hf.hidden_size * hf.moe.ffn_hidden_size * hf.moe.num_experts * layers / weight_bytes(hf, 1)
     unread = (1 - hf.moe.top_k / hf.moe.num_experts) ** tokens
     return 1 - experts * unread
-
-
-def _stage_work(setup: RunSetup, model: PlannedModel, pp_rank: int) -> float:
-    """Return the operations of one micro-batch's forward on a pipeline rank, over its tensor and context ranks."""
-    layout = setup.layout
-    layers = [i for stage in range(layout.vpp) for i in layout.layers_of(pp_rank, model.hf.num_layers, stage)]
-    work = ModelWork(model.hf, head=model.head, layers=layers, output=pp_rank == layout.pp - 1)
-    # The last micro-batch of a mini-batch is seldom full.
-    rows = setup.config.trainer.minibatch_size * setup.config.rollout.n / layout.dp / num_microbatches(setup)
-    return rows * work.forward([setup.longest])
 
 
 def _rows(setup: RunSetup) -> int:

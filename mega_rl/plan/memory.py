@@ -266,7 +266,14 @@ def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
         # Gradients are zero when they come back, so none of them is kept.
         kept = max(sum(state.weights + state.optimizer for state in each.states.values()) for each in memory)
         entries["models that leave their devices, pinned"] = kept * ranks
-    entries["the teacher's hidden states"] = _hidden_on_host(setup)
+    if _teaches(setup):
+        model, hidden = setup.models["reference"], 0
+        teacher = setup.for_model(model)
+        # A teacher on its own layout has them as it cuts the rows, next to those that the student has received.
+        for layout, each in ({setup.layout: setup} | {teacher.layout: teacher}).items():
+            tokens = -(-rows_of_a_minibatch(each) * each.longest // layout.cp)
+            hidden += tokens * model.hf.hidden_size * each.itemsize * min(ranks, layout.stage_size)
+        entries["the teacher's hidden states"] = hidden
     projection = lesson_bytes(setup, setup.layout.pp - 1)[1]
     entries["the teacher's projection"] = projection * min(ranks, setup.layout.stage_size)
     saved = max(_saved(setup, each.states) for each in memory) * ranks
@@ -276,22 +283,6 @@ def host_bytes(setup: RunSetup, memory: list[RankMemory]) -> dict[str, int]:
     if checkpoint.async_save:
         entries["checkpoint on its way to disk"] = saved
     return {name: size for name, size in entries.items() if size}
-
-
-def _hidden_on_host(setup: RunSetup) -> int:
-    """Return the bytes of a teacher's hidden states of a mini-batch on the fullest host.
-
-    A teacher on its own layout has them as it cuts the rows, next to those that the student has received.
-    """
-    if not _teaches(setup):
-        return 0
-    teacher, total = setup.models["reference"], 0
-    cuts = {setup.layout: setup} | {setup.for_model(teacher).layout: setup.for_model(teacher)}
-    for layout, each in cuts.items():
-        tokens = -(-rows_of_a_minibatch(each) * each.longest // layout.cp)
-        ranks = min(setup.machine.ranks_per_node, layout.stage_size)
-        total += tokens * teacher.hf.hidden_size * each.itemsize * ranks
-    return total
 
 
 def _saved(setup: RunSetup, states: Mapping[Role, StateBytes]) -> int:

@@ -74,8 +74,11 @@ def training_pass(setup: RunSetup, model: PlannedModel, pp_rank: int) -> PassByt
     tokens, layout = tokens_of_a_pass(setup), setup.layout
     layers = _layers_of(setup, model, pp_rank)
     activations = tokens * _layer_bytes(setup, layers)
-    if layout.pp > 1:
-        activations *= _in_flight(setup, pp_rank)
+    if layout.pp > 1:  # micro-batches, each over all chunks of the rank, whose activations are alive at once
+        warmup = layout.pp - pp_rank - 1
+        if layout.vpp > 1:
+            warmup = 2 * warmup + (layout.vpp - 1) * layout.pp
+        activations *= min(num_microbatches(setup) * layout.vpp, warmup + 1) / layout.vpp
     recompute = recompute_of(setup)
     backward = tokens * max((_backward_of(setup, shape, recompute) for shape in _kinds(layers)), default=0.0)
     end, head = _head(setup, model, tokens) if pp_rank == layout.pp - 1 else (0, PassBytes())
@@ -153,15 +156,6 @@ def _layer_bytes(setup: RunSetup, layers: list[LayerShape]) -> float:
     return total
 
 
-def _in_flight(setup: RunSetup, pp_rank: int) -> float:
-    """Return the micro-batches, each over all chunks of the rank, whose activations are alive at once."""
-    layout, count = setup.layout, num_microbatches(setup)
-    if layout.vpp == 1:
-        return min(count, layout.pp - pp_rank)
-    warmup = 2 * (layout.pp - pp_rank - 1) + (layout.vpp - 1) * layout.pp
-    return min(count * layout.vpp, warmup + 1) / layout.vpp
-
-
 def _backward_of(setup: RunSetup, shape: LayerShape, recompute: Recompute) -> float:
     """Return bytes per token of a layer's backward: recomputed activations plus the largest gradients."""
     again = sum(saved(shape).values()) - sum(kept(shape, recompute).values())
@@ -184,20 +178,14 @@ def _head(setup: RunSetup, model: PlannedModel, tokens: int) -> tuple[int, PassB
     logits = tokens * _columns(setup, model) * setup.logit_itemsize
     weight = _columns(setup, model) * hf.hidden_size * b  # the gradient of the head's weight
     gathered = 2 * tokens * hf.hidden_size * b if setup.layout.sequence_parallel and setup.layout.tp > 1 else hidden
-    products = _fp32_products(setup, model, tokens) if setup.config.model.fp32_head else 0
+    products = 0
+    if setup.config.model.fp32_head:
+        # `parallel.fp32_linear` holds both gradients in float32, the larger once more as a product that is added, and
+        # half of the logits' gradient in bf16.
+        weight32, hidden32 = FP32 * _columns(setup, model) * hf.hidden_size, FP32 * tokens * hf.hidden_size
+        products = weight32 + hidden32 + max(weight32, hidden32) + logits // 2
     backward = max(weight + gathered + products, _temporaries(logits, setup.logit_itemsize))
     return 2 * hidden, PassBytes(logits=logits, working=backward)
-
-
-def _fp32_products(setup: RunSetup, model: PlannedModel, tokens: int) -> int:
-    """Return the bytes that `parallel.fp32_linear` needs in its backward before it rounds the gradients.
-
-    Both gradients in float32, the larger once more as a product that is added, and half of the logits' gradient in
-    bf16.
-    """
-    logits, hidden = tokens * _columns(setup, model) * setup.logit_itemsize, FP32 * tokens * model.hf.hidden_size
-    weight = FP32 * _columns(setup, model) * model.hf.hidden_size
-    return weight + hidden + max(weight, hidden) + logits // 2
 
 
 def _columns(setup: RunSetup, model: PlannedModel) -> int:

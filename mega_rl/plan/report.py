@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from mega_rl.config.facts import divisors, listed
@@ -92,12 +92,22 @@ def as_text(plan: MemoryPlan) -> Iterator[str]:
         rows = [[f"{each.pp_rank}", f"{each.rank}", gb(each.peak.needed), each.peak.name] for each in plan.memory]
         yield from table(["stage", "rank", "needed", "while"], rows)
     yield ""
-    yield from _state_lines(plan)
+    yield "State by model, GB"
+    states = plan.verdict.memory.states.items()
+    rows = [[role, gb(own.weights), gb(own.gradients), gb(own.optimizer), gb(own.host)] for role, own in states]
+    yield from table(["model", "weights", "gradients", "optimizer", "on the host"], rows)
+    if plan.host:
+        entries = ", ".join(f"{name} {in_gb(size)}" for name, size in plan.host.items())
+        yield f"Host memory of the fullest host: {in_gb(sum(plan.host.values()))} ({entries})"
+    yield ""
     yield from _batch_lines(plan.setup)
     yield from _candidate_lines("Layouts near by", plan.nearby)
     if plan.search is not None:
         yield from _candidate_lines("Layouts that fit, least work first", plan.search, empty="no layout fits")
-    yield from _traffic_lines(plan)
+    yield f"Sent by rank {plan.verdict.memory.rank} in a step, GB, when every response is as long as it may be"
+    rows = [[each.use, each.collective, f"{each.ranks}", gb(each.nbytes)] for each in plan.traffic]
+    yield from table(["use", "collective", "ranks", "GB"], rows)
+    yield f"Each weight sync: {', '.join(f'{name} {in_gb(size)}' for name, size in plan.sync.items())}"
     if plan.time is not None:
         yield ""
         yield from _time_lines(plan.setup, plan.time)
@@ -182,21 +192,6 @@ def _headline(setup: RunSetup) -> str:
     )
 
 
-def _state_lines(plan: MemoryPlan) -> Iterator[str]:
-    yield "State by model, GB"
-    yield from table(
-        ["model", "weights", "gradients", "optimizer", "on the host"],
-        [
-            [role, gb(state.weights), gb(state.gradients), gb(state.optimizer), gb(state.host)]
-            for role, state in plan.verdict.memory.states.items()
-        ],
-    )
-    if plan.host:
-        entries = ", ".join(f"{name} {in_gb(size)}" for name, size in plan.host.items())
-        yield f"Host memory of the fullest host: {in_gb(sum(plan.host.values()))} ({entries})"
-    yield ""
-
-
 def _batch_lines(setup: RunSetup) -> Iterator[str]:
     trainer, dp = setup.config.trainer, setup.layout.dp
     yield "Batches"
@@ -240,17 +235,13 @@ def _candidate_lines(title: str, candidates: Sequence[Candidate], *, empty: str 
     yield ""
 
 
-def _traffic_lines(plan: MemoryPlan) -> Iterator[str]:
-    yield f"Sent by rank {plan.verdict.memory.rank} in a step, GB, when every response is as long as it may be"
-    rows = [[each.use, each.collective, f"{each.ranks}", gb(each.nbytes)] for each in plan.traffic]
-    yield from table(["use", "collective", "ranks", "GB"], rows)
-    entries = ", ".join(f"{name} {in_gb(size)}" for name, size in plan.sync.items())
-    yield f"Each weight sync: {entries}"
-
-
 def _time_lines(setup: RunSetup, time: StepTime) -> Iterator[str]:
     yield f"Expected time of a step: {seconds(time.total)}, {time.tokens / time.total:,.0f} tokens per second"
-    rows = [[phase.name, seconds(phase.total), _spent(phase.parts)] for phase in time.phases]
+    rows = []
+    for each in time.phases:  # with the parts that take at least a hundredth of it, longest first
+        parts = sorted(each.parts.items(), key=lambda entry: -entry[1])
+        spent = ", ".join(f"{name} {seconds(needed)}" for name, needed in parts if needed >= 0.01 * each.total)
+        rows.append([each.name, seconds(each.total), spent])
     yield from table(["phase", "time", "spent on"], rows)
     phase, part, longest = time.bottleneck
     yield f"Training reaches {time.mfu:.0%} of the peak. Longest: {part} while {phase}, {longest / time.total:.0%}"
@@ -261,13 +252,6 @@ def _time_lines(setup: RunSetup, time: StepTime) -> Iterator[str]:
 def seconds(time: float) -> str:
     """Return a time as "0.3 s" or "1,204 s"."""
     return f"{time:,.1f} s" if time < 100 else f"{time:,.0f} s"
-
-
-def _spent(parts: Mapping[str, float]) -> str:
-    """Return the parts of a phase that take at least a hundredth of it, longest first."""
-    total = sum(parts.values())
-    ordered = sorted(parts.items(), key=lambda entry: -entry[1])
-    return ", ".join(f"{name} {seconds(time)}" for name, time in ordered if time >= 0.01 * total)
 
 
 def _candidate_json(candidate: Candidate) -> dict[str, object]:

@@ -20,7 +20,7 @@ from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of, read_hf_config
 from mega_rl.converters.plan.sharding import Head, Sharding, Spec
-from mega_rl.data.hub.resolve import checkpoint_folder
+from mega_rl.data.hub.resolve import checkpoint_folder, checkpoint_paths
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.parallel.layout import ParallelLayout
 
@@ -164,13 +164,11 @@ def read_setup(recipe: Path | None, overrides: Sequence[str], machine: Machine) 
     mistake.
     """
     config = load(recipe, overrides)
-    model, reward = config.model, config.reward
-    paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
-    if reward.source.name == "model":
-        paths["reward.source.path"] = reward.model_path
-    problems = [] if model.path else ["model.path is empty: name a folder with a config.json, or a model of the Hub"]
+    problems: list[str] = []
+    if not config.model.path:
+        problems.append("model.path is empty: name a folder with a config.json, or a model of the Hub")
     checkpoints: dict[str, HFConfig] = {}
-    for key, path in ((key, path) for key, path in paths.items() if path):
+    for key, path in checkpoint_paths(config).items():
         try:
             checkpoints[key] = read_hf_config(checkpoint_folder(path, label=key, weights=False))
         except UserError as error:

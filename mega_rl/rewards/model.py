@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mega_rl.data.chat import TemplateRefusal, apply_template
-from mega_rl.data.prompts import Tokenizer
+from mega_rl.data.chat import TemplateRefusal, Tokenizer, apply_template
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
 from mega_rl.rewards.responses import Response, ResponseReader, answered

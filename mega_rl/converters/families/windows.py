@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mega_rl.converters.architecture import Window
 from mega_rl.converters.families.fields import Fields
 
@@ -20,18 +22,20 @@ def if_enabled(fields: Fields, num_layers: int) -> Window | None:
 
 def in_last_layers(fields: Fields, num_layers: int) -> Window | None:
     """Return the window of Qwen2 and Qwen3: layers from `max_window_layers` on, or those that `layer_types` says."""
-    if not fields.boolean("use_sliding_window"):
-        return by_layer_types(fields, [False] * num_layers, off="use_sliding_window=false")
-    first = fields.size("max_window_layers", least=0)
-    return by_layer_types(fields, [i >= first for i in range(num_layers)])
+    return _if_used(fields, num_layers, lambda layer, first: layer >= first)
 
 
 def in_even_first_layers(fields: Fields, num_layers: int) -> Window | None:
     """Return the window of Qwen2-MoE: every second of the first `max_window_layers`, or as `layer_types` says."""
+    return _if_used(fields, num_layers, lambda layer, last: layer % 2 == 0 and layer < last)
+
+
+def _if_used(fields: Fields, num_layers: int, has_window: Callable[[int, int], bool]) -> Window | None:
+    """Return the window of Qwen's switch; has_window: of a layer and `max_window_layers`."""
     if not fields.boolean("use_sliding_window"):
         return by_layer_types(fields, [False] * num_layers, off="use_sliding_window=false")
-    last = fields.size("max_window_layers", least=0)
-    return by_layer_types(fields, [i % 2 == 0 and i < last for i in range(num_layers)])
+    bound = fields.size("max_window_layers", least=0)
+    return by_layer_types(fields, [has_window(layer, bound) for layer in range(num_layers)])
 
 
 def in_even_layers(fields: Fields, num_layers: int) -> Window | None:

@@ -87,14 +87,6 @@ def copy_companions(folder: Path, files: Mapping[str, Path], changes: Mapping[st
     """Copy the files (name -> source) into a folder, config.json with `changes`, and flush them to disk."""
     copy_files(folder, {name: path for name, path in files.items() if name != "config.json" or not changes})
     if changes:
-        write_file(folder / "config.json", changed_config(files["config.json"].read_bytes(), changes))
-
-
-def changed_config(text: bytes, changes: Mapping[str, Any]) -> bytes:
-    """Return config.json with these keys changed or (None) removed; without changes, the same bytes."""
-    if not changes:
-        return text
-    kept = {
-        key: value for key, value in (json.loads(text) | changes).items() if key not in changes or value is not None
-    }
-    return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+        config = json.loads(files["config.json"].read_bytes()) | changes
+        kept = {key: value for key, value in config.items() if key not in changes or value is not None}
+        write_file(folder / "config.json", (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode())

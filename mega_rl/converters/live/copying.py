@@ -60,6 +60,9 @@ class BlockReader(Protocol):
 
         Targets are [rows_i, high - low] of the tensor's dtype on the CPU, each row contiguous.
         """
+        for target in targets:
+            target.copy_(self.read_block(name, (row, row + len(target)), cols))
+            row += len(target)
 
 
 def blocks_of(tensor: TensorLike) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
@@ -88,13 +91,15 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
     """
     pieces: list[FillStep] = []
     written: list[int] = []
-    with torch.no_grad():
-        for target, copies in jobs:
-            matrix = target.detach().view(matrix_shape(tuple(target.shape)))
-            written += (rectangle(matrix, copy).zero_().numel() for copy in copies if copy.hf_name is None)
-            for run in _runs(copies):
-                pieces += _steps(matrix, run, reader)
-        pieces.sort(key=lambda piece: (*reader.position(_name(piece[1][0])), piece[1][0].src_row))
+    for target, copies in jobs:
+        matrix = target.detach().view(matrix_shape(tuple(target.shape)))
+        written += (rectangle(matrix, copy).zero_().numel() for copy in copies if copy.hf_name is None)
+        for run in _runs(copies):
+            source = reader.tensors[_name(run[0])].dtype
+            if source.itemsize == 1 and source != matrix.dtype:
+                raise UserError(f"{_name(run[0])}: {source} without scales cannot become {matrix.dtype}")
+            pieces += ((matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
+    pieces.sort(key=lambda piece: (*reader.position(_name(piece[1][0])), piece[1][0].src_row))
     buffers = local()
 
     def nbytes(piece: FillStep) -> int:
@@ -109,14 +114,6 @@ def fill_all(jobs: Iterable[tuple[Tensor, Sequence[Copy]]], reader: BlockReader,
 
     in_threads(pieces, read, threads=threads)
     return sum(written)
-
-
-def _steps(matrix: Tensor, run: Sequence[Copy], reader: BlockReader) -> Iterator[FillStep]:
-    """Yield the steps that read a run, of `PIECE_BYTES` at most. Raises UserError as `fill_all`."""
-    source = reader.tensors[_name(run[0])].dtype
-    if source.itemsize == 1 and source != matrix.dtype:
-        raise UserError(f"{_name(run[0])}: {source} without scales cannot become {matrix.dtype}")
-    return ((matrix, part) for part in _split(run, PIECE_BYTES // source.itemsize))
 
 
 def in_threads(tasks: Iterable[Task], work: Callable[[Task], object], *, threads: int | None = None) -> None:

@@ -164,7 +164,8 @@ def export_hf(
             for part, shard in zip(own, shards, strict=True):
                 part.copy_(shard.detach().reshape(-1))
         _exchange(gathered, members, unit, pp_group=place.pp_group if stages > 1 else None)
-        yield from assemble_bucket(bucket, gathered)
+        sizes = [prod(param.shape) for unit in bucket for param in unit.params]
+        yield from _assemble(bucket, [torch.split(row, sizes) for row in gathered], wire)
 
 
 def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> Iterator[list[ExportUnit]]:
@@ -188,16 +189,6 @@ def buckets(plan: Sequence[ExportUnit], *, bucket_bytes: int, itemsize: int) -> 
 def _gathered_bytes(bucket: Sequence[ExportUnit], itemsize: int) -> int:
     """Return the bytes of all holders' parts of a bucket."""
     return len(bucket[0].holders) * sum(unit.numel for unit in bucket) * (4 if bucket[0].float32 else itemsize)
-
-
-def assemble_bucket(bucket: Sequence[ExportUnit], gathered: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors from `gathered` [holders, elements]: a holder's parts of the bucket, one after another."""
-    shapes = [param.shape for unit in bucket for param in unit.params]
-    sizes = [prod(shape) for shape in shapes]
-    shards = [
-        [part.view(shape) for part, shape in zip(torch.split(row, sizes), shapes, strict=True)] for row in gathered
-    ]
-    yield from _assemble(bucket, shards, gathered.dtype)
 
 
 def _assemble(

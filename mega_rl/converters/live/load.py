@@ -20,7 +20,7 @@ from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, ignored_t
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.ranks import ParamPlan, build_plan
 from mega_rl.converters.plan.sharding import Head, Sharding
-from mega_rl.converters.safetensors.reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, TensorInfo, same_bits
+from mega_rl.converters.safetensors.reader import DTYPE_NAMES, SCALE_SUFFIX, CheckpointReader, same_bits
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.accelerator.megatron_core import stable_name
 from mega_rl.parallel.layout import RankCoordinates
@@ -79,7 +79,10 @@ def load_hf(
             plan = build_plan(sharding, coordinates, vp_stage=vp_stage)
             params = weights_of(chunk)
             _assert_covers(plan, params)
-            _assert_layer_numbers(chunk, layout.layers_of(coordinates.pp_rank, hf.num_layers, vp_stage))
+            # Megatron-Core counts layers from 1.
+            numbers = [layer.layer_number for layer in chunk.get_submodule("decoder.layers").children()]
+            layers = layout.layers_of(coordinates.pp_rank, hf.num_layers, vp_stage)
+            assert numbers == [i + 1 for i in layers], f"layers of the chunk are numbered {numbers}, planned: {layers}"
             jobs += [(param, params[param.name]) for param in plan]
         kept = [param.name for param, _ in jobs if any(copy.hf_name in absent for copy in param.copies)]
         jobs = [job for job in jobs if job[0].name not in kept]
@@ -115,8 +118,13 @@ def check_tensors(
                 problems.append(f"{reader.path}: {name} is missing, expected shape {list(shape)}{end}")
         elif info.shape != shape:
             problems.append(f"{info.file}: {name} has shape {list(info.shape)}, config.json asks for {list(shape)}")
-        else:
-            problems += _dtype_faults(info)
+        elif info.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            fault = f"and no {name}{SCALE_SUFFIX}; fetch the file again"
+            problems.append(f"{info.file}: {name} has dtype {DTYPE_NAMES[info.dtype]} {fault}")
+        elif info.dtype not in _WEIGHT_DTYPES:
+            names = ", ".join(DTYPE_NAMES[dtype] for dtype in _WEIGHT_DTYPES)
+            rule = f"must be one of {names}; other quantised weights cannot be loaded"
+            problems.append(f"{info.file}: {name} has dtype {DTYPE_NAMES[info.dtype]}, {rule}")
     scaled = [info for name, info in reader.tensors.items() if info.scale is not None]
     if scaled and hf.quantization != "fp8":
         what = f"{len(scaled)} tensors ({scaled[0].name}, ...) are in 8-bit blocks with scales"
@@ -182,18 +190,6 @@ def _same(reader: BlockReader, name: str, original: str) -> bool:
     )
 
 
-def _dtype_faults(info: TensorInfo) -> list[str]:
-    """Return why a tensor's values cannot be weights of this model."""
-    where = f"{info.file}: {info.name}"
-    if info.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return [f"{where} has dtype {DTYPE_NAMES[info.dtype]} and no {info.name}{SCALE_SUFFIX}; fetch the file again"]
-    if info.dtype not in _WEIGHT_DTYPES:
-        names = ", ".join(DTYPE_NAMES[dtype] for dtype in _WEIGHT_DTYPES)
-        rule = f"must be one of {names}; other quantised weights cannot be loaded"
-        return [f"{where} has dtype {DTYPE_NAMES[info.dtype]}, {rule}"]
-    return []
-
-
 def weights_of(chunk: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model chunk that checkpoints hold, by name: parameters, and routers' expert biases."""
     buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias")}
@@ -210,10 +206,3 @@ def _assert_covers(plan: Sequence[ParamPlan], params: dict[str, Tensor]) -> None
         elif tuple(params[name].shape) != shape:
             faults.append(f"{name} has shape {list(params[name].shape)}, the plan says {list(shape)}")
     assert not faults, "model and plan differ: " + "; ".join(faults)
-
-
-def _assert_layer_numbers(chunk: nn.Module, layers: range) -> None:
-    """Assert that Megatron-Core numbers the chunk's layers (from 1) as the plan assumes."""
-    numbers = [layer.layer_number for layer in chunk.get_submodule("decoder.layers").children()]
-    expected = [layer + 1 for layer in layers]
-    assert numbers == expected, f"layers of the chunk are numbered {numbers}, the plan says {expected}"

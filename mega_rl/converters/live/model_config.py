@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_rl.converters.architecture import Activation, HFConfig, Mla, Moe
+from mega_rl.converters.architecture import HFConfig, Mla, Moe
 
 # Constants of the code of GPT-OSS; its alpha of 1.702 is that of Megatron-Core's quick_gelu.
 SWIGLU_LIMIT, SWIGLU_OFFSET = 7.0, 1.0
@@ -47,8 +47,14 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "init_method_std": hf.initializer_range,
-        **_activation_kwargs(hf.activation),
+        "activation_func": gelu_tanh if hf.activation == "gelu_tanh" else F.silu,
     }
+    if hf.activation == "swiglu_clamped":
+        # Not above: this module may be imported before the accelerator is prepared, Megatron-Core may not.
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu  # Megatron-Core knows it by identity
+
+        clamped = {"activation_func_clamp_value": SWIGLU_LIMIT, "glu_linear_offset": SWIGLU_OFFSET}
+        kwargs |= {"activation_func": quick_gelu, **clamped}
     if hf.window is not None:
         # Megatron-Core counts the tokens before the present one, and marks layers with a window by 1.
         layers = None if all(hf.window.layers) else [int(windowed) for windowed in hf.window.layers]
@@ -58,20 +64,6 @@ def transformer_config_kwargs(hf: HFConfig) -> dict[str, Any]:
     if hf.mla is not None:
         kwargs |= _mla_kwargs(hf, hf.mla)
     return kwargs
-
-
-def _activation_kwargs(activation: Activation) -> dict[str, Any]:
-    """Return the gated activation; Megatron-Core knows its own quick GELU by identity."""
-    if activation != "swiglu_clamped":
-        return {"activation_func": F.silu if activation == "silu" else gelu_tanh}
-    # Not above: this module may be imported before the accelerator is prepared, Megatron-Core may not.
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-
-    return {
-        "activation_func": quick_gelu,
-        "activation_func_clamp_value": SWIGLU_LIMIT,
-        "glu_linear_offset": SWIGLU_OFFSET,
-    }
 
 
 def _moe_kwargs(moe: Moe) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -115,9 +114,7 @@ class WeightFiles:
     def __enter__(self) -> WeightFiles:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.files.close()
 
     def stored(self, copies: Iterable[Copy]) -> tuple[Copy, ...]:
@@ -140,11 +137,7 @@ class WeightFiles:
         fill(result, self.stored([copy]), self.files)
         return result
 
-    def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
-        """Read rows from `row` on, columns [low, high) of them, into `targets` one after the other."""
-        for target in targets:
-            target.copy_(self.read_block(name, (row, row + len(target)), cols))
-            row += len(target)
+    read_into = BlockReader.read_into
 
     def as_hf(self, *, fused_experts: bool | None = None) -> BlockReader:
         """Return the same weights as Hugging Face tensors; `fused_experts` None: experts as in the source."""
@@ -159,7 +152,7 @@ class _AsHF:
 
     def __init__(self, checkpoint: WeightFiles, sharding: Sharding) -> None:
         self._checkpoint = checkpoint
-        self._windows = hf_windows(sharding)
+        self._windows = invert(whole_model(sharding))
         self._tensors = hf_wholes(checkpoint, sharding, self._windows)
 
     @property
@@ -181,16 +174,7 @@ class _AsHF:
         fill_windows(result, [rows_of(window, low, high) for window in windows], self._checkpoint)
         return result[rows[0] - low : rows[1] - low, cols[0] : cols[1]].contiguous()
 
-    def read_into(self, name: str, row: int, cols: tuple[int, int], targets: Sequence[Tensor]) -> None:
-        """Read rows from `row` on into `targets` one after the other."""
-        for target in targets:
-            target.copy_(self.read_block(name, (row, row + len(target)), cols))
-            row += len(target)
-
-
-def hf_windows(sharding: Sharding) -> dict[str, tuple[ColumnRange, ...]]:
-    """Return for every Hugging Face tensor the copies that make it from whole parameters."""
-    return invert(whole_model(sharding))
+    read_into = BlockReader.read_into
 
 
 def hf_wholes(

@@ -27,7 +27,6 @@ from mega_rl.converters.offline.checkpoint import (
     ConversionManifest,
     WeightFiles,
     hf_wholes,
-    hf_windows,
     one_dtype,
     open_checkpoint,
     parse_dtype,
@@ -38,7 +37,7 @@ from mega_rl.converters.offline.torch_dist import Written, write_metadata
 from mega_rl.converters.offline.writing import Conversion, Output, Report, convert, group_outputs
 from mega_rl.converters.offline.writing import WriteOptions as WriteOptions
 from mega_rl.converters.plan.blocks import Copy
-from mega_rl.converters.plan.compose import ColumnRange
+from mega_rl.converters.plan.compose import ColumnRange, invert
 from mega_rl.converters.plan.parameters import as_on_disk, hf_tensors, kept_tensors
 from mega_rl.converters.plan.proof import prove_complete
 from mega_rl.converters.plan.sharding import Head, Sharding
@@ -100,6 +99,7 @@ def import_hf(
         ignored, missing = check_tensors(reader, hf, options.head, allow_missing=options.allow_missing)
         origin = WeightFiles(Path(source), "hf", sharding, tensors_of(reader), reader)
         outputs, absent = _parameters(origin, missing, cast)
+        slabs = [(output.slab, output.spec) for output in outputs if output.slab is not None]
         manifest = ConversionManifest(
             options.head, options.mtp, options.dtype, hf.fused_experts, hf.value_head, tuple(sorted(absent))
         )
@@ -110,7 +110,10 @@ def import_hf(
         def complete(work: Path, written: Sequence[Written]) -> None:
             (work / HF_FOLDER).mkdir()
             copy_files(work / HF_FOLDER, files)
-            _complete_dist(work, outputs, written)
+            tensors = {slab.key: (spec.dtype, (*slab.lead, *spec.shape)) for slab, spec in slabs}
+            for slab, spec in slabs:
+                one_dtype(slab.key, {slab.key: tensors[slab.key][0], spec.name: spec.dtype})
+            write_metadata(work, tensors, written, extra_state_keys(slab for slab, _ in slabs))
             write_file(work / MANIFEST_FILE, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
 
         chunk_files = group_outputs(outputs, CHUNK_FILE_BYTES, lambda i, count: f"__{i}_0.distcp")
@@ -138,15 +141,6 @@ def _parameters(
         spec = TensorSpec(plan.canonical, dtype, plan.shape)
         outputs.append(Output(spec, (ColumnRange(0, 1, plan.copies),), origin, slab_of(plan, origin.hf)))
     return outputs, absent
-
-
-def _complete_dist(work: Path, outputs: Sequence[Output], written: Sequence[Written]) -> None:
-    """Write the metadata and extra states that make chunk files a distributed checkpoint."""
-    slabs = [(output.slab, output.spec) for output in outputs if output.slab is not None]
-    tensors = {slab.key: (spec.dtype, (*slab.lead, *spec.shape)) for slab, spec in slabs}
-    for slab, spec in slabs:
-        one_dtype(slab.key, {slab.key: tensors[slab.key][0], spec.name: spec.dtype})
-    write_metadata(work, tensors, written, extra_state_keys(slab for slab, _ in slabs))
 
 
 def export_checkpoint(
@@ -199,7 +193,13 @@ def _to_hf(
     dropped = options.mtp == "drop" and hf.mtp_layers > 0
     sharding = replace(sharding, hf=replace(hf, mtp="drop") if dropped else hf)
     prove_complete(sharding)
-    outputs = _hf_outputs(origin, sharding, cast)
+    if origin.kind == "hf":  # stored in parts
+        tensors = hf_tensors(sharding.hf, head=sharding.head).items()
+        outputs = [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
+    else:
+        windows = invert(whole_model(sharding))
+        wholes = hf_wholes(origin, sharding, windows, cast=cast)
+        outputs = [Output(TensorSpec(name, of.dtype, of.shape), windows[name], origin) for name, of in wholes.items()]
     for name, float32 in kept.items():
         assert weights is not None
         outputs.append(_copied(name, weights, torch.float32 if cast is not None and float32 else cast))
@@ -217,16 +217,6 @@ def _to_hf(
 
     report = Report(ignored=origin.ignored, absent=origin.absent, kept=tuple(kept), config_changes=tuple(changes))
     return Conversion(shards, complete, [origin] if weights is None else [origin, weights], report)
-
-
-def _hf_outputs(origin: WeightFiles, sharding: Sharding, cast: torch.dtype | None) -> list[Output]:
-    """Return every Hugging Face tensor that the checkpoint has parameters for."""
-    if origin.kind == "hf":  # stored in parts
-        tensors = hf_tensors(sharding.hf, head=sharding.head).items()
-        return [_copied(n, origin, torch.float32 if t.float32 else cast) for n, t in tensors if n in origin.tensors]
-    windows = hf_windows(sharding)
-    wholes = hf_wholes(origin, sharding, windows, cast=cast)
-    return [Output(TensorSpec(name, of.dtype, of.shape), windows[name], origin) for name, of in wholes.items()]
 
 
 def _copied(name: str, weights: WeightFiles, cast: torch.dtype | None) -> Output:

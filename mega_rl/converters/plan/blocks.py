@@ -5,7 +5,6 @@ The only module that stacks tensors into parameters; ranks.py has the overview.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -84,7 +83,13 @@ def global_param(rule: Rule, hf: HFConfig, *, padded_vocab: int, layer: int = 0,
     sections: tuple[int, ...] = (sum(rows),)
     blocks: list[Block]
     if rule.primitive == "qkv":
-        blocks = list(_interleaved([block for block, _ in pieces], hf.num_kv_heads))
+        # Group by group, each tensor's share of rows, as in Megatron-Core's fused query, key and value.
+        blocks, at = [], 0
+        for group in range(hf.num_kv_heads):
+            for block, _ in pieces:
+                share = block.rows // hf.num_kv_heads
+                blocks.append(Block(block.hf_name, at, share, group * share))
+                at += share
     elif rule.primitive == "gated":
         first = pieces[0][0]
         blocks = [first, *(block._replace(dst_row=first.rows) for block, _ in pieces[1:])]
@@ -125,16 +130,6 @@ def _source_block(source: Source, hf: HFConfig, layer: int, expert: int) -> tupl
         assert transposed or step == 1, f"{source.name}: only columns are taken in turns"
     name = source.name.format(layer=layer, expert=expert)
     return Block(name, 0, rows, src_row, src_col, transposed, step), (rows, *columns)
-
-
-def _interleaved(tensors: list[Block], groups: int) -> Iterator[Block]:
-    """Group by group, each tensor's share of rows: the row order of Megatron-Core's fused query, key and value."""
-    at = 0
-    for group in range(groups):
-        for block in tensors:
-            rows = block.rows // groups
-            yield Block(block.hf_name, at, rows, group * rows)
-            at += rows
 
 
 def shard(param: GlobalParam, parts: int, index: int) -> tuple[tuple[int, ...], tuple[Copy, ...]]:

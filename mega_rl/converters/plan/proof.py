@@ -55,8 +55,11 @@ def _faults(sharding: Sharding) -> tuple[str, ...]:
             for copy in (copy for copy in param.copies if copy.hf_name is not None):
                 name = str(copy.hf_name)
                 columns = matrix_shape(tensors[name].shape)[1] if name in tensors else 0
+                rows, cols = (copy.cols, copy.rows) if copy.transposed else (copy.rows, copy.cols)
+                # Columns of one turn count as neighbours: first all even ones, then all odd ones.
+                left = copy.src_col // copy.step + copy.src_col % copy.step * (columns // copy.step)
                 target = again[name, param.canonical] if param.replica else used[name]
-                target.append(source_rectangle(copy, columns))
+                target.append((copy.src_row, copy.src_row + rows, left, left + cols))
     problems += [f"{name} is held by {n} stages" for (name, _), n in owners.items() if n > 1]
     problems += [f"{name} is read but is not a tensor of this model" for name in used if name not in tensors]
     for name, tensor in tensors.items():
@@ -80,16 +83,6 @@ def _plans(sharding: Sharding) -> Iterator[tuple[str, tuple[ParamPlan, ...], int
             for etp_rank in range(layout.etp):
                 plan = expert_plan(sharding, ep_rank, etp_rank, pp_rank, vp_stage)
                 yield f"ep_rank={ep_rank} etp_rank={etp_rank} {stage}", plan, etp_rank
-
-
-def source_rectangle(copy: Copy, columns: int) -> Rectangle:
-    """Return the rectangle that a copy reads of a source with `columns` columns.
-
-    Where columns are taken in turns, those of one turn count as neighbours: first all even ones, then all odd ones.
-    """
-    rows, cols = (copy.cols, copy.rows) if copy.transposed else (copy.rows, copy.cols)
-    left = copy.src_col // copy.step + copy.src_col % copy.step * (columns // copy.step)
-    return copy.src_row, copy.src_row + rows, left, left + cols
 
 
 @lru_cache(maxsize=4096)

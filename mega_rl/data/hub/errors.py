@@ -90,14 +90,13 @@ def chain(error: BaseException) -> list[BaseException]:
 
 def why_unreadable(error: Exception, *, repo: str, revision: str) -> str:
     """Return why the datasets library failed; ask the Hub again, since the library hides its answer."""
-    cause: BaseException | None = error if any(isinstance(one, httpx.HTTPError) for one in chain(error)) else None
-    if constants.HF_HUB_OFFLINE:
-        cause = error
-    else:
-        try:
+    is_hubs = constants.HF_HUB_OFFLINE or any(isinstance(one, httpx.HTTPError) for one in chain(error))
+    cause = error if is_hubs else None
+    try:
+        if not constants.HF_HUB_OFFLINE:
             HfApi().auth_check(repo, repo_type="dataset")
-        except FAILURES as refusal:
-            cause = refusal
+    except FAILURES as refusal:
+        cause = refusal
     return by_library(error) if cause is None else reason(cause, repo=repo, revision=revision, kind="dataset")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def fetch_description(name: ModelName, *, label: str) -> tuple[Path, ModelName]:
             f"{label}: {name.repo} has no config.json at this revision, so it is not a model in Hugging "
             "Face's format; name another repository or revision"
         )
-    return folder, name.at(folder.name)
+    return folder, replace(name, revision=folder.name)
 
 
 def fetch_weights(name: ModelName, folder: Path, *, label: str) -> None:

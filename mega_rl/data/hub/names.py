@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -26,15 +26,6 @@ class ModelName:
     repo: str  # "Qwen/Qwen3-0.6B"
     revision: str = DEFAULT_REVISION
 
-    @property
-    def pinned(self) -> bool:
-        """Return whether the revision is a commit, which never changes."""
-        return COMMIT.fullmatch(self.revision) is not None
-
-    def at(self, commit: str) -> ModelName:
-        """Return the same repository at a commit."""
-        return replace(self, revision=commit)
-
     def __str__(self) -> str:
         return self.repo if self.revision == DEFAULT_REVISION else f"{self.repo}@{self.revision}"
 
@@ -52,10 +43,6 @@ class DatasetName:
     def pinned(self) -> bool:
         """Return whether all of it is given and the revision is a commit."""
         return bool(self.config and self.split) and COMMIT.fullmatch(self.revision) is not None
-
-    def at(self, commit: str, *, config: str, split: str) -> DatasetName:
-        """Return the same dataset at a commit, with the parts that were left out."""
-        return replace(self, config=config, split=split, revision=commit)
 
     def __str__(self) -> str:
         parts = ":".join((self.repo, self.config, self.split)).rstrip(":")

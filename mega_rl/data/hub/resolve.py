@@ -46,12 +46,8 @@ class HubNames:
 
 def hub_names(config: Config) -> HubNames:
     """Return the names that the run would download; a resumed run takes the commits that it began with."""
-    model, reward = config.model, config.reward
-    paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
-    if reward.source.name == "model":
-        paths["reward.source.path"] = reward.model_path
     begun = _begun(config)
-    named = {key: name for key, path in paths.items() if (name := model_name(path)) is not None}
+    named = {key: name for key, path in checkpoint_paths(config).items() if (name := model_name(path)) is not None}
     models = {key: _model_as_begun(name, begun.get(key)) for key, name in named.items()}
     data = {}
     for key in DATA_ROLES:
@@ -62,6 +58,15 @@ def hub_names(config: Config) -> HubNames:
         if rows:
             data[key] = {text: _rows_as_begun(name, earlier) for text, name in rows.items()}
     return HubNames(models, data)
+
+
+def checkpoint_paths(config: Config) -> dict[str, str]:
+    """Return the folder or name of every checkpoint that the run reads, by config key."""
+    model, reward = config.model, config.reward
+    paths = {"model.path": model.path, "model.ref_path": model.ref_path, "model.critic_path": model.critic_path}
+    if reward.source.name == "model":
+        paths["reward.source.path"] = reward.model_path
+    return {key: path for key, path in paths.items() if path}
 
 
 def _files_by_entry(key: str, value: Any) -> dict[str, Sequence[str]]:
@@ -165,10 +170,8 @@ def _rows_as_begun(name: RowsName, begun: Sequence[str]) -> RowsName:
     """Return the name at the commit of the run's beginning, unless it names a revision or other rows."""
     if isinstance(name, FolderName) or name.revision != DEFAULT_REVISION:
         return name
-    for text in begun:
-        earlier = dataset_name(str(text))
-        if earlier is None or earlier.repo != name.repo:
-            continue
-        if name.config in ("", earlier.config) and name.split in ("", earlier.split):
+    for earlier in filter(None, map(dataset_name, map(str, begun))):
+        same = earlier.repo == name.repo and name.config in ("", earlier.config)
+        if same and name.split in ("", earlier.split):
             return earlier
     return name

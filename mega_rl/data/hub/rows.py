@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -148,7 +148,8 @@ def _resolved(name: DatasetName, commit: str, role: Role, label: str) -> tuple[A
     if COMMIT.fullmatch(present) is None or (COMMIT.fullmatch(asked) and asked != present):
         # Without a network the library takes any version in its cache.
         raise UserError(f"{label}: the cache holds version {present}, not {asked}; download it once with a network")
-    return builder, name.at(present, config=builder.config.name, split=_split(builder, name.split, role, label))
+    split = _split(builder, name.split, role, label)
+    return builder, DatasetName(name.repo, builder.config.name, split, present)
 
 
 def _remote(name: DatasetName) -> str:
@@ -221,7 +222,7 @@ def _kept(name: DatasetName, commit: str, role: Role) -> DatasetName | None:
     Only the library knows what stands for parts that are left out; without the Hub the only download of its kind does.
     """
     if commit:
-        pinned = name.at(commit, config=name.config, split=name.split)
+        pinned = replace(name, revision=commit)
         return pinned if name.config and name.split and _file(pinned).is_file() else None
     splits = (name.split,) if name.split else USUAL_SPLITS[role]
     patterns = [f"*/{quote(name.config, safe='') or '*'}--{quote(split, safe='')}.parquet" for split in splits]
@@ -230,4 +231,4 @@ def _kept(name: DatasetName, commit: str, role: Role) -> DatasetName | None:
         return None
     newest = max(files, key=lambda file: file.stat().st_mtime)
     config, _, split = newest.stem.rpartition("--")
-    return name.at(newest.parent.name, config=unquote(config), split=unquote(split))
+    return DatasetName(name.repo, unquote(config), unquote(split), newest.parent.name)

@@ -129,10 +129,8 @@ class MixtureSampler(StepOrder):
         self._samplers = [samplers[name] for name in self._names]
         self.shares = {name: shares[name] for name in self._names}
         self._order = DrawOrder(list(self.shares.values()))
-        self._begin, self._before = (
-            0,
-            [0] * len(self._names),
-        )  # first draw of the order, and each source's draws before it
+        self._begin = 0  # first draw of the order
+        self._before = [0] * len(self._names)  # each source's draws before it
         self._other: DrawOrder | None = None  # order up to here, of a run resumed with other shares
         self._rates = rates
 
@@ -185,19 +183,14 @@ class MixtureSampler(StepOrder):
         return [before + count for before, count in zip(self._before, counts, strict=True)]
 
     def metrics(self, drawn: int) -> Metrics:
-        metrics = (
-            super().metrics(drawn) if self.num_prompts else {"data/prompts": float(drawn)}
-        )  # streams have no epochs in common
+        # Streams have no epochs in common.
+        metrics = super().metrics(drawn) if self.num_prompts else {"data/prompts": float(drawn)}
         if self._rates is not None:
             metrics |= self._rates.metrics()
-        for name, sampler, count in zip(
-            self._names, self._samplers, self._counts(drawn, self._other or self._order), strict=True
-        ):
-            metrics[f"data/{name}/prompts"] = float(count)
-            metrics[f"data/{name}/epochs"] = sampler.epochs(count)
-            if isinstance(sampler, SuccessSampler):
-                rates = sampler.of_rates()
-                metrics |= {f"data/{name}/{key.removeprefix('data/')}": value for key, value in rates.items()}
+        counts = self._counts(drawn, self._other or self._order)
+        for name, sampler, count in zip(self._names, self._samplers, counts, strict=True):
+            own = sampler.metrics(count)
+            metrics |= {f"data/{name}/{key.removeprefix('data/')}": value for key, value in own.items()}
         return metrics
 
 

@@ -123,11 +123,7 @@ class SuccessSampler(StepOrder):
         return [self._prompts[next(explored if now > then else preferred)] for then, now in pairwise(before)]
 
     def metrics(self, drawn: int) -> Metrics:
-        return super().metrics(drawn) | self.of_rates()
-
-    def of_rates(self) -> Metrics:
-        """Return the metrics of the prompts' success rates."""
-        return self._rates.metrics(self._places)
+        return super().metrics(drawn) | self._rates.metrics(self._places)
 
     def _explored(self, draws: int) -> int:
         """Return how many of the first draws go through epochs."""

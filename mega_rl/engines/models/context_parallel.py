@@ -1,7 +1,7 @@
 """Core attention of one context-parallel rank: its own queries, and the keys and values of whole sequences.
 
-Each rank holds two chunks of every sequence (see `mega_rl.data.zigzag`). Keys and values are gathered from the group in
-one collective, put in order, and each chunk of queries attends to the keys from the sequence's begin to the chunk's
+Each rank holds two chunks of every sequence (see `mega_rl.data.packing`). Keys and values are gathered from the group
+in one collective, put in order, and each chunk of queries attends to the keys from the sequence's begin to the chunk's
 end. Their gradients go back the same way and are added in float32 at least.
 
 Per layer and micro-batch of T tokens, a rank receives (cp - 1) / cp * T * groups * (D + E) numbers in the forward and
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mega_rl.data.zigzag import held_positions
+from mega_rl.data.packing import held_positions
 from mega_rl.engines.models.rope import ONE_ROW, TokenPositions
 from mega_rl.parallel.accelerator.transfer import send
 

@@ -19,22 +19,14 @@ from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug
 from mega_rl.converters.hf.companions import companions
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.safetensors.header import read_entries
+from mega_rl.data.hub.resolve import checkpoint_paths
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
-from mega_rl.errors import UserError, UserErrors
+from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 
 ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.source.path"
 # Properties of a checkpoint that its forward does not depend on.
 _NOT_COMPUTED = ("eos_token_ids", "pad_token_id", "dtype", "initializer_range")
-
-
-def checkpoint_paths(config: Config) -> dict[str, str]:
-    """Return the folder of every checkpoint that the run reads, by config key."""
-    model, reward = config.model, config.reward
-    paths = {ACTOR: model.path, REFERENCE: model.ref_path, CRITIC: model.critic_path}
-    if reward.source.name == "model":
-        paths[REWARD] = reward.model_path
-    return {key: path for key, path in paths.items() if path}
 
 
 def read_checkpoints(config: Config) -> tuple[dict[str, HFConfig], list[str]]:
@@ -123,10 +115,8 @@ def _shard(path: Path) -> Iterator[str]:
     """Yield the problems of a file's header and size."""
     try:
         read_entries(path)
-    except UserErrors as error:
-        yield from error.problems
     except UserError as error:
-        yield str(error)
+        yield from str(error).splitlines()
 
 
 def tensor_shape(directory: Path, name: str) -> list[int] | None:

@@ -38,9 +38,7 @@ def plan_lines(recipe: Path, overrides: Sequence[str], options: PlanOptions) -> 
             f"--layers={options.layers!r}: legal: auto (Transformer Engine's where it is installed), te, local"
         )
     given = parse_bytes(options.gpu_memory, option="--gpu-memory") if options.gpu_memory else None
-    has_te = options.layers == "te"
-    if options.layers == "auto":
-        has_te = not is_missing("transformer_engine")
+    has_te = options.layers == "te" or (options.layers == "auto" and not is_missing("transformer_engine"))
     if options.rates and not options.gpu:
         raise UserError("--rate: needs the kind of GPU whose coefficient it replaces, as --gpu h200")
     hardware = hardware_of(options.gpu, options.rates) if options.gpu else None

@@ -202,7 +202,7 @@ def load_data(
             data, tokens.tokenizer, SourceConfig(),
             vocab_size=vocab_size, columns=columns, source_key=key, difficulty=difficulty,
         )  # fmt: skip
-        return load_prompts(rows, **vars(reading))
+        return load_prompts(rows, reading)
 
     with progress.phase("reading and tokenizing the data", announce=True):
         prompts: list[Prompt] = []

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.converters.offline import compare as compare_module
-from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, round_trip
-from mega_rl.converters.offline.describe import describe
+from mega_rl.converters.offline.compare import Comparison, compare, compare_configs, describe, round_trip
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mega_rl.converters.hf.companions import changed_config
+from mega_rl.converters.hf.companions import copy_companions
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.live import save as save_module
 from mega_rl.converters.live.export import ModelPlace
@@ -99,11 +100,19 @@ def test_another_dtype(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text()) == config | {"torch_dtype": "float32"}
 
 
-def test_config_changes() -> None:
-    text = b'{"b": 1,  "quantization_config": {}, "name": "\xc3\xa9"}\n'
-    assert changed_config(text, {}) == text
-    assert json.loads(changed_config(text, {"quantization_config": None, "b": 2})) == {"b": 2, "name": "é"}
-    assert "é".encode() in changed_config(text, {"b": 2})
+def test_config_changes(tmp_path: Path) -> None:
+    source = tmp_path / "config.json"
+    source.write_bytes(b'{"b": 1,  "quantization_config": {}, "name": "\xc3\xa9"}\n')
+
+    def copied(**changes: Any) -> bytes:
+        out = Path(mkdtemp(dir=tmp_path))
+        copy_companions(out, {"config.json": source}, changes)
+        return (out / "config.json").read_bytes()
+
+    assert copied() == source.read_bytes()
+    changed = copied(quantization_config=None, b=2)
+    assert json.loads(changed) == {"b": 2, "name": "é"}
+    assert "é".encode() in changed
 
 
 # Several ranks.

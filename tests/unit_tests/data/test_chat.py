@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from mega_rl.data import chat
 from mega_rl.data.chat import ChatTemplate, template_variables, writes_date
 from mega_rl.data.columns import RowColumns
-from mega_rl.data.prompts import fingerprint, load_prompts
+from mega_rl.data.prompts import PromptReading, fingerprint, load_prompts
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
 from tests.helpers.models import write_digit_tokenizer
@@ -50,14 +50,7 @@ def file(tmp_path: Path) -> Path:
 
 def load(file: Path, tokenizer: Any, **settings: Any) -> list[Prompt]:
     template = ChatTemplate(tokenizer, **settings)
-    return load_prompts(
-        [file],
-        tokenizer=tokenizer,
-        vocab_size=50,
-        columns=RowColumns("prompt", "answer"),
-        max_prompt_tokens=200,
-        template=template,
-    )
+    return load_prompts([file], PromptReading(tokenizer, 50, RowColumns("prompt", "answer"), template, 200))
 
 
 @pytest.mark.parametrize(

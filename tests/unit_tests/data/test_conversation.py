@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,8 @@ def read(file: Path, template: str = TEMPLATE, columns: RowColumns = COLUMNS) ->
     """Return the prompts of a file, in memory and streamed alike."""
     tokenizer = Letters(template)
     chat = ChatTemplate(tokenizer)
-    prompts = load_prompts(
-        [file], tokenizer=tokenizer, vocab_size=1 << 21, columns=columns, template=chat, max_prompt_tokens=999
-    )
     reading = PromptReading(tokenizer, 1 << 21, columns, chat, 999)
+    prompts = load_prompts([file], reading)
     stream = StreamReader("data.train_files", [FileShard(file)], reading, StreamPlan(999, shuffle=False, seed=0))
     assert stream.first_block() == prompts
     return prompts
@@ -118,7 +115,7 @@ def test_variables_that_no_prompt_shows_are_named(tmp_path: Path, caplog: pytest
     for file in write(tmp_path, rows):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            load_prompts([file], tokenizer=Letters(), vocab_size=999, columns=COLUMNS, max_prompt_tokens=9)
+            load_prompts([file], PromptReading(Letters(), 999, COLUMNS, None, 9))
         assert len(caplog.messages) == 1
         assert "the row sets think, tools for a chat template, and its prompt does not show" in caplog.text
     caplog.clear()
@@ -255,15 +252,12 @@ def test_every_prompt_keeps_the_answer_of_its_row(tmp_path: Path, way: str, suff
     reading = PromptReading(Letters(), 1 << 21, COLUMNS, ChatTemplate(Letters()), 40, "drop", "drop")
     if way == "stream":
         shards = [FileShard(file) for file in files]
-        blocks = StreamReader("data.train_files", shards, reading, StreamPlan(7, shuffle=True, seed=3)).blocks(
-            Position()
-        )
+        reader = StreamReader("data.train_files", shards, reading, StreamPlan(7, shuffle=True, seed=3))
+        blocks = reader.blocks(Position())
         prompts = [prompt for _ in range(6) for prompt in next(blocks).prompts]
     else:
-        settings = {name: getattr(reading, name) for name in ("tokenizer", "vocab_size", "columns", "template")}
-        load = partial(load_prompts, max_prompt_tokens=40, overlong="drop", malformed="drop", **settings)
         parts = [[file] for file in files] if way == "mixture" else [files]
-        prompts = [prompt for part in parts for prompt in load(part)]
+        prompts = [prompt for part in parts for prompt in load_prompts(part, reading)]
     if way == "split":
         train, held_out = split(prompts, 9, seed=1)
         assert (len(train), len(held_out)) == (26, 9)
@@ -282,5 +276,6 @@ def test_narrow_floats_of_a_shard_with_a_schema_are_short(tmp_path: Path) -> Non
 
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": 0.10000000149011612}\n')
     reading = PromptReading(Letters(), 1 << 21, COLUMNS, None, 40)
-    reader = StreamReader("data.train_files", [HubLike(tmp_path / "a.jsonl")], reading, StreamPlan(7, False, 0))
+    shards = [HubLike(tmp_path / "a.jsonl")]
+    reader = StreamReader("data.train_files", shards, reading, StreamPlan(7, False, 0))
     assert [prompt.answer for prompt in reader.first_block()] == ["0.1"]

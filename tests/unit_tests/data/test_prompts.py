@@ -17,7 +17,7 @@ import pytest
 
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
-from mega_rl.data.prompts import fingerprint, load_prompts, split
+from mega_rl.data.prompts import PromptReading, fingerprint, load_prompts, split
 from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
@@ -49,10 +49,11 @@ def load(*files: Path, **changed: Any) -> list[Prompt]:
         "vocab_size": 257,
         "columns": columns_of(RewardColumns()),
         "max_prompt_tokens": 50,
+        "template": None,
     } | changed
     if arguments.pop("chat_template", False):
         arguments["template"] = ChatTemplate(arguments["tokenizer"])
-    return load_prompts(files, **arguments)
+    return load_prompts(files, PromptReading(**arguments))
 
 
 def jsonl(path: Path, rows: Sequence[Any]) -> Path:

@@ -93,7 +93,7 @@ def test_row_groups_before_a_row_are_not_read(files: list[Path], monkeypatch: py
 
 
 def test_an_epoch_has_every_prompt_once_and_those_of_memory(files: list[Path], order: StreamSampler) -> None:
-    in_memory = load_prompts(files, tokenizer=Letters(), vocab_size=200, columns=COLUMNS, max_prompt_tokens=20)
+    in_memory = load_prompts(files, reading())
     first, second = order.take(0, 50), order.take(50, 50)
 
     def content(prompt: Prompt) -> tuple[Any, ...]:

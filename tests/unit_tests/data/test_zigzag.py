@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_rl.data.packing import MicroBatch, pack, pad, scatter_back
-from mega_rl.data.zigzag import cut, held_positions
+from mega_rl.data.packing import MicroBatch, cut, held_positions, pack, pad, scatter_back
 from tests.unit_tests.data.test_packing import FIELDS, Make, batch_of
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8])

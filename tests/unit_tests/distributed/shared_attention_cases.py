@@ -52,7 +52,7 @@ def _packed(
     module: Any, group: Any, lengths: Sequence[int], given: list[Tensor], grad: Tensor, expected: Sequence[Tensor]
 ) -> list[Any]:
     """(found, expected) of this rank's context and gradients, and the sinks' gradient, sequences rounded up."""
-    from mega_rl.data.zigzag import held_positions
+    from mega_rl.data.packing import held_positions
     from mega_rl.engines.models.attention import packed_sequences
 
     rank, size = group.rank(), group.size()
@@ -77,7 +77,7 @@ def _padded(
     module: Any, group: Any, lengths: Sequence[int], given: list[Tensor], grad: Tensor, expected: Sequence[Tensor]
 ) -> list[Any]:
     """As `_packed`, for rows [S, B, ...]."""
-    from mega_rl.data.zigzag import held_positions
+    from mega_rl.data.packing import held_positions
 
     rank, size = group.rank(), group.size()
     longest = -(-max(lengths) // (2 * size)) * 2 * size
@@ -116,7 +116,7 @@ def _spread(x: Tensor, lengths: Sequence[int], rounded: Sequence[int], padding: 
 
 def leaks(collection: Any, variant: Variant, *, poison: float) -> list[str]:
     """What of the others changes, by a single bit, when one packed sequence's q, k, v and gradient become `poison`."""
-    from mega_rl.data.zigzag import held_positions
+    from mega_rl.data.packing import held_positions
     from mega_rl.engines.models.attention import packed_sequences
 
     group = collection.cp
@@ -169,7 +169,7 @@ def chunk_differences(rank: int) -> dict[str, float]:
     from mega_rl.parallel.accelerator import prepare
 
     device = prepare("auto").device
-    from mega_rl.data.zigzag import held_positions
+    from mega_rl.data.packing import held_positions
     from mega_rl.engines.models.context_parallel import Chunks
 
     rows, length, worst = 3, 256, {}

@@ -8,7 +8,7 @@ import pytest
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
-from mega_rl.converters.offline.describe import describe
+from mega_rl.converters.offline.compare import describe
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors

@@ -46,7 +46,7 @@ def rotated(kind: str, group: Slice, *, latent: bool, ours: bool, dtype: torch.d
     prepare("auto")
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
-    from mega_rl.data.zigzag import held_positions
+    from mega_rl.data.packing import held_positions
     from mega_rl.engines.models.rope import ONE_ROW, PackedRotary, TokenPositions
 
     lengths = [-(-length // (2 * group.of)) * 2 * group.of if group.of > 1 else length for length in LENGTHS]
