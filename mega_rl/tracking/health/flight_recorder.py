@@ -107,22 +107,16 @@ def _age(entry: Flight) -> float:
 
 def _collective(entry: Flight, age_s: float, *, ranks: bool = True) -> Collective:
     name, description = entry["process_group"]
-    operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-    members = _members(name) if ranks else ()
+    # "host tp" is the gloo group next to an NCCL group.
+    on_host, described = ("host ", description[5:]) if description.startswith("host ") else ("", description)
     return Collective(
-        operation=operation,
-        group=_group_name(description),
-        ranks=members,
+        operation=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+        group=on_host + GROUPS.get(described, described.lower()),
+        ranks=_members(name) if ranks else (),
         sequence=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
         age_s=age_s,
         deadline_s=entry["timeout_ms"] / 1e3 if entry["timeout_ms"] > 0 else None,
     )
-
-
-def _group_name(description: str) -> str:
-    """Return the name of a group for people; "host tp" for the gloo group next to an NCCL group."""
-    on_host, described = ("host ", description[5:]) if description.startswith("host ") else ("", description)
-    return on_host + GROUPS.get(described, described.lower())
 
 
 def _members(name: str) -> tuple[int, ...]:

@@ -106,17 +106,16 @@ class ConsoleSink:
         self._parts: list[str] = []
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log the line of a step."""
         width = self._console.width - TIME_WIDTH if self._console.is_terminal else None
         logger.info("%s", step_line(step, metrics, parts=self._parts, width=width))
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
-        """Log the first samples of the first step that trains; parts of the reward get their columns."""
         for row in rows:
             self._parts += [name for name in map(_part, row) if name and name not in self._parts]
         if not validation:
-            for line in (line for row in rows[: self._samples] for line in sample_lines(row)):
-                logger.info("%s", line)
+            for row in rows[: self._samples]:
+                for line in sample_lines(row):
+                    logger.info("%s", line)
             self._samples = 0
 
     def close(self, *, failed: bool = False) -> None:

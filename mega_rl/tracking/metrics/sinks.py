@@ -65,7 +65,6 @@ class JsonlSink(NullSink):
         self._failing = False
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append the record of a step."""
         line = encode_step(step, metrics).encode() + b"\n"
         try:
             if self._num_bytes is not None and not self._path.exists():
@@ -93,20 +92,16 @@ class JsonlSink(NullSink):
 def _drop_steps_from(path: Path, first_stale: int) -> int:
     """Rewrite the file, in one atomic move, with the records of steps below `first_stale`; return its bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = "".join(f"{line}\n" for line in lines if _is_record_before(line, first_stale)).encode()
+    kept = ""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            kept += f"{line}\n" if decode_step(line).step < first_stale else ""
+        except ValueError:
+            logger.warning("a line of metrics.jsonl that is not a record was dropped: %.80r", line)
     rewritten = path.with_name(path.name + ".tmp")
-    rewritten.write_bytes(kept)
+    rewritten.write_bytes(kept.encode())
     os.replace(rewritten, path)
-    return len(kept)
-
-
-def _is_record_before(line: str, step: int) -> bool:
-    try:
-        return decode_step(line).step < step
-    except ValueError:
-        logger.warning("a line of metrics.jsonl that is not a record was dropped: %.80r", line)
-        return False
+    return len(kept.encode())
 
 
 class TensorBoardSink(NullSink):
@@ -129,11 +124,9 @@ class TensorBoardSink(NullSink):
         self._file: Path | None = None
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Add every metric as a scalar."""
         self._write(step, [self._summaries.scalar(name, value) for name, value in metrics.items()])
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
-        """Add the rows as a table in Markdown."""
         if rows:
             name = "val_rollouts" if validation else "rollouts"
             self._write(step, [self._summaries.text(name, _markdown_table(rows))])
@@ -168,13 +161,8 @@ class TensorBoardSink(NullSink):
 
 def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows with the same keys as a table in Markdown."""
-    columns = list(rows[0])
-
-    def cell(value: object) -> str:
-        return str(value).replace("|", "\\|").replace("\n", "<br>")
-
-    lines = [columns, ["---"] * len(columns), *([cell(row[column]) for column in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    cells = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [list(rows[0]), ["---"] * len(rows[0]), *cells])
 
 
 class RolloutDump(NullSink):
@@ -204,15 +192,12 @@ class MultiSink:
         self._sinks = list(sinks)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log to every sink that still works."""
         self._each(lambda sink: sink.log(step, metrics))
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
-        """Dump to every sink that still works."""
         self._each(lambda sink: sink.dump_rollouts(step, rows, validation=validation))
 
     def close(self, *, failed: bool = False) -> None:
-        """Close every sink that still works."""
         self._each(lambda sink: sink.close(failed=failed))
         self._sinks = []
 

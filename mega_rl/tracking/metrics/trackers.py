@@ -205,12 +205,10 @@ class TrackerSink:
         self._calls.put(partial(self._start, replace(run, run_id=run_id)))
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Send the metrics of a step."""
         self._last_step = step
         self._send(partial(self._client.log, step, {name: float(value) for name, value in metrics.items()}))
 
     def dump_rollouts(self, step: int, rows: Sequence[Row], *, validation: bool = False) -> None:
-        """Send sampled rollouts."""
         if rows:
             name = "val_rollouts" if validation else "rollouts"
             self._send(partial(self._client.log_rollouts, step, [dict(row) for row in rows], name))

@@ -19,7 +19,7 @@ from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import first_failure
 from mega_rl.protocols import Ranks
-from mega_rl.tracking.records.format import (
+from mega_rl.tracking.records.reader import (
     RECORD_FILE,
     TENSORS,
     WEIGHTS,

@@ -106,16 +106,14 @@ def content_of(runs: Sequence[Run], *, max_characters: int = MAX_CURVES) -> Json
         "themes": [[title, [name for name in names if theme_of(name) == title]] for title, _ in THEMES],
         "overview": [name for name in overview if name in names],
         "rules": len(RULES),
-        "config": {key: [_cut(run.config.get(key)) for run in runs] for key in settings},
+        "config": {
+            key: [run.config[key][:MAX_SETTING] if key in run.config else None for run in runs] for key in settings
+        },
         "differing": differing_keys(runs),
         "changed": changed_settings(runs[0].config) if len(runs) == 1 else {},
         "symptoms": [[asdict(symptom) for symptom in symptoms_of(run.series)] for run in runs],
         "samples": [{"rows": rows, "left_out": left_out} for rows, left_out in samples],
     }
-
-
-def _cut(setting: str | None) -> str | None:
-    return None if setting is None else setting[:MAX_SETTING]
 
 
 def _facts(run: Run) -> JsonFields:

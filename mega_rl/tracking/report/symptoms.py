@@ -252,15 +252,12 @@ def symptoms_of(series: Mapping[str, Series]) -> list[Symptom]:
 def _seen_at_end(series: Mapping[str, Series]) -> list[Symptom]:
     histories = {name: History(one) for name, one in series.items()}
     there = {name: history for name, history in histories.items() if history.values}
-    return [_symptom(rule, *sign) for key, rule in RULES.items() for sign in _signs(key, rule, there)]
-
-
-def _signs(key: str, rule: Mapping[str, Any], histories: Histories) -> Iterator[Sign]:
-    for limit, look in LIMITS.items():
-        for entry in rule.get(limit, ()):
-            yield from look(histories, *entry)
-    if not LIMITS.keys() & rule.keys():
-        yield from globals()[key](histories)
+    symptoms = []
+    for key, rule in RULES.items():
+        looks = [partial(look, there, *entry) for limit, look in LIMITS.items() for entry in rule.get(limit, ())]
+        for look in looks or [partial(globals()[key], there)]:
+            symptoms += [_symptom(rule, *sign) for sign in look()]
+    return symptoms
 
 
 def _symptom(rule: Mapping[str, Any], metric: str, step: int, seen: str) -> Symptom:

@@ -21,7 +21,7 @@ from mega_rl.engines.models.build import DTYPES
 from mega_rl.parallel.agreement import all_succeed
 from mega_rl.protocols import Ranks
 from mega_rl.tracking.metrics.trackers import without_secrets
-from mega_rl.tracking.records.format import FOLDER, RecordDescription
+from mega_rl.tracking.records.reader import FOLDER, RecordDescription
 from mega_rl.tracking.records.writer import RecordWriter, Weights, clear_records
 from mega_rl.trainer.assemble.algorithms import build_correction, build_reward_kl
 from mega_rl.trainer.assemble.load import LoadedRun

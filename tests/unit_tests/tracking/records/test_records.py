@@ -16,8 +16,7 @@ from torch import Tensor
 from mega_rl import disk
 from mega_rl.disk import SaveError
 from mega_rl.errors import UserError
-from mega_rl.tracking.records.format import RECORD_FILE, RecordDescription, records
-from mega_rl.tracking.records.reader import read_record
+from mega_rl.tracking.records.reader import RECORD_FILE, RecordDescription, read_record, records
 from mega_rl.tracking.records.writer import RecordWriter, Weights, clear_records, size_of
 from tests.helpers.fakes import FakeRanks
 
