@@ -1,4 +1,4 @@
-"""Read the collectives in flight from torch's flight recorder, which gloo and NCCL fill for every group."""
+"""Read the collectives in flight from torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FlightRecorder:
         )
 
     def _ages(self, open_entries: Sequence[Flight]) -> list[float]:
-        """Return the seconds since each call, correct also if the wall clock, which torch records, has jumped.
+        """Return the seconds since each call, also after jumps of the wall clock.
 
         An entry that was not open at the last look was called since then.
         """
@@ -120,7 +120,7 @@ def _collective(entry: Flight, age_s: float, *, ranks: bool = True) -> Collectiv
 
 
 def _members(name: str) -> tuple[int, ...]:
-    """Return the ranks of a group by its name in torch; empty if torch does not know it."""
+    """Return the ranks of a group by its name in torch; empty if unknown."""
     groups = dist.distributed_c10d._world.pg_names
     group = next((group for group, known in groups.items() if known == name), None)
     return () if group is None else tuple(sorted(dist.get_process_group_ranks(group))[:MAX_MEMBERS])

@@ -36,7 +36,7 @@ MAX_SAMPLE_CHARACTERS = 400  # a longer prompt or response loses its middle
 
 
 def step_line(step: int, metrics: Metrics, *, parts: Sequence[str] = (), width: int | None = None) -> str:
-    """Return "step 12 | reward 0.5312 | kl 0.0123 | length 213 | ... | 1240 tok/s | 3.20 s".
+    """Return "step 12 | reward 0.5312 | ... | 1240 tok/s | 3.20 s".
 
     A metric that the step lacks has no column. Time and tokens per second exclude validation and saving, which have
     their own column. parts: names of the reward's parts, shown behind the reward. width: of the terminal, which may
@@ -92,12 +92,12 @@ def _one_line(text: str) -> str:
 
 
 def _part(key: str) -> str:
-    """Return the part of the reward that a key of a dumped row holds, "" for other keys."""
+    """Return the reward's part that a key of a dumped row holds, else ""."""
     return key.removeprefix("reward_") if key.startswith("reward_") else ""
 
 
 class ConsoleSink:
-    """Sink that logs `step_line` in the terminal's width, and samples of the first step that is dumped."""
+    """Sink that logs `step_line`, and samples of the first step that is dumped."""
 
     def __init__(self, *, samples: int = 0, console: Console | None = None) -> None:
         """samples: number to show. console: standard error unless given."""

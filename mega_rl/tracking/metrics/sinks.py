@@ -47,7 +47,7 @@ class NullSink:
 
 
 def _first_stale_step(resume_step: int) -> int:
-    """Return the step from which on old records are removed; step 0 is the state before step 1."""
+    """Return the first step whose old records are removed; 0 is before step 1."""
     return 0 if resume_step <= 1 else resume_step
 
 
@@ -90,7 +90,7 @@ class JsonlSink(NullSink):
 
 
 def _drop_steps_from(path: Path, first_stale: int) -> int:
-    """Rewrite the file, in one atomic move, with the records of steps below `first_stale`; return its bytes."""
+    """Drop the records of steps from `first_stale` on, atomically; return the bytes left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = ""
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
@@ -132,7 +132,7 @@ class TensorBoardSink(NullSink):
             self._write(step, [self._summaries.text(name, _markdown_table(rows))])
 
     def _write(self, step: int, summaries: Sequence[object]) -> None:
-        """Append summaries to the file; begin a file at the first call or if it was deleted. Raises OSError."""
+        """Append summaries to the file, which may be new. Raises OSError."""
         event = self._events.Event
         events = [event(step=step, summary=one) for one in summaries]
         if self._file is not None and not self._file.exists():
@@ -176,7 +176,7 @@ class RolloutDump(NullSink):
                 path.unlink()
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
-        """Write the rows of this step, one line each; values are JSON's types, and numbers may be NaN or infinite."""
+        """Write the rows as lines of JSON; numbers may be NaN or infinite."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{'val' if validation else 'step'}_{step:06d}.jsonl"
         with path.open("w", encoding="utf-8") as file:
@@ -186,7 +186,7 @@ class RolloutDump(NullSink):
 
 
 class MultiSink:
-    """Several sinks as one. A sink that fails is reported once and left out from then on; training continues."""
+    """Several sinks as one. A sink that fails is reported once and left out."""
 
     def __init__(self, sinks: Sequence[MetricsSink]) -> None:
         self._sinks = list(sinks)
@@ -220,7 +220,7 @@ def make_sink(
     total_steps: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> MetricsSink:
-    """Return the sink of this rank: everything the config asks for if `is_writer`, else a sink that drops everything.
+    """Return the sink of this rank, which drops everything unless `is_writer`.
 
     resume_step: the first step that the run will do, 1 when it is new. total_steps: number of steps of the run.
     settings: the whole config, for sinks that keep it.

@@ -1,4 +1,4 @@
-"""Tables of a run on the terminal: its models before the first step, its outcome at the end."""
+"""Tables of a run on the terminal: its models at the start, its outcome."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RoleFacts:
 def show_startup(
     roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "", console: Console | None = None
 ) -> None:
-    """Print a table of the run's roles: a frame on a wide terminal, else one line for each role.
+    """Print a table of the run's roles: a frame, or a line for each.
 
     For one rank only. Empty columns are left out. On a narrow terminal facts that all models share go into a line
     below, and paths get their own lines. prompts, stop_tokens: texts of the last lines, about how prompts are written

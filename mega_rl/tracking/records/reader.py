@@ -150,7 +150,7 @@ def parse(text: bytes, path: Path) -> tuple[RecordDescription, list[Shard], dict
 
 
 def _check(description: RecordDescription, shards: list[Shard], tensors: Mapping[str, str]) -> None:
-    """Raise ValueError for fields of other types, names that no file of a record has, unknown tensors."""
+    """Raise ValueError for wrong types, foreign file names and unknown tensors."""
     of_type = {int: ("step", "prompts", "world_size"), dict: ("config", "model"), str: ("layout", "device", "dtype")}
     for kind, names in of_type.items():
         for name in names:
@@ -168,7 +168,7 @@ def _check(description: RecordDescription, shards: list[Shard], tensors: Mapping
 
 @dataclass(frozen=True)
 class Record:
-    """A record that was read; rows are in the order of prompts and samples, whatever layout wrote them."""
+    """A record that was read, its rows in the order of prompts and samples."""
 
     folder: Path
     description: RecordDescription
@@ -177,7 +177,7 @@ class Record:
 
     @cached_property
     def rows(self) -> list[JsonFields]:
-        """Return the rows for people, in the order of `tensors`; none if there are no texts. Raises UserError."""
+        """Return the rows for people, maybe none, in the order of `tensors`. Raises UserError."""
         rows = []
         for shard in (shard for shard in self.files if shard.file.endswith(".jsonl")):
             try:
@@ -188,7 +188,7 @@ class Record:
 
 
 def read_record(folder: str | Path) -> Record:
-    """Read a record's tensors. Raises UserError for a folder that is not a record, or is damaged."""
+    """Read a record's tensors. Raises UserError unless the folder is a whole record."""
     folder = Path(folder)
     path = folder / RECORD_FILE
     try:

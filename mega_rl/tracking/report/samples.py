@@ -1,4 +1,4 @@
-"""Samples of a report: responses that a run has dumped, or records of steps with a value for each token.
+"""Samples of a report: dumped responses, or records with values of tokens.
 
 A sample on the page has the fields source ("step 20"), prompt, response, numbers, and for records texts (of each token)
 and values (by name, one for each text). A model wrote the texts: the page never reads them as HTML.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_rl.errors import UserError
-from mega_rl.tracking.report.runs import shorten
+from mega_rl.tracking.report.page import shorten
 from mega_rl.untrusted import JsonFields, open_regular, parse_object
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _TEXTS = ("prompt", "rendered_prompt", "response", "token_texts")
 
 
 def read_samples(run_dir: Path, *, max_characters: int = MAX_CHARACTERS) -> tuple[list[JsonFields], int]:
-    """Return the newest samples of a run, those with values of tokens first, and the number without room.
+    """Return the newest samples, those of records first, and the number without room.
 
     A damaged file is logged and left out.
     """
@@ -75,7 +75,7 @@ def _by_step(folder: Path, name: re.Pattern[str]) -> list[Path]:
 
 
 def _rows(file: Path) -> Iterator[JsonFields]:
-    """Yield the first rows of a dump. Raises UserError for a pipe, which may have no writer, and the like."""
+    """Yield the first rows of a dump. Raises UserError for a pipe or device."""
     with open(open_regular(file)[0], encoding="utf-8") as lines:
         for _ in range(NUM_ROWS):
             line = lines.readline(MAX_LINE)
@@ -109,7 +109,7 @@ def _cut(text: str) -> str:
 
 
 def _of_record(folder: Path) -> Iterator[JsonFields]:
-    """Yield samples of the first rows of a record; values of tokens are None off the loss mask.
+    """Yield samples of a record's first rows; values off the loss mask are None.
 
     Raises UserError for a record that is damaged or of another format.
     """
@@ -131,7 +131,7 @@ def _of_record(folder: Path) -> Iterator[JsonFields]:
 
 
 def _values(record: Record, row: int) -> dict[str, list[float]]:
-    """Return the values of a row's tokens by name; none for a record without the trainer's log-probs."""
+    """Return the values of a row's tokens by name; none without the trainer's log-probs."""
     import numpy as np
 
     length = int(record.tensors["lengths"][row])
