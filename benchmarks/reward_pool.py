@@ -20,10 +20,9 @@ from driver import Report, parser_of
 from mega_rl.cli.quickstart import sums
 from mega_rl.cli.quickstart.run import NUM_RANKS, TASKS, launch, setting
 from mega_rl.rewards.call import load_call
-from mega_rl.rewards.pool import RewardPool, WorkerOrder
-from mega_rl.rewards.responses import Response
+from mega_rl.rewards.pool import RewardPool
 from mega_rl.rewards.role import CalledRewards
-from mega_rl.rewards.score import ScoreSource, ignore
+from mega_rl.rewards.score import Response, ScoreSource, ignore
 from mega_rl.tracking.metrics.records import read_metrics
 from mega_rl.types import Prompt
 
@@ -89,7 +88,7 @@ def shares_of_step(num_workers: int, steps: int, folder: Path) -> dict[str, floa
 
 def with_workers(function: str, num_workers: int, work: Callable[[ScoreSource], float]) -> float:
     """Return what `work` measures with these workers, which have started."""
-    pool = RewardPool(load_call(function), WorkerOrder(function, timeout_s=60.0), num_workers=num_workers)
+    pool = RewardPool(load_call(function), function, num_workers=num_workers, timeout_s=60.0)
     try:
         seconds(pool, 4 * num_workers)
         return work(pool)

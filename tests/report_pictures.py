@@ -12,8 +12,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from mega_rl.tracking.report.content import page_of
-from mega_rl.tracking.report.runs import read_runs
+from mega_rl.tracking.report.content import page_of, read_runs
 from mega_rl.tracking.report.server import ViewServer
 from tests.helpers.browser import chromium
 

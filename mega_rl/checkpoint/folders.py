@@ -79,7 +79,7 @@ def torn(root: Path) -> list[tuple[Path, str]]:
 
 
 def damaged(root: Path) -> list[tuple[Path, str]]:
-    """Return the entries of `torn` that are newer than every complete one and lost COMMIT or manifest after their save.
+    """Return the entries of `torn` that are newest and were damaged after their save.
 
     An interrupted save never looks like this, so the user must agree before a run ignores them.
     """
@@ -100,7 +100,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def publish(root: Path, step: int, manifest: Manifest) -> Path:
-    """Publish the shards in `temporary(root, step)`, which are on the disk, as a checkpoint; return its folder.
+    """Publish the shards in `temporary(root, step)` as a checkpoint; return its folder.
 
     Replaces an earlier checkpoint of that step. Raises SaveError.
     """
@@ -170,7 +170,7 @@ def remove(folders: Sequence[Path]) -> None:
 
 
 def size_faults(folder: Path) -> list[str]:
-    """Return a problem for each shard that is missing or of another size, without reading the data."""
+    """Return a problem for each shard that is missing or of another size."""
     problems = []
     try:
         shards = read_manifest(folder).shards
@@ -223,7 +223,7 @@ def _committed(folder: Path) -> bytes:
 
 
 def entries(root: Path) -> list[Path]:
-    """Return the paths in a folder in order of name, none if it does not exist. Raises UserError."""
+    """Return the paths in a folder by name, maybe none. Raises UserError."""
     try:
         return sorted(root.iterdir())
     except FileNotFoundError:

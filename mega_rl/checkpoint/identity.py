@@ -1,4 +1,4 @@
-"""Identity of a run, which a checkpoint and the run that resumes from it share: seed, prompts, model, engine.
+"""Identity that a checkpoint and a resumed run share: seed, prompts, model, engine.
 
 A model is known by its content: config.json and its tensors' names, dtypes, shapes and a sample of their bytes. A copy
 in another folder, or in other files, is the same model.
@@ -45,7 +45,7 @@ _SCHEDULE = "optim.schedule"
 def run_identity(
     known: Mapping[str, Any], model: Path, files: Mapping[str, str], *, sampled: bool, ranks: Ranks
 ) -> JsonObject:
-    """Return `known` with the content of a model and of data files, which rank 0 reads; collective.
+    """Return `known` with the content of model and data files; collective.
 
     files: paths by their names for people. sampled: as in `file_records`. Raises UserError on all ranks.
     """
@@ -60,7 +60,7 @@ def run_identity(
 
 
 def model_identity(folder: Path) -> str:
-    """Return the identity of a Hugging Face checkpoint folder by content; reads at most 256 KiB of weights.
+    """Return the identity of a checkpoint folder by content; reads at most 256 KiB.
 
     Raises:
         UserError: config.json or the weights cannot be read.
@@ -101,7 +101,7 @@ def differences(
     stored_config: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> list[str]:
-    """Return the differences between a checkpoint's run and this one, in words; empty for the same run."""
+    """Return the differences between a checkpoint's run and this one, in words."""
     mismatches = []
     for key, value in current.items():
         if key == FILES or stored.get(key) == value:

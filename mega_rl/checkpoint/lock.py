@@ -69,7 +69,7 @@ class RunLock:
         recover(root)
 
     def release(self) -> None:
-        """Free the lock, and remove the folders that `take` made if they are still empty: the run never began.
+        """Free the lock, and remove folders that `take` made and that are empty.
 
         Ignores a disk that fails: the error of an earlier write is the cause of the run's end.
         """

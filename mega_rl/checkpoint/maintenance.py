@@ -1,4 +1,4 @@
-"""`mega-rl checkpoint list | verify | prune | memory`: the checkpoints of a run on disk and in this host's memory.
+"""`mega-rl checkpoint list | verify | prune | memory`: checkpoints on disk and in memory.
 
 Each function prints and returns the exit code: 0, or 1 when a checkpoint is damaged. Raises UserError for a mistake of
 the user. Only `verify` and `prune` read data, and import torch.
@@ -52,7 +52,7 @@ def list_checkpoints(run: Path, *, metric: str = "", as_json: bool = False) -> i
 
 
 def verify_checkpoints(path: Path, *, as_json: bool = False) -> int:
-    """Read every byte of every checkpoint of a run, or of one checkpoint, and compare all checksums."""
+    """Read every byte of one or all checkpoints of a run; compare all checksums."""
     targets, notes = [path.absolute()], []
     if not _is_checkpoint(path):
         root = _root_of(path)
@@ -89,7 +89,7 @@ def prune(
     dry_run: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Remove checkpoints of a run as training with these settings would, and the remains of torn saves.
+    """Remove checkpoints as training with these settings would, and remains of torn saves.
 
     Reads every byte of the newest checkpoints until `keep` are whole; damaged ones among them stay. Raises UserError
     when none is whole, or when a run writes there.
@@ -118,7 +118,7 @@ def prune(
 
 
 def list_memory(run: Path | None, *, remove: bool = False, as_json: bool = False, shm: Path = place.SHM) -> int:
-    """Show or remove the checkpoints that a run, or all runs of this user, hold in this host's memory.
+    """Show or remove the checkpoints of one or all runs in this host's memory.
 
     Removes nothing that a run uses, by its lock. Raises UserError for a folder that other users may enter.
     """
@@ -174,7 +174,7 @@ def _bytes_of(folder: Path) -> int:
 def _surplus(
     root: Path, keep: int, keep_interval: int, keep_best: str
 ) -> tuple[list[tuple[Path, str]], dict[Path, list[str]]]:
-    """Return (folder, reason) of checkpoints to remove, and the faults of damaged ones among the newest; those stay.
+    """Return (folder, reason) of checkpoints to remove, and faults of damaged ones that stay.
 
     Reads every byte of the newest until `keep` of them are whole. Raises UserError or UserErrors.
     """
@@ -212,7 +212,7 @@ def _surplus(
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """Return the complete checkpoints of a run folder, oldest first, or the one that the path itself is.
+    """Return a run's complete checkpoints, oldest first, or the one at the path.
 
     Raises UserError if there is none.
     """
@@ -232,7 +232,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _root_of(run: Path) -> Path:
-    """Return the folder of checkpoints of a run folder, or the folder itself if it holds some. Raises UserError."""
+    """Return a run's folder of checkpoints, or the folder itself. Raises UserError."""
     for root in (run / CHECKPOINTS, run):
         if root.is_dir() and (root.name == CHECKPOINTS or folders.complete(root) or folders.torn(root)):
             return root.absolute()

@@ -202,7 +202,7 @@ class RunCheckpoints:
             lock.release()
 
     def restore(self) -> Manifest | None:
-        """Fill engines and rank states from a checkpoint and return its manifest; None to start afresh; collective.
+        """Fill engines and rank states; return the manifest or None to start afresh; collective.
 
         With `resume=auto` a checkpoint in the hosts' memory is preferred if its step is later than all on disk.
 
@@ -299,7 +299,7 @@ class RunCheckpoints:
 
 
 def _newest_step(root: Path) -> int:
-    """Return the step of the newest checkpoint on disk that is or was complete, -1 without one."""
+    """Return the newest step on disk that is or was complete, else -1."""
     try:
         paths = (*folders.complete(root), *dict(folders.damaged(root)))
     except UserError:  # `resume` raises it again
@@ -323,12 +323,8 @@ class HfExports:
         Raises:
             RunError: on all ranks, when it failed and `on_error` is stop.
         """
-        message = None
-        try:
-            self.engine.save_hf(self.root / f"step_{done:06d}", source=self.source)
-        except (UserError, RunError, OSError) as error:
-            message = str(error)
-        message = first_failure(message, self.ranks)
+        folder = self.root / f"step_{done:06d}"
+        message = failure_of(lambda: self.engine.save_hf(folder, source=self.source), self.ranks)
         if message is None:
             return
         text = f"the Hugging Face checkpoint of step {done} failed: {message}"

@@ -1,4 +1,4 @@
-"""Reading of weights in a run's checkpoint for the converters: any layout and engine, without a model."""
+"""Reading of weights in a run's checkpoint for the converters, without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FSDP_HEAD = "score.weight"  # transformers' name of the value head
 
 
 def open_weights(folder: Path, *, role: str, reference: Path) -> WeightFiles:
-    """Open the weights of a role of `HEADS` in one checkpoint of a run, with all of their checksums compared.
+    """Open a role's weights in one checkpoint of a run; compare all checksums.
 
     `reference`: folder of the Hugging Face checkpoint that the model came from; its config.json is read.
 
@@ -98,7 +98,7 @@ def _homes(
     pieces: Sequence[StoredPiece],
     whole: tuple[int, ...],
 ) -> Iterator[Home]:
-    """Yield the stored places of a tensor's rows, which begin at `row` of the parameter `name` as a matrix."""
+    """Yield the stored places of a tensor's rows; row: their first in `name`."""
     rows, columns = matrix_shape(shape)
     per_index = prod(whole[1:-1])  # rows of the matrix for each index of the first dimension
     for piece in pieces:

@@ -12,8 +12,7 @@ from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis.overview import overview
 from mega_rl.tracking import progress
 from mega_rl.tracking.metrics.plot import plot_runs
-from mega_rl.tracking.report.content import page_of
-from mega_rl.tracking.report.runs import read_runs
+from mega_rl.tracking.report.content import page_of, read_runs
 from mega_rl.tracking.report.server import ViewServer
 
 METRICS = "metrics.jsonl"

@@ -116,8 +116,10 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
         if section in TAGGED:
-            others = {} if name == "name" else value_of(config, section).plain
-            key, value = section, {**others, name: value}
+            kind = value_of(config, section)
+            if name not in kind.plain and getattr(kind, name, None) == value:
+                continue  # a constant of the kind, as the interval of a run without a KL
+            key, value = section, {**({} if name == "name" else kind.plain), name: value}
             section, _, name = key.rpartition(".")
         if key in TAGGED and not isinstance(value, Kind):
             value = kind_of(key, value)

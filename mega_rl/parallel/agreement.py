@@ -71,12 +71,12 @@ def all_failures(message: str | None, ranks: Ranks, *, most: int) -> tuple[dict[
 def failure_of(work: Callable[[], None], ranks: Ranks) -> str | None:
     """Call `work` on every rank; return the message of the lowest that fails, None without one; collective.
 
-    A failure is a RunError or UserError. `work` itself does no collective.
+    A failure is a RunError, UserError or OSError. `work` itself does no collective.
     """
     message = None
     try:
         work()
-    except (RunError, UserError) as error:
+    except (RunError, UserError, OSError) as error:
         message = str(error)
     return first_failure(message, ranks)
 

@@ -16,10 +16,10 @@ from mega_rl.rewards.builtin import CHEAP, RewardFunction
 from mega_rl.rewards.call import RewardCall, load_call
 from mega_rl.rewards.code import AssertCase, read_cases, specification, unfit_tests
 from mega_rl.rewards.components import OnFailure, RewardComponents
-from mega_rl.rewards.pool import RewardPool, WorkerOrder
-from mega_rl.rewards.responses import ResponseReader
+from mega_rl.rewards.pool import RewardPool
 from mega_rl.rewards.role import AbsentScorer, CalledRewards, TextScorer
 from mega_rl.rewards.sandbox.suites import UnknownTestsError
+from mega_rl.rewards.score import ResponseReader
 from mega_rl.rewards.service import HttpRewards, Poster, find_service
 from mega_rl.tracking import progress
 from mega_rl.types import Prompt, PromptSet
@@ -124,8 +124,10 @@ def _function_source(
     """Return the reward functions, called in this process or in workers. Raises UserError."""
     if function is not None and reward.functions:
         raise UserError("reward.functions names functions, but a Python program has given one; leave one of them out")
-    named = {name: _specified(spec, reward) for name, spec in reward.functions.items()}
-    functions = named or _specified(reward.function, reward)
+    # The name of a reward function with its settings, as any process reads it.
+    specified = {CODE_TESTS: specification(reward.sandbox)} if runs_code(reward) else {}
+    named = {name: specified.get(spec, spec) for name, spec in reward.functions.items()}
+    functions = named or specified.get(reward.function, reward.function)
     pool, num_workers = reward.calls, reward.calls.workers
     call = load_call(
         functions, reward.sources, given=function, concurrency=pool.concurrency, batch_size=pool.batch_size
@@ -146,19 +148,15 @@ def _function_source(
         num_workers = 0 if in_process else min(MAX_WORKERS, own_cores() - 1)
     if num_workers == 0:
         return CalledRewards(call)
-    order = WorkerOrder(functions, pool.timeout_s, memory_bytes=pool.memory_mib << 20)
-    workers = RewardPool(call, order, num_workers=num_workers)
+    workers = RewardPool(
+        call, functions, num_workers=num_workers, timeout_s=pool.timeout_s, memory_bytes=pool.memory_mib << 20
+    )
     resources.callback(workers.close)
     return workers
 
 
-def _specified(function: str, reward: RewardConfig) -> str:
-    """Return a reward function's name as any process reads it, with its settings."""
-    return specification(reward.sandbox) if function == CODE_TESTS else function
-
-
 def check_tests(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Try the tests of the rows over a stub. Raises UserError if some cannot judge a program."""
+    """Try the rows' tests over a stub. Raises UserError for unfit tests."""
     if not runs_code(reward):
         return
     rows: dict[AssertCase, list[int]] = {}

@@ -116,7 +116,7 @@ def plain_number(text: str, *, exponent: bool = False) -> Decimal | None:
 
 
 def _last_number(text: str) -> Decimal | None:
-    """Return the last word with a digit as a number; None if an operator or number is next to it."""
+    """Return the last word with a digit as a number; None within an expression."""
     words = ["", *_plain_text(text).split(), ""]
     place = next((place for place in range(len(words) - 1, 0, -1) if re.search(r"\d", words[place])), 0)
     left, _, word = words[place].rpartition("=")

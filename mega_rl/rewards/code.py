@@ -37,9 +37,8 @@ from mega_rl.errors import UserError
 from mega_rl.rewards.sandbox.bubblewrap import Tool
 from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, Sandbox, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox
-from mega_rl.rewards.sandbox.orders import Order, harness_text
 from mega_rl.rewards.sandbox.remote import RETRIES, WAIT_S, RemoteSandbox
-from mega_rl.rewards.sandbox.suites import UnknownTestsError, suite_of, unfit
+from mega_rl.rewards.sandbox.suites import Order, UnknownTestsError, harness_text, suite_of, unfit
 from mega_rl.rewards.service import Poster, find_service
 
 SECTION = "reward.sandbox"
@@ -313,7 +312,7 @@ def _pairs(tests: Mapping[str, object], entry: str) -> list[Case]:
 
 
 def _arguments(value: object) -> list[object]:
-    """Return a call's arguments from a list, or from a text with one JSON value a line."""
+    """Return a call's arguments from a list or a text of JSON lines."""
     if isinstance(value, list):
         return value
     if not isinstance(value, str):
@@ -370,7 +369,7 @@ def same_value(given: object, expected: object) -> bool:
 
 
 def _items(given: object, count: int) -> Sequence[object] | None:
-    """Return the items of a collection; None of anything else and of a range of another length."""
+    """Return a collection's items; None for others and ranges of another length."""
     if isinstance(given, list):
         return given
     if not isinstance(given, dict):

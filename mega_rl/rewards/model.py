@@ -12,8 +12,7 @@ import torch
 from mega_rl.data.chat import TemplateRefusal, Tokenizer, apply_template
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.protocols import ModelPasses, Ranks
-from mega_rl.rewards.responses import Response, ResponseReader, answered
-from mega_rl.rewards.score import RewardError, no_score, shortened
+from mega_rl.rewards.score import Response, ResponseReader, RewardError, answered, no_score, shortened
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 
 logger = logging.getLogger(__name__)
@@ -163,7 +162,7 @@ class TemplateConversion:
 
 
 def _rows_with_a_place(token_ids: Sequence[Sequence[int]]) -> Rollout:
-    """Return the rows with one more token 0 at the end, the only one on the mask.
+    """Return the rows with one more token 0, the only one on the mask.
 
     A value is that of the position before the token it is aligned to (see `mega_rl.types`), so an engine's output for
     this place is the model's output at the row's last token. Nothing before it sees the token that stands there.

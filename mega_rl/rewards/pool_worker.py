@@ -182,7 +182,7 @@ class _Messages(CallWatch):
             self.flush()
 
     def flush(self) -> None:
-        """Send the messages so far: the outcomes of a call go with the begin of the next."""
+        """Send the messages so far; a call's outcomes go with the next begin."""
         self._exit_as_fork()
         _send(self._channel, *self._unsent)
         self._unsent.clear()

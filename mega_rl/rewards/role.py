@@ -14,8 +14,18 @@ from mega_rl.parallel.agreement import all_failures, raise_together, run_beside_
 from mega_rl.protocols import Ranks
 from mega_rl.rewards.call import CallWatch, RewardCall
 from mega_rl.rewards.components import Failures, OnFailure, RewardComponents
-from mega_rl.rewards.responses import ResponseReader, answered
-from mega_rl.rewards.score import Item, Outcome, Report, RewardError, Score, ScoreSource, ignore, no_score
+from mega_rl.rewards.score import (
+    Item,
+    Outcome,
+    Report,
+    ResponseReader,
+    RewardError,
+    Score,
+    ScoreSource,
+    answered,
+    ignore,
+    no_score,
+)
 from mega_rl.types import Metrics, Prompt, Rewards, Rollout
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""Accounts of a run: progress on the terminal, metrics, records of steps, and the report of its files."""
+"""Accounts of a run: progress, metrics, records of steps, health, and the report."""

@@ -104,7 +104,7 @@ def _rewards_of(rewards: Rewards, row: int) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class StepColumns:
-    """Tensors of a step by the names of `records.format.TENSORS`: this replica's rows, on the host.
+    """Tensors of a step by the names of `records.reader.TENSORS`: this replica's rows, on the host.
 
     policy: evaluates log-probs and entropies before the update; None: neither is recorded.
     from_sampler: the step's old log-probs are the sampler's, so that the policy's own are recorded, too.

@@ -117,7 +117,7 @@ class Checkpoint:
             raise UserErrors(limited(problems, self.folder))
 
     def read(self, copies: Iterable[PieceCopy], *, done: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Make these copies; compares no checksum. `done` is called in threads with the bytes of each copy.
+        """Make these copies without checksums. `done` gets, in threads, the bytes of each.
 
         Raises UserError when a file ends or cannot be read.
         """
@@ -134,7 +134,7 @@ class Checkpoint:
 
 
 def read_header_bytes(path: Path, record: ShardRecord) -> bytes:
-    """Return length and text of a shard's header; the file has the size that the manifest says. Raises UserError."""
+    """Return length and text of a shard's header. Raises UserError, also for another size."""
     fd, size = open_regular(path)
     try:
         if size != record.nbytes:
@@ -188,7 +188,7 @@ def _checksums(metadata: Any, path: Path) -> dict[str, str]:
 
 
 def _piece_spec(entry: HeaderEntry, manifest: Manifest) -> tuple[PieceSpec, str]:
-    """Return the piece of a header's entry, and what is wrong with it, "" if nothing is."""
+    """Return the piece of a header's entry, and its problem or ""."""
     name, at, text = entry.name.rpartition("@")
     numbers = text.split(",") if text else []
     spec = PieceSpec(name, entry.dtype, tuple(int(n) for n in numbers if _is_offset(n)), entry.shape)
@@ -237,7 +237,7 @@ def _coverage_faults(folder: Path, manifest: Manifest, stored: Mapping[str, list
 
 
 def _jobs(items: Iterable[tuple[tuple[Path, int], _T]]) -> list[list[_T]]:
-    """Group items by (file, offset) into jobs for threads: consecutive ones of one file, about `_JOB_BYTES` apart."""
+    """Group items by (file, offset) into jobs of one file and about `_JOB_BYTES`."""
     jobs: list[list[_T]] = []
     begin: tuple[Path | None, int] = (None, 0)
     for (file, offset), item in sorted(items, key=lambda each: each[0]):
@@ -257,7 +257,7 @@ def _in_threads(work: Callable[[Sequence[_T]], Any], jobs: Sequence[Sequence[_T]
 
 
 def _data_faults(pieces: Sequence[StoredPiece]) -> list[str]:
-    """Return a problem for every piece whose data has another checksum; all pieces are of one file."""
+    """Return a problem for every piece of one file with another checksum."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     problems: list[str] = []
     try:
@@ -301,7 +301,7 @@ def _place(piece: StoredPiece) -> str:
 
 
 def _padded(shape: tuple[int, ...], fill: int) -> tuple[int, ...]:
-    """Return a shape or an offset with at least a row and a column: a vector is one column."""
+    """Return a shape or offset of at least two dimensions; a vector is a column."""
     return (*shape, *(fill for _ in range(2 - len(shape))))
 
 

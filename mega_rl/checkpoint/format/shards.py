@@ -81,7 +81,7 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
 
 
 def order(specs: Sequence[PieceSpec]) -> list[int]:
-    """Return the positions of the pieces in file order: wide items first, so that each is aligned to its item size."""
+    """Return the positions of the pieces in file order: wide items first, for alignment."""
     return sorted(range(len(specs)), key=lambda i: -ITEM_BYTES[specs[i].dtype])
 
 
@@ -175,7 +175,7 @@ def _parted(group: list[PieceSpec]) -> list[list[PieceSpec]]:
 
 
 def _swept(group: list[PieceSpec]) -> tuple[PieceSpec, PieceSpec] | None:
-    """Compare each piece with those that it meets along the first dimension; return an overlapping pair or None."""
+    """Return a pair that overlaps, or None, by a sweep along the first dimension."""
     active: list[PieceSpec] = []
     for piece in sorted(group, key=lambda piece: piece.offset[:1]):
         active = [a for a in active if not a.shape or a.offset[0] + a.shape[0] > piece.offset[0]]

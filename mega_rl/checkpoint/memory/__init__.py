@@ -1,1 +1,1 @@
-"""Checkpoints in the hosts' memory: a normal checkpoint on a tmpfs, its shards also on the next host."""
+"""Checkpoints in the hosts' memory, on a tmpfs and on the next host's."""

@@ -1,4 +1,4 @@
-"""Hosts of a run's ranks, and files sent between them: ranks share a host when they see the same tmpfs."""
+"""Hosts of a run's ranks, known by their tmpfs, and files sent between them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import NamedTuple
 from mega_rl import disk
 from mega_rl.checkpoint.memory.place import SHM
 from mega_rl.disk import SaveError
+from mega_rl.errors import RunError
+from mega_rl.parallel.agreement import first_failure
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.parallel.transfers import FilePart, transfer
 from mega_rl.protocols import Ranks
@@ -39,7 +41,7 @@ def this_host() -> Host:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The host of every rank, by number in the order of their first ranks; seen from one rank."""
+    """Hosts of all ranks, numbered by their first ranks, as one rank sees them."""
 
     rank: int
     of_rank: tuple[int, ...]
@@ -73,7 +75,7 @@ class Hosts:
         return [rank for rank, of in enumerate(self.of_rank) if of == host]
 
     def replica_of(self, rank: int) -> int | None:
-        """Return the rank of the next host that keeps a copy of a rank's shard; None on one host.
+        """Return the next host's rank that copies a rank's shard; None on one host.
 
         With one host no copy is needed: what ends that host ends everything.
         """
@@ -85,7 +87,7 @@ class Hosts:
         return others[place % len(others)]
 
     def reader_on(self, host: int, rank: int) -> int:
-        """Return the rank on `host` that reads the shard of `rank`: that rank, or one chosen by its number."""
+        """Return the rank on `host` that reads the shard of `rank`."""
         if self.of_rank[rank] == host:
             return rank
         others = self.ranks_on(host)
@@ -101,10 +103,10 @@ class MemoryPlace(NamedTuple):
     folder: Path  # on this host
 
 
-def send_files(parts: Sequence[FilePart], ranks: Ranks, *, source: Path, target: Path) -> str | None:
+def send_files(parts: Sequence[FilePart], ranks: Ranks, *, source: Path, target: Path) -> None:
     """Send parts of files in folder `source` into existing files in `target` on other hosts; collective.
 
-    Returns this rank's first failure.
+    Raises RunError on all ranks.
     """
     assert isinstance(ranks, GroupRanks), "several hosts have several ranks"
 
@@ -126,4 +128,6 @@ def send_files(parts: Sequence[FilePart], ranks: Ranks, *, source: Path, target:
         finally:
             os.close(fd)
 
-    return transfer(parts, ranks, read=read, write=write)
+    failure = first_failure(transfer(parts, ranks, read=read, write=write), ranks)
+    if failure is not None:
+        raise RunError(failure)

@@ -1,4 +1,4 @@
-"""Folders of checkpoints in a host's memory, on a tmpfs that outlives the processes of a run, and its free space.
+"""Folders of checkpoints in a host's memory, and the free space there.
 
     /dev/shm/mega_rl-1000/            folder of one user, mode 0700
       3f0c6e...-9b1d02.../            hash of the run folder's real path, and the token of its history
@@ -43,7 +43,7 @@ def user_folder(shm: Path) -> Path:
 
 
 def folder_of(shm: Path, run_dir: str, history: str) -> Path:
-    """Return the folder of one history of a run. run_dir: the real path, as rank 0 has it."""
+    """Return the folder of a run's history. run_dir: rank 0's real path."""
     return user_folder(shm) / f"{_hash(run_dir)}-{history}"
 
 
@@ -70,7 +70,7 @@ def write_history(root: Path, token: str) -> None:
 
 
 def make(folder: Path, run_dir: str) -> None:
-    """Make the folder of a run, for this user only. Raises SaveError if another user made it."""
+    """Make a run's folder, only for this user. Raises SaveError for a foreign one."""
     for each in (folder.parent, folder):
         try:
             with contextlib.suppress(FileExistsError):
@@ -98,7 +98,7 @@ def foreign(folder: Path) -> str:
 
 
 def unusable(folder: Path) -> str:
-    """Return why the folder of a run may not be read, as "PATH: reason"; "" if it may, or does not exist."""
+    """Return why the folder of a run may not be read, as "PATH: reason", else ""."""
     for each in (folder.parent, folder):
         if not os.path.lexists(each):
             return ""
@@ -108,7 +108,7 @@ def unusable(folder: Path) -> str:
 
 
 def folders_of_runs(shm: Path) -> list[Path]:
-    """Return the folders that runs of this user have in memory; none if the user's folder is not safe."""
+    """Return the folders of this user's runs in memory, if they are safe."""
     parent = user_folder(shm)
     if not os.path.lexists(parent) or foreign(parent):
         return []
@@ -125,7 +125,7 @@ def run_dir_of(folder: Path) -> str:
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder of a run, and the user's folder if it is empty then. Raises SaveError."""
+    """Remove the folder of a run, and an empty user's folder. Raises SaveError."""
     disk.remove_tree(folder)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
@@ -144,7 +144,7 @@ def _hash(run_dir: str) -> str:
 
 
 def free_memory(folder: Path, *, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[int, str]:
-    """Return the fewest free bytes, and of what: the tmpfs of a folder, the host, or a control group (container).
+    """Return the fewest free bytes of tmpfs, host and control groups, with its name.
 
     A control group kills a process that exceeds its limit, and a tmpfs counts in it. File cache does not: the kernel
     frees it first.
@@ -154,7 +154,7 @@ def free_memory(folder: Path, *, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP
 
 
 def _of_control_groups(cgroups: Path, own: Path) -> list[tuple[int, str]]:
-    """Return (free bytes, name) of this process's control group and those above it that have a limit."""
+    """Return (free bytes, name) of this process's control groups that have a limit."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Restoring of checkpoints that hosts hold in memory: which are whole over all hosts, and what this host lacks.
+"""Restoring of checkpoints in memory: which are whole, and what this host lacks.
 
 On one host the folder is a whole checkpoint. With several, each host gets a view: a folder with links to its own shards
 and, for the others, sparse files of their headers, into which it fetches the pieces that its ranks need. The reader and
@@ -18,7 +18,6 @@ import torch
 
 from mega_rl import disk
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.fill import plan
 from mega_rl.checkpoint.format.manifest import (
     COMMIT_FILE,
     MANIFEST_FILE,
@@ -32,11 +31,11 @@ from mega_rl.checkpoint.format.reader import Checkpoint, StoredPiece, read_heade
 from mega_rl.checkpoint.format.shards import ShardRecord
 from mega_rl.checkpoint.memory import place
 from mega_rl.checkpoint.memory.hosts import Hosts, MemoryPlace, send_files
-from mega_rl.checkpoint.resume import DamagedError, report_changes, restore_from
+from mega_rl.checkpoint.resume import DamagedError, plan, report_changes, restore_from
 from mega_rl.checkpoint.run_state import RunState
 from mega_rl.disk import SaveError
 from mega_rl.errors import RunError, UserError, UserErrors, in_units
-from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, first_failure, run_on_all
+from mega_rl.parallel.agreement import all_succeed, failure_of, run_on_all, run_on_one
 from mega_rl.parallel.transfers import FilePart, cut
 from mega_rl.protocols import Ranks
 from mega_rl.types import JsonObject, Piece
@@ -58,7 +57,7 @@ class Remnant(NamedTuple):
 
 
 def restore_newest(here: MemoryPlace, run: RunState, *, newer_than: int) -> Manifest | None:
-    """Fill engines and rank states from the newest whole checkpoint of a later step than `newer_than`; collective.
+    """Fill engines and rank states from the newest whole checkpoint after `newer_than`; collective.
 
     Logs a line for every checkpoint that it ignores. None leaves the engines as they are.
     """
@@ -146,17 +145,7 @@ def _restore(here: MemoryPlace, run: RunState, remnant: Remnant) -> Manifest:
     ranks, hosts = run.ranks, here.hosts
     source = hosts.ranks_on(next(host for of in remnant.holders.values() for host in of))[0]
     folder = folders.final(here.folder, remnant.step)
-    text = ""
-
-    def read() -> None:
-        nonlocal text
-        if ranks.rank == source:
-            text = _text(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)
-
-    message = failure_of(read, ranks)
-    if message is not None:
-        raise UserError(message)
-    text = broadcast_json(text, ranks, source=source)
+    text = run_on_one(lambda: _text(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES), ranks, source=source)
     check_commit(remnant.commit.encode(), text.encode(), folder)
     manifest = parse_manifest(text.encode(), folder / MANIFEST_FILE)
     if hosts.count == 1:
@@ -190,7 +179,7 @@ class _View:
         self.folder = folders.final(here.folder / VIEW, remnant.step)
 
     def make(self) -> None:
-        """Make the folder with links to this host's shards and with the headers of the others; collective.
+        """Make the folder with links to own shards and the others' headers; collective.
 
         Raises RunError on all ranks.
         """
@@ -217,13 +206,10 @@ class _View:
                 raise SaveError(f"{in_units(needed)} of other hosts are needed and {in_units(free)} are free in {of}")
 
         all_succeed(check_room, self._ranks)
-        failure = send_files(parts, self._ranks, source=self._source, target=self.folder)
-        failure = first_failure(failure, self._ranks)
-        if failure is not None:
-            raise RunError(failure)
+        send_files(parts, self._ranks, source=self._source, target=self.folder)
 
     def _parts(self, wanted: Sequence[Mapping[str, Sequence[Sequence[int]]]]) -> list[FilePart]:
-        """Return the transfers of the byte ranges [start, end) that ranks want of shards, once per host."""
+        """Return the transfers of the byte ranges that ranks want, once per host."""
         parts: list[FilePart] = []
         for host in range(self._hosts.count):
             for number, record in enumerate(self._records):
@@ -252,7 +238,7 @@ class _View:
                     raise SaveError(f"{self.folder / file}: cannot be linked ({error.strerror})") from error
 
     def _share_header(self, record: ShardRecord, *, source: int) -> None:
-        """Send a shard's header from a rank that has it to the hosts that lack it; collective. Raises RunError."""
+        """Send a shard's header to the hosts that lack it; collective. Raises RunError."""
         header = b""
 
         def read() -> None:
@@ -279,7 +265,7 @@ class _View:
 
 
 def _ranges(pieces: Iterable[StoredPiece]) -> dict[str, list[list[int]]]:
-    """Return the byte ranges [start, end) of pieces by the name of their file, as few as possible."""
+    """Return the byte ranges [start, end) of pieces, joined, by file name."""
     ranges: dict[str, list[list[int]]] = {}
     for piece in pieces:
         ranges.setdefault(piece.file.name, []).append([piece.offset, piece.offset + piece.spec.nbytes])

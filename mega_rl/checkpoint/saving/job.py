@@ -120,7 +120,7 @@ def merge_layouts(texts: Iterable[str]) -> dict[str, WholeTensor]:
 def _publish(
     folder: Path, publication: Publication, timeout_s: float, *, deadline: float, given_up: Callable[[], bool]
 ) -> list[str]:
-    """Publish the shards of all ranks as a checkpoint, then remove old ones; return the problems of the removal."""
+    """Publish a checkpoint, then remove old ones; return the problems of the removal."""
     texts = _wait_for_records(folder, publication.shards, timeout_s, deadline=deadline, given_up=given_up)
     parts = [json.loads(text) for text in texts]
     records = tuple(ShardRecord.from_json(part["shard"], folder) for part in parts)
@@ -142,7 +142,7 @@ def _publish(
 def _wait_for_records(
     folder: Path, shards: Sequence[str], timeout_s: float, *, deadline: float, given_up: Callable[[], bool]
 ) -> list[str]:
-    """Wait for the `.done` of every shard; return their texts. Raises SaveError for a `.failed` or at the deadline."""
+    """Return the texts of all shards' `.done`. Raises SaveError for `.failed` or lateness."""
     texts: dict[str, str] = {}
     wait_s = FIRST_WAIT_S
     while True:

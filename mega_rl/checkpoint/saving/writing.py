@@ -1,4 +1,4 @@
-"""Writers of a rank's part of a save: the live state by a thread, or a copy of it by a background process."""
+"""Writers of a rank's part of a save: a thread, or a background process."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mega_rl.checkpoint.saving.writer import WriterProcess
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, as_bytes
 from mega_rl.disk import SaveError
 from mega_rl.parallel.accelerator.transfer import HostMemory
+from mega_rl.threads import Running
 from mega_rl.types import Piece
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Writing(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[str] | None:
-        """Wait for the job; return harmless problems once, None if it is not done within the time. Raises SaveError."""
+        """Return the job's harmless problems, None if not done in time. Raises SaveError."""
         ...
 
     def stop(self) -> None:
@@ -51,50 +52,41 @@ class Writing(Protocol):
 
 
 class InlineWriter:
-    """Writer of the live state, in a thread, so that the ranks can meet while some still write."""
+    """Writer of the live state, in a thread, so that ranks can meet meanwhile."""
 
     def __init__(self) -> None:
         self._given_up = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._outcome: list[str] | SaveError | None = None
+        self._work: Running[list[str]] | None = None
 
     def start(self, job: SaveJob, pieces: Sequence[Piece]) -> None:
         """Start a job; the pieces may not change until it is done."""
         ordered, places, _ = plan(pieces)
         job, data, given_up = job._replace(pieces=tuple(places)), direct(ordered), threading.Event()
-
-        def work() -> None:
-            try:
-                self._outcome = perform(job, data, given_up=given_up.is_set)
-            except SaveError as error:
-                self._outcome = error
-            except BaseException as error:  # noqa: BLE001 - any error must reach the waiting rank
-                self._outcome = SaveError(f"{type(error).__name__}: {error}")
-
-        self._outcome, self._given_up = None, given_up
-        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._given_up = given_up
+        self._work = Running(lambda: perform(job, data, given_up=given_up.is_set), name="checkpoint")
 
     def wait(self, timeout_s: float) -> list[str] | None:
-        if self._thread is None:
+        if self._work is None or self._work.wait(timeout_s):
             return None
-        self._thread.join(timeout_s)
-        if isinstance(self._outcome, SaveError):
-            raise self._outcome
-        return self._outcome
+        error = self._work.error
+        if error is not None and not isinstance(error, SaveError):  # any error must reach the waiting rank
+            error = SaveError(f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        return self._work.result
 
     def stop(self) -> None:
         """Abandon the job; waits at most `STOP_S` for a thread that hangs in the disk."""
         self._given_up.set()
-        if self._thread is not None:
-            self._thread.join(STOP_S)
+        if self._work is not None:
+            self._work.wait(STOP_S)
 
     def close(self) -> None:
         """Do nothing: an inline writer holds no resources."""
 
 
 class BackgroundWriter:
-    """Writer of a copy of the state, in a process. The first job creates staging memory and process."""
+    """Writer of a copy of the state, in a process that the first job starts."""
 
     def __init__(self) -> None:
         self._staging: Staging | None = None
@@ -186,7 +178,7 @@ class Staging:
 
 
 def plan(pieces: Sequence[Piece]) -> tuple[list[Piece], list[JobPiece], int]:
-    """Return (pieces in the order of the file, the same with their places in staging memory, bytes of the memory)."""
+    """Return (pieces in file order, their places in staging memory, bytes of the memory)."""
     specs = [PieceSpec(p.name, DTYPE_NAMES[p.data.dtype], p.box.offset, p.box.shape) for p in pieces]
     chosen = order(specs)
     laid_out, end = [], 0

@@ -156,7 +156,7 @@ def _resource_limits(limits: Limits) -> list[str]:
 
 
 def choose_uid() -> int:
-    """Return a user id that root may take and probably no process has; 0 if not root."""
+    """Return a user id that root may take and nobody has; else 0."""
     if os.geteuid():
         return 0
     try:

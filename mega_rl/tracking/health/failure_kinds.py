@@ -1,4 +1,4 @@
-"""Classify the errors of a rank: caused by another rank (a lost connection, a collective's timeout) or its own."""
+"""Classify the errors of a rank: its own, or caused by another rank."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ BACKENDS = ("gloo", "NCCL", "nccl", "TCPStore", "store", "c10d", "rendezvous", "
 
 
 def has_launcher() -> bool:
-    """Return whether a launcher of this package started this rank and will report why the run ended."""
+    """Return whether a launcher of this package started this rank and reports its end."""
     return GENERATION in os.environ
 
 
 def innocent_code(error: BaseException) -> int | None:
-    """Return the exit code of a rank that another rank brought down; None if no other rank did.
+    """Return the exit code of a rank that another rank brought down, else None.
 
     The first error of a chain decides: later ones come up while files and groups are closed.
     """
@@ -66,7 +66,7 @@ def innocent_code(error: BaseException) -> int | None:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of an error: "lost peer" or "timeout" of another rank, else "hung", "stopped" or "error"."""
+    """Return "lost peer" or "timeout" for an error of another rank, else "hung", "stopped", "error"."""
     if not isinstance(error, Exception | SystemExit):
         return "stopped"
     if isinstance(error, StalledError | HungError):

@@ -1,4 +1,4 @@
-"""Read the collectives in flight from torch's flight recorder, which gloo and NCCL fill for every group."""
+"""Read the collectives in flight from torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FlightRecorder:
         )
 
     def _ages(self, open_entries: Sequence[Flight]) -> list[float]:
-        """Return the seconds since each call, correct also if the wall clock, which torch records, has jumped.
+        """Return the seconds since each call, also after jumps of the wall clock.
 
         An entry that was not open at the last look was called since then.
         """
@@ -107,26 +107,20 @@ def _age(entry: Flight) -> float:
 
 def _collective(entry: Flight, age_s: float, *, ranks: bool = True) -> Collective:
     name, description = entry["process_group"]
-    operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
-    members = _members(name) if ranks else ()
+    # "host tp" is the gloo group next to an NCCL group.
+    on_host, described = ("host ", description[5:]) if description.startswith("host ") else ("", description)
     return Collective(
-        operation=operation,
-        group=_group_name(description),
-        ranks=members,
+        operation=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+        group=on_host + GROUPS.get(described, described.lower()),
+        ranks=_members(name) if ranks else (),
         sequence=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
         age_s=age_s,
         deadline_s=entry["timeout_ms"] / 1e3 if entry["timeout_ms"] > 0 else None,
     )
 
 
-def _group_name(description: str) -> str:
-    """Return the name of a group for people; "host tp" for the gloo group next to an NCCL group."""
-    on_host, described = ("host ", description[5:]) if description.startswith("host ") else ("", description)
-    return on_host + GROUPS.get(described, described.lower())
-
-
 def _members(name: str) -> tuple[int, ...]:
-    """Return the ranks of a group by its name in torch; empty if torch does not know it."""
+    """Return the ranks of a group by its name in torch; empty if unknown."""
     groups = dist.distributed_c10d._world.pg_names
     group = next((group for group, known in groups.items() if known == name), None)
     return () if group is None else tuple(sorted(dist.get_process_group_ranks(group))[:MAX_MEMBERS])

@@ -1,4 +1,4 @@
-"""End of a rank that fails: its last words, and one line in place of the backend's error."""
+"""End of a rank that fails: last words, and one line for the backend's error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Guard:
     """
 
     def __init__(self, heartbeat: Heartbeat, investigate: Investigate | None = None) -> None:
-        """investigate: gets this rank and its traceback when a rank hung or was lost; returns the cause if known."""
+        """investigate: returns the cause, if known, from this rank and its traceback."""
         self._heartbeat, self._investigate = heartbeat, investigate
 
     def __enter__(self) -> Guard:
@@ -34,7 +34,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write the last words for an error. Raises PeerError for an error that another rank has caused."""
+        """Write the last words. Raises PeerError for an error that another rank has caused."""
         heartbeat, facts = self._heartbeat, self._heartbeat.facts
         if error is None or heartbeat.ended is not None:  # a guard further inside has written the last words
             return
@@ -59,7 +59,7 @@ class Guard:
 
 
 def in_phase(phase: str, steps_done: int | None) -> str:
-    """Return " in 'reward' of step 3", with a leading blank; without a phase or step only the other part."""
+    """Return " in 'reward' of step 3", without the part that is unknown."""
     step = "" if steps_done is None else f" of step {steps_done + 1}"
     return f" in {phase!r}{step}" if phase else f" between phases{step}" if step else ""
 
@@ -78,7 +78,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StoppedBySignal(KeyboardInterrupt):
-    """A signal ended the command. Not an Exception, so that no handler takes it for a failure."""
+    """A signal ended the command. Not an Exception: no handler takes it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

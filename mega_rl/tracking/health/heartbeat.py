@@ -1,4 +1,4 @@
-"""Heartbeat of a rank: a thread that writes its record every few seconds, with the line that the main thread is at."""
+"""Heartbeat of a rank: a thread that writes its record every few seconds."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop writing; the last words are "done" unless there was an error or the rank wrote others before."""
+        """Stop writing. Without an error or earlier last words, they are "done"."""
         if error is None:
             self.end("done", "")
         self._requests.put(None)
@@ -162,7 +162,7 @@ class Heartbeat:
         return ended
 
     def withdraw(self) -> None:
-        """Remove the files of this rank, and the folders it made, at the exit: the run never began."""
+        """Remove the files and folders of this rank at the exit: the run never began."""
         self._withdrawn = True
 
     def beat(self) -> None:
@@ -284,7 +284,7 @@ class MainThread:
 
 
 def place_of(frame: FrameType, *, seconds: float = 0.0) -> Place:
-    """Return the innermost line of the user's code in a stack, else of this package, else of the frame itself."""
+    """Return the innermost line of the user's code, else of this package, else the frame's."""
     users: list[FrameType] = []
     package: FrameType | None = None
     current: FrameType | None = frame

@@ -1,4 +1,4 @@
-"""Read the state of this host's processes from the kernel: start, stop, end of a zombie, memory limits and kills."""
+"""Read the state of processes, memory limits and memory kills from the kernel."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def memory_full() -> bool:
 
 
 def kills_for_memory() -> int:
-    """Return how many processes of this control group, else of this host, the kernel killed for lack of memory."""
+    """Return how many processes of this control group, else host, were killed for memory."""
     folder = _cgroup_folder()
     for path in (folder / "memory.events", folder / "memory.oom_control", PROC / "vmstat"):
         for line in _read(path).splitlines():

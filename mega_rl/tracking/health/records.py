@@ -1,4 +1,4 @@
-"""Records of ranks: one small file per rank in RUN_DIR/health, written in place every few seconds and at the end.
+"""Records of ranks: one small file per rank in RUN_DIR/health, written in place.
 
 A file is a JSON object of fixed length, `{"record": ..., "crc32": ...}` and blanks. One write without a rename is
 cheap enough for thousands of ranks on a shared file system. The checksum finds files read while they were written.
@@ -110,7 +110,7 @@ class RankRecord:
         return self.phases[-1].name if self.phases else ""
 
     def silent_s(self, now: float) -> float:
-        """Return the seconds without a beat at `now`; 0 while beats come in time, and after the end."""
+        """Return the seconds without a beat; 0 while in time and after the end."""
         age = now - self.beat
         return age if self.ended is None and age > 3 * self.interval_s + 1.0 else 0.0
 
@@ -160,7 +160,7 @@ def encode(record: RankRecord) -> bytes:
 
 
 def read_records(run_dir: Path) -> dict[int, RankRecord]:
-    """Return the records of a run's latest generation by rank; damaged and foreign files are left out."""
+    """Return the valid records of a run's latest generation by rank."""
     files = (RANK_NAME.fullmatch(name) for name in _names(health_folder(run_dir)))
     ranks = sorted(int(file[1]) for file in files if file)[:MAX_RANKS]
     records = {rank: record for rank in ranks if (record := load_record(run_dir, rank)) is not None}

@@ -36,7 +36,7 @@ MAX_SAMPLE_CHARACTERS = 400  # a longer prompt or response loses its middle
 
 
 def step_line(step: int, metrics: Metrics, *, parts: Sequence[str] = (), width: int | None = None) -> str:
-    """Return "step 12 | reward 0.5312 | kl 0.0123 | length 213 | ... | 1240 tok/s | 3.20 s".
+    """Return "step 12 | reward 0.5312 | ... | 1240 tok/s | 3.20 s".
 
     A metric that the step lacks has no column. Time and tokens per second exclude validation and saving, which have
     their own column. parts: names of the reward's parts, shown behind the reward. width: of the terminal, which may
@@ -92,12 +92,12 @@ def _one_line(text: str) -> str:
 
 
 def _part(key: str) -> str:
-    """Return the part of the reward that a key of a dumped row holds, "" for other keys."""
+    """Return the reward's part that a key of a dumped row holds, else ""."""
     return key.removeprefix("reward_") if key.startswith("reward_") else ""
 
 
 class ConsoleSink:
-    """Sink that logs `step_line` in the terminal's width, and samples of the first step that is dumped."""
+    """Sink that logs `step_line`, and samples of the first step that is dumped."""
 
     def __init__(self, *, samples: int = 0, console: Console | None = None) -> None:
         """samples: number to show. console: standard error unless given."""
@@ -106,17 +106,16 @@ class ConsoleSink:
         self._parts: list[str] = []
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log the line of a step."""
         width = self._console.width - TIME_WIDTH if self._console.is_terminal else None
         logger.info("%s", step_line(step, metrics, parts=self._parts, width=width))
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
-        """Log the first samples of the first step that trains; parts of the reward get their columns."""
         for row in rows:
             self._parts += [name for name in map(_part, row) if name and name not in self._parts]
         if not validation:
-            for line in (line for row in rows[: self._samples] for line in sample_lines(row)):
-                logger.info("%s", line)
+            for row in rows[: self._samples]:
+                for line in sample_lines(row):
+                    logger.info("%s", line)
             self._samples = 0
 
     def close(self, *, failed: bool = False) -> None:

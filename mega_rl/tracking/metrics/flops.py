@@ -63,18 +63,18 @@ class ModelWork:
         return total
 
     def update(self, lengths: Iterable[int]) -> float:
-        """Return the operations of a forward and a backward, which has two products for each of the forward."""
+        """Return the operations of a forward and a backward: three times the forward's."""
         return 3.0 * self.forward(lengths)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak operations per second of a device by its name, in bf16; None if not known."""
+    """Return the peak bf16 operations per second of a device by name, or None."""
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
 @lru_cache(maxsize=16)
 def _elements_by_layer(hf: HFConfig, head: Head) -> dict[int, float]:
-    """Return the elements of the matrices that a token meets, by layer; the output layer is `_OUTPUT`."""
+    """Return the matrix elements that a token meets, by layer or `_OUTPUT`."""
     elements = {_OUTPUT: float(hf.vocab_size * hf.hidden_size) if hf.tied and head == "lm" else 0.0}
     share = hf.moe.top_k / hf.moe.num_experts if hf.moe is not None else 1.0
     for name, tensor in hf_tensors(hf, head=head).items():

@@ -84,7 +84,7 @@ def plot_runs(files: Mapping[str, Path], picture: Path, *, names: Sequence[str] 
 
 
 def _panels(there: Collection[str], names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (title, metrics) of each panel that has a metric. Raises UserError for a name that no run has."""
+    """Return (title, metrics) of each panel. Raises UserError for an unknown name."""
     unknown = [name for name in names if name not in there]
     if unknown:
         near = get_close_matches(unknown[0], there, n=1)

@@ -17,7 +17,7 @@ from mega_rl.errors import UserError
 if TYPE_CHECKING:
     from mega_rl.types import Metrics
 
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 @dataclass
@@ -43,20 +43,7 @@ class Series:
 
 def to_json_value(value: float) -> float | str:
     """Return the number, or its name as a string when JSON has no number for it."""
-    if math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
-
-
-def from_json_value(value: float | str) -> float:
-    """Return the number of `to_json_value`'s result; ValueError for anything else."""
-    if isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{value!r} is not a metric's value")
-    return float(value)
+    return value if math.isfinite(value) else json.dumps(value)
 
 
 def encode_step(step: int, metrics: Metrics) -> str:
@@ -68,12 +55,12 @@ def encode_step(step: int, metrics: Metrics) -> str:
 def decode_step(line: str) -> StepMetrics:
     """Return the record of `encode_step`'s result; ValueError for any other line."""
     record: Any = json.loads(line)
-    match record:
-        case {"step": int(step)}:
-            values = {name: from_json_value(value) for name, value in record.items() if name != "step"}
-            return StepMetrics(step=step, metrics=values)
-        case _:
-            raise ValueError(f"not a metrics record: {line[:80]!r}")
+    if not isinstance(record, dict) or not isinstance(step := record.pop("step", None), int):
+        raise ValueError(f"not a metrics record: {line[:80]!r}")
+    for value in record.values():
+        if type(value) not in (int, float) and value not in _NOT_FINITE:
+            raise ValueError(f"{value!r} is not a metric's value")
+    return StepMetrics(step, {name: float(value) for name, value in record.items()})
 
 
 def read_metrics(path: Path) -> Iterator[StepMetrics]:

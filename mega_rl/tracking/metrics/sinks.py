@@ -47,7 +47,7 @@ class NullSink:
 
 
 def _first_stale_step(resume_step: int) -> int:
-    """Return the step from which on old records are removed; step 0 is the state before step 1."""
+    """Return the first step whose old records are removed; 0 is before step 1."""
     return 0 if resume_step <= 1 else resume_step
 
 
@@ -65,7 +65,6 @@ class JsonlSink(NullSink):
         self._failing = False
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append the record of a step."""
         line = encode_step(step, metrics).encode() + b"\n"
         try:
             if self._num_bytes is not None and not self._path.exists():
@@ -91,22 +90,18 @@ class JsonlSink(NullSink):
 
 
 def _drop_steps_from(path: Path, first_stale: int) -> int:
-    """Rewrite the file, in one atomic move, with the records of steps below `first_stale`; return its bytes."""
+    """Drop the records of steps from `first_stale` on, atomically; return the bytes left."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = "".join(f"{line}\n" for line in lines if _is_record_before(line, first_stale)).encode()
+    kept = ""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            kept += f"{line}\n" if decode_step(line).step < first_stale else ""
+        except ValueError:
+            logger.warning("a line of metrics.jsonl that is not a record was dropped: %.80r", line)
     rewritten = path.with_name(path.name + ".tmp")
-    rewritten.write_bytes(kept)
+    rewritten.write_bytes(kept.encode())
     os.replace(rewritten, path)
-    return len(kept)
-
-
-def _is_record_before(line: str, step: int) -> bool:
-    try:
-        return decode_step(line).step < step
-    except ValueError:
-        logger.warning("a line of metrics.jsonl that is not a record was dropped: %.80r", line)
-        return False
+    return len(kept.encode())
 
 
 class TensorBoardSink(NullSink):
@@ -129,17 +124,15 @@ class TensorBoardSink(NullSink):
         self._file: Path | None = None
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Add every metric as a scalar."""
         self._write(step, [self._summaries.scalar(name, value) for name, value in metrics.items()])
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
-        """Add the rows as a table in Markdown."""
         if rows:
             name = "val_rollouts" if validation else "rollouts"
             self._write(step, [self._summaries.text(name, _markdown_table(rows))])
 
     def _write(self, step: int, summaries: Sequence[object]) -> None:
-        """Append summaries to the file; begin a file at the first call or if it was deleted. Raises OSError."""
+        """Append summaries to the file, which may be new. Raises OSError."""
         event = self._events.Event
         events = [event(step=step, summary=one) for one in summaries]
         if self._file is not None and not self._file.exists():
@@ -168,13 +161,8 @@ class TensorBoardSink(NullSink):
 
 def _markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows with the same keys as a table in Markdown."""
-    columns = list(rows[0])
-
-    def cell(value: object) -> str:
-        return str(value).replace("|", "\\|").replace("\n", "<br>")
-
-    lines = [columns, ["---"] * len(columns), *([cell(row[column]) for column in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    cells = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in row.values()] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [list(rows[0]), ["---"] * len(rows[0]), *cells])
 
 
 class RolloutDump(NullSink):
@@ -188,7 +176,7 @@ class RolloutDump(NullSink):
                 path.unlink()
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
-        """Write the rows of this step, one line each; values are JSON's types, and numbers may be NaN or infinite."""
+        """Write the rows as lines of JSON; numbers may be NaN or infinite."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"{'val' if validation else 'step'}_{step:06d}.jsonl"
         with path.open("w", encoding="utf-8") as file:
@@ -198,21 +186,18 @@ class RolloutDump(NullSink):
 
 
 class MultiSink:
-    """Several sinks as one. A sink that fails is reported once and left out from then on; training continues."""
+    """Several sinks as one. A sink that fails is reported once and left out."""
 
     def __init__(self, sinks: Sequence[MetricsSink]) -> None:
         self._sinks = list(sinks)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log to every sink that still works."""
         self._each(lambda sink: sink.log(step, metrics))
 
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
-        """Dump to every sink that still works."""
         self._each(lambda sink: sink.dump_rollouts(step, rows, validation=validation))
 
     def close(self, *, failed: bool = False) -> None:
-        """Close every sink that still works."""
         self._each(lambda sink: sink.close(failed=failed))
         self._sinks = []
 
@@ -235,7 +220,7 @@ def make_sink(
     total_steps: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> MetricsSink:
-    """Return the sink of this rank: everything the config asks for if `is_writer`, else a sink that drops everything.
+    """Return the sink of this rank, which drops everything unless `is_writer`.
 
     resume_step: the first step that the run will do, 1 when it is new. total_steps: number of steps of the run.
     settings: the whole config, for sinks that keep it.

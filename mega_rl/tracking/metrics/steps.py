@@ -1,4 +1,4 @@
-"""Costs of a step: wall-clock time by phase, rate of computation, peak memory, and traces of chosen steps."""
+"""Costs of a step: time by phase, rate of computation, peak memory, traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEAKS = {
 
 
 class PhaseTimer:
-    """Wall-clock seconds of each named phase of a step, and the share of the step that the phases cover.
+    """Wall-clock seconds of each phase of a step, and the share they cover.
 
     A step lasts from one call of `metrics` (or `reset`) to the next. Time spent after `metrics`, such as writing them,
     belongs to the following step.
@@ -44,7 +44,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as `name` and show it as progress; entering a phase twice in one step adds up.
+        """Time the block as `name` and show it; entering it twice adds up.
 
         Raises RuntimeError when nested.
         """
@@ -82,7 +82,7 @@ class PhaseTimer:
 
 @dataclass
 class WorkMeter:
-    """This rank's share of its replica's work: operations, and tokens by phase. `take` starts again at 0."""
+    """This rank's share of its replica's work: operations, and tokens by phase."""
 
     total: float = 0.0  # floating-point operations
     phase: str = ""  # in progress
@@ -107,7 +107,7 @@ class StepTraces:
     """Traces of whole steps by torch's profiler, in Chrome's format, and histories of a GPU's memory."""
 
     def __init__(self, folder: Path, *, steps: Collection[int], rank: int, memory: bool) -> None:
-        """steps: counted from 1. memory: also write a snapshot of the GPU's allocator with the step's history."""
+        """steps: counted from 1. memory: also write the GPU allocator's history."""
         self._folder, self._steps, self._rank, self._memory = folder, steps, rank, memory
         self._profiler: torch.profiler.profile | None = None
 

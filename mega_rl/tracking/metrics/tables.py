@@ -1,4 +1,4 @@
-"""Tables of a run on the terminal: its models before the first step, its outcome at the end."""
+"""Tables of a run on the terminal: its models at the start, its outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mega_rl.errors import UserError
-from mega_rl.tracking.metrics.records import Series, held_out_reward, read_series
+from mega_rl.tracking.metrics.records import held_out_reward, read_series
 from mega_rl.tracking.progress.terminal import clock, standard_error
 
 METRICS = "metrics.jsonl"
@@ -44,14 +44,18 @@ class RoleFacts:
 def show_startup(
     roles: Sequence[RoleFacts], *, prompts: str = "", stop_tokens: str = "", console: Console | None = None
 ) -> None:
-    """Print a table of the run's roles: a frame on a wide terminal, else one line for each role.
+    """Print a table of the run's roles: a frame, or a line for each.
 
     For one rank only. Empty columns are left out. On a narrow terminal facts that all models share go into a line
     below, and paths get their own lines. prompts, stop_tokens: texts of the last lines, about how prompts are written
     and where a response ends. console: standard error unless given.
     """
     console = console or standard_error()
-    rows = [_TITLES, *map(_cells, roles)]
+    rows = [_TITLES]
+    for role in roles:
+        parameters = "" if role.parameters is None else short_count(role.parameters)
+        model = (role.role, role.model, role.family, parameters, role.engine, role.layout, role.attention, role.dtype)
+        rows.append((*model, "yes" if role.trains else "no"))
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     lines: list[str] = []
     if not console.is_terminal:
@@ -65,14 +69,6 @@ def show_startup(
         console.print(table)
     lines += [f"prompts: {prompts}"] * bool(prompts) + [f"responses end at {stop_tokens}"] * bool(stop_tokens)
     _print_lines(console, lines)
-
-
-def _cells(role: RoleFacts) -> tuple[str, ...]:
-    parameters = "" if role.parameters is None else short_count(role.parameters)
-    return (
-        *(role.role, role.model, role.family, parameters, role.engine, role.layout, role.attention, role.dtype),
-        "yes" if role.trains else "no",
-    )
 
 
 def _narrow(columns: Sequence[Sequence[str]]) -> list[str]:
@@ -151,16 +147,13 @@ def summary_rows(run_dir: Path) -> list[tuple[str, str]]:
     held_out = held_out_reward(series)
     if held_out is not None:
         named = held_out.removeprefix("val/").rpartition("/")[0]
-        rows.append((f"validation reward{named and ' of '}{named}", _validations(series[held_out])))
+        steps, values = series[held_out].steps, series[held_out].values
+        shown = [f"{step}: {value:.4f}" for step, value in zip(steps, values, strict=True)][-MOST_VALIDATIONS:]
+        left_out = "... " * (len(steps) > MOST_VALIDATIONS)
+        rows.append((f"validation reward{named and ' of '}{named}", left_out + "  ".join(shown)))
     files = _files(run_dir)
     export = [("export", f"mega-rl checkpoint export {run_dir} FOLDER")] * ("checkpoint" in dict(files))
     return [*rows, *files, *export, ("page", f"mega-rl report {run_dir}"), ("plot", f"mega-rl plot {run_dir}")]
-
-
-def _validations(series: Series) -> str:
-    shown = list(zip(series.steps, series.values, strict=True))[-MOST_VALIDATIONS:]
-    left_out = "... " * (len(series.steps) > MOST_VALIDATIONS)
-    return left_out + "  ".join(f"{step}: {value:.4f}" for step, value in shown)
 
 
 def _files(run_dir: Path) -> list[tuple[str, str]]:

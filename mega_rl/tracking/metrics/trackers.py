@@ -1,4 +1,4 @@
-"""Experiment trackers as sinks: Weights & Biases, MLflow and SwanLab, each through its own client on a thread.
+"""Experiment trackers as sinks: Weights & Biases, MLflow and SwanLab, each on a thread.
 
 Accounts are the client's own affair: keys, entity, server and offline mode come from its environment variables and its
 login files.
@@ -48,7 +48,7 @@ class TrackerClient(Protocol):
     offline: str  # how to record without a network
 
     def start(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run, or continue `run.run_id`; return its id and the address or folder to look at."""
+        """Begin or continue a run; return its id and its address or folder."""
         ...
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -65,7 +65,7 @@ class TrackerClient(Protocol):
 
 
 class WandbClient:
-    """Weights & Biases: rollouts as a table, the status as the exit code and in the summary."""
+    """Weights & Biases: rollouts as a table, the status in the summary."""
 
     offline = "WANDB_MODE=offline"
 
@@ -182,7 +182,7 @@ CLIENTS: dict[str, Callable[[], TrackerClient]] = {
 
 
 class TrackerSink:
-    """Sends metrics, config and rollouts to one tracker; raises RuntimeError once its client has failed or hangs.
+    """Sink of one tracker; raises RuntimeError once its client has failed or hangs.
 
     The client works on a thread, in the order of the calls. Only `close` waits for it, at most `FINISH_S`.
     """
@@ -205,12 +205,10 @@ class TrackerSink:
         self._calls.put(partial(self._start, replace(run, run_id=run_id)))
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Send the metrics of a step."""
         self._last_step = step
         self._send(partial(self._client.log, step, {name: float(value) for name, value in metrics.items()}))
 
     def dump_rollouts(self, step: int, rows: Sequence[Row], *, validation: bool = False) -> None:
-        """Send sampled rollouts."""
         if rows:
             name = "val_rollouts" if validation else "rollouts"
             self._send(partial(self._client.log_rollouts, step, [dict(row) for row in rows], name))

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Phase:
-    """A piece of work in progress: its name and, if it can be counted, the part that is done.
+    """A piece of work in progress: its name and the part that is done.
 
     `rounds` marks work that repeats: `done` counts whole rounds, and other phases run inside a round.
     """
@@ -35,7 +35,7 @@ class Phase:
         deadline_s: float | None = None,
         rounds: bool = False,
     ) -> None:
-        """unit: of `total` and `done`, "B" for bytes. deadline_s: seconds after which the waiting code gives up."""
+        """unit: "B" for bytes. deadline_s: seconds after which the waiting code gives up."""
         self.name, self.unit, self.note = name, unit, ""
         self.total, self.done = total, done
         self.first = done  # work done before the phase began
@@ -124,7 +124,7 @@ def active() -> tuple[Phase, ...]:
 
 
 def active_at(error: BaseException) -> tuple[Phase, ...]:
-    """Return the phases in progress when an error was raised; the current ones if it has left none."""
+    """Return the phases that an error has left, else the current ones."""
     phases: tuple[Phase, ...] = vars(error).get(_PHASES, ()) or active()
     return phases
 
@@ -137,7 +137,7 @@ def begin(
     deadline_s: float | None = None,
     announce: bool = False,
 ) -> Phase:
-    """Begin a phase that its owner ends, maybe on another thread. announce: also log a line with its name."""
+    """Begin a phase that its owner ends. announce: also log its name."""
     return _begun(Phase(name, total=total, unit=unit, deadline_s=deadline_s), announce=announce)
 
 
@@ -154,14 +154,14 @@ def _begun(begun: Phase, *, announce: bool = False) -> Phase:
 def phase(
     name: str, *, total: float | None = None, unit: str = "", deadline_s: float | None = None, announce: bool = False
 ) -> Iterator[Phase]:
-    """Show the block as a phase. announce: also log a line with its name, for work that happens once in a run."""
+    """Show the block as a phase. announce: also log its name."""
     with _ending(begin(name, total=total, unit=unit, deadline_s=deadline_s, announce=announce)) as begun:
         yield begun
 
 
 @contextmanager
 def rounds(name: str, total: int, *, done: int = 0) -> Iterator[Phase]:
-    """Show the block as `total` rounds of which `done` were done before; the block advances the phase after each."""
+    """Show the block as `total` rounds; it advances the phase after each."""
     with _ending(_begun(Phase(name, total=total, done=done, rounds=True))) as begun:
         yield begun
 
@@ -187,7 +187,7 @@ def importing(names: str, *, announce: bool = False) -> Iterator[Phase]:
 
 @contextmanager
 def _ending(begun: Phase) -> Iterator[Phase]:
-    """End a phase with the block; an error that leaves it keeps the phases that were in progress."""
+    """End a phase with the block; an error keeps the phases in progress."""
     try:
         yield begun
     finally:
@@ -209,7 +209,7 @@ def report(done: float, total: float | None = None, *, unit: str = "", note: str
 
 
 def counter(total: float, *, unit: str = "") -> Callable[[float], None]:
-    """Return a function that adds to the innermost phase of this thread, from any thread; starts counting at 0."""
+    """Return a function that adds to this thread's innermost phase, from any thread."""
     innermost = _innermost()
     if innermost is None:
         return lambda amount: None
@@ -224,7 +224,7 @@ def note(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return a text on one line for a terminal or a log: ESC as \\x1b, line ends as \\n.
+    """Return a text on one line: ESC as \\x1b, line ends as \\n.
 
     Texts of policies, files and programs could otherwise move the cursor, or look like lines of the log.
     """

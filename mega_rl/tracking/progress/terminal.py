@@ -41,7 +41,7 @@ def standard_error() -> Console:
 
 
 class _StandardError(Console):
-    """A console that outlives its reader, such as `| head`: the run continues and its lines are lost."""
+    """A console that outlives its reader, such as `| head`."""
 
     def on_broken_pipe(self) -> None:
         """Send further output to /dev/null; rich would end the program."""
@@ -52,7 +52,7 @@ class Display:
     """A `Listener` that draws one line while there are phases, and writes log lines above it."""
 
     def __init__(self, console: Console | None = None, *, live: bool = True, shows: bool = True) -> None:
-        """console: standard error unless given. live: a terminal gets the line. shows: phases are shown at all."""
+        """console: standard error unless given. live: draw the line. shows: show phases at all."""
         self.console = console or standard_error()
         self.restore: Callable[[], None] = lambda: None  # called by `close`
         self.written = time.monotonic()  # time of the last log line
@@ -96,7 +96,7 @@ class Display:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _line(self) -> RenderableType:
-        """Return the live line: a bar, if a phase can be counted and there is room, and the words."""
+        """Return the live line: a bar, if there is room for one, and the words."""
         words = Text(live_line(self._phases, ascii_only=self.console.options.ascii_only), no_wrap=True)
         width = self.console.width - 1  # the last column would wrap on some terminals
         counted = next((phase for phase in self._phases if phase.total), None)
@@ -106,7 +106,7 @@ class Display:
         return Columns([ProgressBar(total=counted.total, completed=counted.done, width=BAR_WIDTH), words])
 
     def _remind(self) -> None:
-        """Log the work in progress whenever the log has been silent for REMINDER_S; runs on a thread."""
+        """Log the work in progress whenever the log was silent for REMINDER_S."""
         while not self._closed.wait(REMINDER_S / 12):
             phases = self._phases
             silent_since = max([self.written, *(phase.began for phase in phases[:1])])
@@ -117,7 +117,7 @@ class Display:
 
 
 def live_line(phases: tuple[Phase, ...], *, ascii_only: bool = False) -> str:
-    """Return "step 7/60 · generate 34/256 rows 0:03 · ~2:10 left" with a spinner in front; empty without phases."""
+    """Return "- step 7/60 · generate 34/256 rows 0:03 · ~2:10 left", or ""."""
     if not phases:
         return ""
     frames = ASCII_SPINNER if ascii_only else SPINNER
@@ -145,7 +145,7 @@ def _in_words(phase: Phase, *, timed: bool = True) -> str:
 
 
 def _time_left(phase: Phase) -> str:
-    """Return the time of the remaining rounds at the pace so far; empty in the first round."""
+    """Return the time left at the pace so far; empty in the first round."""
     done = phase.done - phase.first
     if done <= 0 or not phase.total or phase.done >= phase.total:
         return ""
@@ -177,7 +177,7 @@ class _Handler(logging.Handler):
 
 
 def _write_next_to_rank_0(line: str) -> None:
-    """Write a line of another rank: on a terminal it erases the line that rank 0 draws there."""
+    """Write a line of another rank in the place of rank 0's live line."""
     start = ERASE_LINE if sys.stderr.isatty() else ""
     sys.stderr.write(f"{start}{line}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Reader of records: numpy arrays and rows of texts, checked against their checksums.
+"""Format and reader of records: numpy arrays and rows of texts, checked against their checksums.
 
 from mega_rl.tracking.records.reader import read_record
 
@@ -10,8 +10,10 @@ record.rows[3]["token_texts"]  # text of each token of row 3
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,26 +23,161 @@ import numpy.typing as npt
 
 from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.errors import UserError
-from mega_rl.tracking.records.format import MAX_RECORD_BYTES, RECORD_FILE, TENSORS, RecordDescription, Shard, parse
 from mega_rl.untrusted import JsonFields, parse_object
 
 Array: TypeAlias = npt.NDArray[Any]
 
+FORMAT = 1
+FOLDER = "records"  # in a run's folder
+RECORD_FILE, WEIGHTS = "record.json", "weights"
+MAX_RECORD_BYTES = 16 << 20
+_STEP = re.compile(r"step_([0-9]{6,12})")
+_SHARD = re.compile(r"replica_\d{5}\.(?:safetensors|jsonl)")
+
 _DTYPES = {"F64": np.float64, "F32": np.float32, "I64": np.int64, "I32": np.int32, "I16": np.int16, "BOOL": np.bool_}
+
+# Tensors in causal order. A record lacks the tensors that its step did not compute.
+# [N] has one number for each row, [N, S] one for each token, aligned to the token that it describes.
+TENSORS: Mapping[str, str] = {
+    "prompt_index": "[N] position of the row's prompt in the step's batch",
+    "sample_index": "[N] number of the sample of its prompt",
+    "prompt_lengths": "[N] tokens of the prompt",
+    "lengths": "[N] tokens of prompt and response",
+    "finished": "[N] complete: ended by a stop token, not by length or a limit of turns",
+    "failed": "[N] without an answer",
+    "weight_version": "[N] oldest version of the weights that sampled the row",
+    "tokens": "[N, S] prompt, response, padding of 0",
+    "loss_mask": "[N, S] tokens that the policy sampled",
+    "token_versions": "[N, S] version of the weights that sampled the token",
+    "routing": "[N, S, L, K] experts that each of L mixtures gave the token",
+    "rollout_logprobs": "[N, S] of the engine that sampled",
+    "policy_logprobs": "[N, S] of the trainer before the update, where old_logprobs are not",
+    "old_logprobs": "[N, S] that the ratio of the loss is taken to",
+    "entropy": "[N, S] nats, of the trainer's distribution before the update that predicts the token",
+    "ref_logprobs": "[N, S] of the reference",
+    "values": "[N, S] of the critic before the update",
+    "rewards": "[N] as scored",
+    "reward_parts": "[N, K] named parts of the rewards, before weights",
+    "greedy_rewards": "[N] of the greedy response to the row's prompt",
+    "shaped_rewards": "[N] after the punishment of overlong responses",
+    "kl_penalty": "[N, S] taken off token rewards",
+    "advantages": "[N, S]",
+    "returns": "[N, S] value targets",
+    "train_mask": "[N, S] tokens that train: loss_mask without filtered responses",
+    "minibatch": "[N] number of the update that trains the row, in the first epoch",
+    "epoch_minibatches": "[N, E] the same in each of E epochs, where there are several",
+    "token_weights": "[N, S] 1 / tokens of the mini-batch",
+    "loss_weights": "[N, S] share of the token in its mini-batch's policy loss",
+    "correction_weights": "[N, S] of the token's loss in the first update, for what sampled it",
+}
+MODEL_OUTPUTS = ("policy_logprobs", "old_logprobs", "entropy", "ref_logprobs", "values")
+INPUTS = (*tuple(TENSORS)[: tuple(TENSORS).index("policy_logprobs")], "rewards", "reward_parts", "greedy_rewards")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a record."""
+
+    file: str  # "replica_00000.safetensors"
+    nbytes: int
+    sha256: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class RecordDescription:
+    """Content of record.json, without the files."""
+
+    step: int  # counted from 1, as in metrics.jsonl: the weights of step - 1 computed it
+    prompts: int  # number in the step's batch
+    kl_coef: float  # before the step's updates
+    reward_parts: tuple[str, ...]  # names of the columns of `reward_parts`
+    reward_weights: tuple[float, ...]  # one for each part
+    config: JsonFields  # the run's settings, nested
+    model: dict[str, str]  # identity by content of the checkpoint that the run began with
+    weights: tuple[str, ...]  # roles whose weights are in the record
+    layout: str
+    world_size: int
+    device: str  # "cpu" or "cuda"
+    dtype: str  # "fp32" or "bf16"
+    versions: dict[str, str]  # package -> version
+
+    @property
+    def steps_before(self) -> int:
+        """Return the number of steps whose weights the record's step began with."""
+        return self.step - 1
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Return the folder of the record of a step, counted from 1."""
+    return root / f"step_{step:06d}"
+
+
+def records(root: Path) -> list[Path]:
+    """Return the folders of complete records, oldest first."""
+    names = os.listdir(root) if root.is_dir() else []
+    steps = {int(match[1]): root / name for name in names if (match := _STEP.fullmatch(name))}
+    return [steps[step] for step in sorted(steps)]
+
+
+def to_json(description: RecordDescription, shards: list[Shard], tensors: Mapping[str, str]) -> JsonFields:
+    """Return the content of record.json; tensors: dtype of each."""
+    listed = {name: tensors[name] for name in TENSORS if name in tensors}
+    files = [asdict(shard) for shard in shards]
+    return {"format": FORMAT, **asdict(description), "tensors": listed, "files": files}
+
+
+def parse(text: bytes, path: Path) -> tuple[RecordDescription, list[Shard], dict[str, str]]:
+    """Return (description, files, dtype of each tensor) of the text of a record.json. Raises UserError."""
+    try:
+        raw = parse_object(text)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; the record is damaged") from error
+    if raw.get("format") != FORMAT:
+        raise UserError(
+            f"{path}: format={raw.get('format')!r}, this version reads {FORMAT}; use the version that wrote it"
+        )
+    try:
+        names = ("reward_parts", "reward_weights", "weights")
+        kept = {field.name: raw[field.name] for field in fields(RecordDescription)}
+        description = RecordDescription(**{**kept, **{name: tuple(kept[name]) for name in names}})
+        shards = [Shard(**entry) for entry in raw["files"]]
+        tensors = {str(name): str(dtype) for name, dtype in raw["tensors"].items()}
+        _check(description, shards, tensors)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path}: is not a record ({type(error).__name__}: {error}); it is damaged") from error
+    return description, shards, tensors
+
+
+def _check(description: RecordDescription, shards: list[Shard], tensors: Mapping[str, str]) -> None:
+    """Raise ValueError for wrong types, foreign file names and unknown tensors."""
+    of_type = {int: ("step", "prompts", "world_size"), dict: ("config", "model"), str: ("layout", "device", "dtype")}
+    for kind, names in of_type.items():
+        for name in names:
+            if not isinstance(getattr(description, name), kind):
+                raise ValueError(f"{name} must be {kind.__name__}")
+    if description.step < 1 or not set(description.weights) <= {"actor", "critic", "reference"}:
+        raise ValueError("step or weights are out of range")
+    for shard in shards:
+        if not _SHARD.fullmatch(shard.file) or not isinstance(shard.nbytes, int) or not isinstance(shard.rows, int):
+            raise ValueError(f"file {shard.file!r} does not belong to a record")
+    unknown = set(tensors) - set(TENSORS)
+    if unknown or not shards:
+        raise ValueError(f"unknown tensors {sorted(unknown)}" if unknown else "no files")
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record that was read; rows are in the order of prompts and samples, whatever layout wrote them."""
+    """A record that was read, its rows in the order of prompts and samples."""
 
     folder: Path
     description: RecordDescription
-    tensors: dict[str, Array]  # [N] or [N, S, ...] by the names of `format.TENSORS`, in their order
+    tensors: dict[str, Array]  # [N] or [N, S, ...] by the names of `TENSORS`, in their order
     files: tuple[Shard, ...]
 
     @cached_property
     def rows(self) -> list[JsonFields]:
-        """Return the rows for people, in the order of `tensors`; none if there are no texts. Raises UserError."""
+        """Return the rows for people, maybe none, in the order of `tensors`. Raises UserError."""
         rows = []
         for shard in (shard for shard in self.files if shard.file.endswith(".jsonl")):
             try:
@@ -51,7 +188,7 @@ class Record:
 
 
 def read_record(folder: str | Path) -> Record:
-    """Read a record's tensors. Raises UserError for a folder that is not a record, or is damaged."""
+    """Read a record's tensors. Raises UserError unless the folder is a whole record."""
     folder = Path(folder)
     path = folder / RECORD_FILE
     try:

@@ -1,4 +1,4 @@
-"""Writer of records: every replica its rows, whole or not at all, within a bound on the disk."""
+"""Writer of records, whole or not at all, within a bound on the disk."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from mega_rl import disk
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES
 from mega_rl.converters.safetensors.writer import SafetensorsFile, TensorSpec
-from mega_rl.errors import RunError, UserError
-from mega_rl.parallel.agreement import first_failure
+from mega_rl.errors import RunError
+from mega_rl.parallel.agreement import failure_of
 from mega_rl.protocols import Ranks
-from mega_rl.tracking.records.format import (
+from mega_rl.tracking.records.reader import (
     RECORD_FILE,
     TENSORS,
     WEIGHTS,
@@ -37,14 +37,6 @@ HEADER_BYTES = 64 << 10  # room for record.json and each header
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Weights that go into a record."""
-
-    nbytes: int  # about
-    save: Callable[[Path], None]  # into a folder, with a folder for each role; collective over all ranks
-
-
-@dataclass(frozen=True)
 class RecordWriter:
     """Writer of the records of a run under `root`, on all of its ranks."""
 
@@ -53,7 +45,8 @@ class RecordWriter:
     everyone: Ranks
     replica: int  # number of this rank's data-parallel replica
     is_first: bool  # this rank writes the rows of its replica
-    weights: Weights | None = None
+    save_weights: Callable[[Path], None] | None = None  # into a folder, with a folder for each role; collective
+    weights_bytes: int = 0  # about
 
     def __call__(
         self, description: RecordDescription, tensors: Mapping[str, Tensor], rows: Sequence[JsonObject]
@@ -66,9 +59,9 @@ class RecordWriter:
         text = "".join(f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n" for row in rows)
         own = sum(tensor.nbytes for tensor in tensors.values()) + len(text.encode()) + HEADER_BYTES
         nbytes = int(self.everyone.sum(torch.tensor(own if self.is_first else 0)))
-        nbytes += 0 if self.weights is None else self.weights.nbytes
+        nbytes += self.weights_bytes
         work = _hidden(self.root, description.step)
-        failure = self._failure(lambda: self._begin(work, nbytes))
+        failure = failure_of(lambda: self._begin(work, nbytes), self.everyone)
         if failure is None:
             failure = self._write(work, description, tensors, text)
         if failure is not None and self.everyone.rank == 0:
@@ -78,15 +71,6 @@ class RecordWriter:
             except disk.SaveError as error:
                 log.warning("its remains could not be removed: %s", error)
         return failure is None
-
-    def _failure(self, work: Callable[[], None]) -> str | None:
-        """Call `work`; return the message of the lowest rank on which it failed, or None; collective."""
-        message = None
-        try:
-            work()
-        except (UserError, RunError, OSError) as error:
-            message = str(error)
-        return first_failure(message, self.everyone)
 
     def _begin(self, work: Path, nbytes: int) -> None:
         """Make room and an empty hidden folder, on rank 0. Raises RunError."""
@@ -100,7 +84,7 @@ class RecordWriter:
         disk.make_folder(work)
 
     def _make_room(self, nbytes: int) -> None:
-        """Remove the oldest records until `nbytes` more keep to the limit. Raises RunError if they never do."""
+        """Remove the oldest records until `nbytes` more fit the limit. Raises RunError."""
         if nbytes > self.limit:
             raise RunError(
                 f"it takes {nbytes / (1 << 20):.1f} MiB, more than metrics.records.max_mib={self.limit >> 20} allows "
@@ -118,20 +102,20 @@ class RecordWriter:
     ) -> str | None:
         """Write this rank's files and the weights, then name the record; return the failure; collective."""
         shards: list[Shard] = []
-        failure = self._failure(lambda: shards.extend(self._write_rows(work, tensors, text)))
-        if failure is None and self.weights is not None:
-            save = self.weights.save
-            failure = self._failure(lambda: save(work / WEIGHTS))
+        failure = failure_of(lambda: shards.extend(self._write_rows(work, tensors, text)), self.everyone)
+        if failure is None and (save := self.save_weights) is not None:
+            failure = failure_of(lambda: save(work / WEIGHTS), self.everyone)
         if failure is not None:
             return failure
         listed = self.everyone.gather_json([asdict(shard) for shard in shards])
         files = sorted((Shard(**entry) for of_rank in listed for entry in of_rank), key=lambda shard: shard.file)
         dtypes = {name: DTYPE_NAMES[tensor.dtype] for name, tensor in tensors.items()}
         described = json.dumps(to_json(description, files, dtypes), indent=1, allow_nan=False)
-        return self._failure(lambda: self._publish(work, folder_of(self.root, description.step), described + "\n"))
+        target = folder_of(self.root, description.step)
+        return failure_of(lambda: self._publish(work, target, described + "\n"), self.everyone)
 
     def _write_rows(self, work: Path, tensors: Mapping[str, Tensor], text: str) -> list[Shard]:
-        """Write the rows of this replica as tensors and, if there are any, as texts. Raises UserError, RunError."""
+        """Write the rows of this replica as tensors and texts. Raises UserError, RunError."""
         if not self.is_first:
             return []
         paths = [work / f"replica_{self.replica:05d}.safetensors"]
@@ -165,7 +149,7 @@ class RecordWriter:
 
 
 def clear_records(root: Path, *, after: int) -> None:
-    """Remove records of steps after `after`, which a run will repeat, and remains of killed runs. Raises SaveError."""
+    """Remove records of steps after `after`, and remains of killed runs. Raises SaveError."""
     for name in os.listdir(root) if root.is_dir() else []:
         if name.startswith(".step_") and name.endswith((".tmp", ".removed")):
             disk.remove_tree(root / name)
@@ -185,7 +169,7 @@ def _hidden(root: Path, step: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a record under a hidden name, so that a kill in between leaves no half record."""
+    """Remove a record under a hidden name: a kill leaves no half record."""
     if folder.is_dir() and not folder.is_symlink():
         hidden = folder.with_name(f".{folder.name}.removed")
         disk.remove_tree(hidden)

@@ -34,6 +34,7 @@ OVERVIEW = (
     "rollout/logprob_diff_max", "actor/clip_fraction_high", "values/explained_variance", "rollout/truncated_fraction",
     "reward/equal_groups_fraction", "time/step_s",
 )  # fmt: skip
+DIGITS = 4
 _PLACE = re.compile(r"<[a-z]+>")
 
 
@@ -46,7 +47,7 @@ def explain(name: str) -> dict[str, str] | None:
 
 
 def reward_parts(names: Iterable[str]) -> list[str]:
-    """Return the metrics of named parts of the reward: names below "reward/" that the page does not list."""
+    """Return the metrics of the reward's parts: unlisted names below "reward/"."""
     exact, _ = _table()
     return [name for name in names if name.startswith("reward/") and name.count("/") == 1 and name not in exact]
 
@@ -58,7 +59,7 @@ def theme_of(name: str) -> str:
 
 @cache
 def _table() -> tuple[dict[str, dict[str, str]], list[tuple[re.Pattern[str], dict[str, str]]]]:
-    """Return entries by name, and entries of names with a place for a quantile, bin or part, as patterns."""
+    """Return entries by name, and those of names with a place as patterns."""
     exact: dict[str, dict[str, str]] = {}
     patterns: list[tuple[re.Pattern[str], dict[str, str]]] = []
     for line in _file("metrics.tsv").splitlines():
@@ -94,9 +95,16 @@ def render(content: JsonFields, *, refresh_s: int | None = None) -> str:
 
 
 def to_script_data(content: object) -> str:
-    """Return JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
+    """Return JSON for a script element: nothing in it ends the element."""
     text = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def shorten(value: float) -> float | int:
+    """Return a value of four significant digits, whole numbers below ten million as they are."""
+    if abs(value) < 1e7 and value == int(value):
+        return int(value)
+    return float(f"{value:.{DIGITS}g}")
 
 
 def _file(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Samples of a report: responses that a run has dumped, or records of steps with a value for each token.
+"""Samples of a report: dumped responses, or records with values of tokens.
 
 A sample on the page has the fields source ("step 20"), prompt, response, numbers, and for records texts (of each token)
 and values (by name, one for each text). A model wrote the texts: the page never reads them as HTML.
@@ -9,21 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
-import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from mega_rl.errors import UserError
-from mega_rl.tracking.report.runs import shorten
-from mega_rl.untrusted import JsonFields, parse_object
+from mega_rl.tracking.report.page import shorten
+from mega_rl.untrusted import JsonFields, open_regular, parse_object
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from mega_rl.tracking.records.reader import Record
 
 logger = logging.getLogger(__name__)
@@ -36,24 +31,10 @@ NUM_SOURCES = 4  # dumps and records of a run that are shown, the newest of each
 NUM_ROWS = 12  # rows of each, the first ones
 _DUMP, _RECORD = re.compile(r"(?:step|val)_(\d+)\.jsonl"), re.compile(r"step_(\d{6,12})")
 _TEXTS = ("prompt", "rendered_prompt", "response", "token_texts")
-Columns: TypeAlias = "Mapping[str, npt.NDArray[np.float32]]"  # columns of a row by name, [tokens]
-_Compute: TypeAlias = "Callable[[Columns], npt.NDArray[np.float32]]"
-
-# Name on the page, the columns it needs besides the trainer's log-probs ("trainer"), and its values. A record without
-# entropies shows -log p of the sampled token, whose expectation is the entropy.
-_ESTIMATE = "entropy estimate (-log p)"
-_VALUES: tuple[tuple[str, tuple[str, ...], _Compute], ...] = (
-    ("advantage", ("advantages",), lambda c: c["advantages"]),
-    ("log-prob difference", ("rollout_logprobs",), lambda c: c["trainer"] - c["rollout_logprobs"]),
-    ("entropy", ("entropy",), lambda c: c["entropy"]),
-    (_ESTIMATE, (), lambda c: -c["trainer"]),
-    ("log-prob over reference", ("ref_logprobs",), lambda c: c["trainer"] - c["ref_logprobs"]),
-    ("value", ("values",), lambda c: c["values"]),
-)
 
 
 def read_samples(run_dir: Path, *, max_characters: int = MAX_CHARACTERS) -> tuple[list[JsonFields], int]:
-    """Return the newest samples of a run, those with values of tokens first, and the number without room.
+    """Return the newest samples, those of records first, and the number without room.
 
     A damaged file is logged and left out.
     """
@@ -61,11 +42,11 @@ def read_samples(run_dir: Path, *, max_characters: int = MAX_CHARACTERS) -> tupl
     room, left_out = max_characters, 0
     for sample in _newest(run_dir):
         size = len(json.dumps(sample, ensure_ascii=True))
-        if size > room:
+        if size <= room:
+            rows.append(sample)
+            room -= size
+        else:
             left_out += 1
-            continue
-        rows.append(sample)
-        room -= size
     return rows, left_out
 
 
@@ -80,6 +61,8 @@ def _newest(run_dir: Path) -> Iterator[JsonFields]:
         source = f"validation of step {step}" if validation else f"step {step}"
         try:
             yield from (_sample(row, source) for row in _rows(file))
+        except UserError as error:
+            logger.warning("%s; left out of the report", error)
         except (OSError, ValueError) as error:
             logger.warning("%s: cannot be read: %s; left out of the report", file, error)
 
@@ -92,21 +75,13 @@ def _by_step(folder: Path, name: re.Pattern[str]) -> list[Path]:
 
 
 def _rows(file: Path) -> Iterator[JsonFields]:
-    """Yield the first rows of a dump. Raises OSError for a pipe, which may have no writer, and the like."""
-    with open(file, encoding="utf-8", opener=_open_regular) as lines:
+    """Yield the first rows of a dump. Raises UserError for a pipe or device."""
+    with open(open_regular(file)[0], encoding="utf-8") as lines:
         for _ in range(NUM_ROWS):
             line = lines.readline(MAX_LINE)
             if not line.endswith("\n"):
                 return  # the end, or a row that is being written
             yield parse_object(line)
-
-
-def _open_regular(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError("it is not a regular file")
-    return descriptor
 
 
 def _sample(row: JsonFields, source: str) -> JsonFields:
@@ -134,7 +109,7 @@ def _cut(text: str) -> str:
 
 
 def _of_record(folder: Path) -> Iterator[JsonFields]:
-    """Yield samples of the first rows of a record; values of tokens are None off the loss mask.
+    """Yield samples of a record's first rows; values off the loss mask are None.
 
     Raises UserError for a record that is damaged or of another format.
     """
@@ -156,7 +131,7 @@ def _of_record(folder: Path) -> Iterator[JsonFields]:
 
 
 def _values(record: Record, row: int) -> dict[str, list[float]]:
-    """Return the values of a row's tokens by name; none for a record without the trainer's log-probs."""
+    """Return the values of a row's tokens by name; none without the trainer's log-probs."""
     import numpy as np
 
     length = int(record.tensors["lengths"][row])
@@ -165,10 +140,14 @@ def _values(record: Record, row: int) -> dict[str, list[float]]:
     trainer = columns.get("policy_logprobs", columns.get("old_logprobs"))
     if trainer is None:
         return {}
-    columns["trainer"] = trainer
-    there = [(name, compute) for name, needed, compute in _VALUES if set(needed) <= columns.keys()]
-    return {
-        name: np.where(mask, compute(columns), np.nan).tolist()
-        for name, compute in there
-        if name != _ESTIMATE or "entropy" not in columns
-    }
+    shown = {"advantage": columns.get("advantages")}
+    if "rollout_logprobs" in columns:
+        shown["log-prob difference"] = trainer - columns["rollout_logprobs"]
+    if "entropy" in columns:
+        shown["entropy"] = columns["entropy"]
+    else:  # -log p of the sampled token, whose expectation is the entropy
+        shown["entropy estimate (-log p)"] = -trainer
+    if "ref_logprobs" in columns:
+        shown["log-prob over reference"] = trainer - columns["ref_logprobs"]
+    shown["value"] = columns.get("values")
+    return {name: np.where(mask, column, np.nan).tolist() for name, column in shown.items() if column is not None}

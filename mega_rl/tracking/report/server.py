@@ -1,4 +1,4 @@
-"""A viewer of a live run: its report on the loopback address, read from the run's files.
+"""A viewer of a live run: its report on the loopback address.
 
 A browser sees the page only with the token of the address that `mega-rl view` prints. The first request carries it and
 gets it back as a cookie that no other site can send and no program of a page can read. The server listens only on
@@ -22,9 +22,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from mega_rl.errors import UserError
 from mega_rl.operations.diagnosis.overview import overview
-from mega_rl.tracking.report.content import content_of
+from mega_rl.tracking.report.content import CONFIG, METRICS, content_of, read_runs
 from mega_rl.tracking.report.page import render
-from mega_rl.tracking.report.runs import CONFIG, METRICS, read_runs
 from mega_rl.untrusted import JsonFields
 
 logger = logging.getLogger(__name__)
@@ -95,7 +94,7 @@ class ViewServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Path], *, port: int = 0, refresh_s: int = 5) -> None:
-        """port: 0 takes a free one. Raises UserError for runs that cannot be read, or a port that is taken."""
+        """port: 0 takes a free one. Raises UserError for unreadable runs or a taken port."""
         self.runs = LiveRuns(folders)
         self.refresh_s = refresh_s
         self.token = secrets.token_urlsafe(32)

@@ -1,4 +1,4 @@
-"""Rules that look for the symptoms of docs/debugging.md, "It diverges", in the metrics of a run. Pure functions.
+"""Rules for the symptoms of docs/debugging.md, "It diverges". Pure functions.
 
 A rule is a table in symptoms.toml: its texts, and limits of metrics (`grows`, `above`, `below`, `share_above`), or a
 function of the same name here. It gets the histories of all metrics and yields the signs that it sees, each with a
@@ -48,12 +48,12 @@ class History:
         return middle + 0.05 * (max(self.values) - min(self.values))
 
     def grows(self, factor: float, *, above: float) -> bool:
-        """Return whether the end is `factor` times the beginning and beyond `above`, and has not turned back."""
+        """Return whether the end is `factor` times the beginning, and above `above`."""
         long_enough = self.has_trend and self.end > above and self.end > factor * max(self.beginning, 0.0)
         return long_enough and self.end >= 0.9 * self.before_end
 
     def since(self, limit: float, *, below: bool = False) -> int:
-        """Return the first step of the last unbroken stretch beyond `limit`; the last step if there is none."""
+        """Return the first step of the last unbroken stretch beyond `limit`."""
         step = self.steps[-1]
         for number in range(len(self.values) - 1, -1, -1):
             if self.values[number] == limit or (self.values[number] < limit) != below:
@@ -252,15 +252,12 @@ def symptoms_of(series: Mapping[str, Series]) -> list[Symptom]:
 def _seen_at_end(series: Mapping[str, Series]) -> list[Symptom]:
     histories = {name: History(one) for name, one in series.items()}
     there = {name: history for name, history in histories.items() if history.values}
-    return [_symptom(rule, *sign) for key, rule in RULES.items() for sign in _signs(key, rule, there)]
-
-
-def _signs(key: str, rule: Mapping[str, Any], histories: Histories) -> Iterator[Sign]:
-    for limit, look in LIMITS.items():
-        for entry in rule.get(limit, ()):
-            yield from look(histories, *entry)
-    if not LIMITS.keys() & rule.keys():
-        yield from globals()[key](histories)
+    symptoms = []
+    for key, rule in RULES.items():
+        looks = [partial(look, there, *entry) for limit, look in LIMITS.items() for entry in rule.get(limit, ())]
+        for look in looks or [partial(globals()[key], there)]:
+            symptoms += [_symptom(rule, *sign) for sign in look()]
+    return symptoms
 
 
 def _symptom(rule: Mapping[str, Any], metric: str, step: int, seen: str) -> Symptom:
@@ -268,7 +265,7 @@ def _symptom(rule: Mapping[str, Any], metric: str, step: int, seen: str) -> Symp
 
 
 def _not_finite(series: Mapping[str, Series]) -> Iterator[Symptom]:
-    """Yield a warning for the metric that was first NaN or infinite: the others follow from it."""
+    """Yield a warning for the metric that was first NaN or infinite."""
     bad = [
         (step, name, value)
         for name, one in series.items()

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mega_rl.checkpoint.identity import run_identity
-from mega_rl.checkpoint.random_state import RandomState
-from mega_rl.checkpoint.run_state import ORDER
+from mega_rl.checkpoint.run_state import ORDER, RandomState
 from mega_rl.checkpoint.store import HfExports, RunCheckpoints
 from mega_rl.config.origins import as_record, recorded
 from mega_rl.config.schema import Config

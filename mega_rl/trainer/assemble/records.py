@@ -21,8 +21,8 @@ from mega_rl.engines.models.build import DTYPES
 from mega_rl.parallel.agreement import all_succeed
 from mega_rl.protocols import Ranks
 from mega_rl.tracking.metrics.trackers import without_secrets
-from mega_rl.tracking.records.format import FOLDER, RecordDescription
-from mega_rl.tracking.records.writer import RecordWriter, Weights, clear_records
+from mega_rl.tracking.records.reader import FOLDER, RecordDescription
+from mega_rl.tracking.records.writer import RecordWriter, clear_records
 from mega_rl.trainer.assemble.algorithms import build_correction, build_reward_kl
 from mega_rl.trainer.assemble.load import LoadedRun
 from mega_rl.trainer.assemble.plan import TRAINED_ROLES, checkpoint_of
@@ -58,7 +58,7 @@ def build_recorder(run: LoadedRun, stage: Stages, *, done: int) -> StepRecorder 
         shardings = [roles.engines[role].sharding for role in changing]
         tensors = [tensor for one in shardings for tensor in hf_tensors(one.hf, head=one.head).values()]
         nbytes = DTYPES[config.model.dtype].itemsize * sum(prod(tensor.shape) for tensor in tensors)
-        writer = replace(writer, weights=Weights(nbytes, save))
+        writer = replace(writer, save_weights=save, weights_bytes=nbytes)
 
     def write(step: int, evaluated: Evaluated, columns: Mapping[str, Tensor], rows: Sequence[JsonObject]) -> None:
         description = _describe(run, step, evaluated)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mega_rl.checkpoint.random_state import seed_python
+from mega_rl.checkpoint.run_state import seed_python
 from mega_rl.config.schema import Config
 from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.accelerator import Accelerator, deterministic

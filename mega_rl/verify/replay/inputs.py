@@ -16,8 +16,7 @@ from mega_rl.converters.offline.convert import ExportOptions, export_checkpoint
 from mega_rl.converters.offline.writing import WriteOptions
 from mega_rl.data.hub.resolve import checkpoint_folder
 from mega_rl.errors import UserError
-from mega_rl.tracking.records.format import WEIGHTS, RecordDescription
-from mega_rl.tracking.records.reader import Record
+from mega_rl.tracking.records.reader import WEIGHTS, Record, RecordDescription
 from mega_rl.trainer.assemble.plan import roles_of
 from mega_rl.verify.plan import ReplayPlan
 from mega_rl.verify.rl.inputs import with_layout

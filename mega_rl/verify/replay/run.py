@@ -13,8 +13,7 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.accelerator.gpus import gpu_for_each
 from mega_rl.tracking import progress
-from mega_rl.tracking.records.format import INPUTS, MODEL_OUTPUTS, TENSORS, folder_of
-from mega_rl.tracking.records.reader import Array, Record, read_record
+from mega_rl.tracking.records.reader import INPUTS, MODEL_OUTPUTS, TENSORS, Array, Record, folder_of, read_record
 from mega_rl.verify.launcher import RanksFailed, run_task
 from mega_rl.verify.layouts import Layout, resolve_runs
 from mega_rl.verify.plan import ReplayPlan

@@ -21,8 +21,7 @@ from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import Inspect, ModelPasses, Ranks, TokenModel
 from mega_rl.tracking.metrics.sinks import NullSink
 from mega_rl.tracking.metrics.steps import PhaseTimer
-from mega_rl.tracking.records.format import MODEL_OUTPUTS
-from mega_rl.tracking.records.reader import Record, read_record
+from mega_rl.tracking.records.reader import MODEL_OUTPUTS, Record, read_record
 from mega_rl.trainer.assemble.algorithms import build_overlong
 from mega_rl.trainer.assemble.plan import RunPlan, plan_run
 from mega_rl.trainer.assemble.records import record_writer, step_columns

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.checkpoint import folders
-from mega_rl.checkpoint.fill import fill, plan
 from mega_rl.checkpoint.format.manifest import WholeTensor
 from mega_rl.checkpoint.format.reader import Checkpoint, StoredPiece
 from mega_rl.checkpoint.format.shards import PieceSpec, order, shard_name, write_shard
+from mega_rl.checkpoint.resume import fill, plan
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.boxes import flat_boxes, whole

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mega_rl.checkpoint.random_state import seed_python
+from mega_rl.checkpoint.run_state import seed_python
 from mega_rl.errors import UserError
 from tests.helpers.distributed import run_ranks
 
@@ -35,7 +35,7 @@ def round_trip(rank: int, folder: str) -> dict[str, Any]:
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
-    from mega_rl.checkpoint.random_state import RandomState
+    from mega_rl.checkpoint.run_state import RandomState
     from mega_rl.checkpoint.store import RunCheckpoints
     from mega_rl.parallel.comm import GroupRanks
     from mega_rl.trainer.assemble import session

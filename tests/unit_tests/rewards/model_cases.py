@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mega_rl.rewards.responses import ResponseReader
+from mega_rl.rewards.score import ResponseReader
 from mega_rl.types import Prompt, Rollout
 from tests.helpers.engines import make_config, own_rows, running_engine
 from tests.helpers.models import SMALL, TINY, write_digit_tokenizer

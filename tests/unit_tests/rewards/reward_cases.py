@@ -10,12 +10,10 @@ from typing import Any
 import psutil
 import torch
 
-from mega_rl.rewards.call import RewardCall, load_call
-from mega_rl.rewards.pool import RewardPool, WorkerOrder
-from mega_rl.rewards.responses import Response, ResponseReader
+from mega_rl.rewards.call import RewardCall, load_call, plan
+from mega_rl.rewards.pool import RewardPool
 from mega_rl.rewards.role import CalledRewards
-from mega_rl.rewards.score import Item, RewardFailure
-from mega_rl.rewards.signature import plan
+from mega_rl.rewards.score import Item, Response, ResponseReader, RewardFailure
 from mega_rl.types import Prompt, Rollout
 
 FILE = Path(__file__).with_name("reward_file.py")
@@ -67,7 +65,7 @@ def pooled(
         functions = f"{FILE}:{functions}"
     call = load_call(functions, **settings)  # type: ignore[arg-type]
     before = set(psutil.Process().children(recursive=True))  # with what the file itself starts
-    pool = RewardPool(call, WorkerOrder(functions, timeout_s, memory_bytes), num_workers=num_workers)
+    pool = RewardPool(call, functions, num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes)
     try:
         yield pool
     finally:

@@ -14,10 +14,8 @@ import pytest
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserError
 from mega_rl.rewards.build import source_problems
-from mega_rl.rewards.call import load_call
-from mega_rl.rewards.responses import Response
-from mega_rl.rewards.score import RewardFailure
-from mega_rl.rewards.signature import plan
+from mega_rl.rewards.call import load_call, plan
+from mega_rl.rewards.score import Response, RewardFailure
 from mega_rl.types import Prompt
 from tests.unit_tests.rewards.reward_cases import FILE, called, kinds, some
 from tests.unit_tests.rewards.test_role import SOURCES, correct, form

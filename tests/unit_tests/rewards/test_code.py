@@ -22,11 +22,10 @@ from mega_rl.rewards.code import (
     same_value,
     specification,
 )
-from mega_rl.rewards.responses import Response
 from mega_rl.rewards.sandbox.inside.values import encode
 from mega_rl.rewards.sandbox.limits import Execution, SandboxError
 from mega_rl.rewards.sandbox.suites import UnknownTestsError
-from mega_rl.rewards.score import RewardFailure
+from mega_rl.rewards.score import Response, RewardFailure
 from mega_rl.types import Prompt
 from tests.helpers.sandboxes import local_sandbox
 from tests.unit_tests.rewards.reward_cases import called, pooled

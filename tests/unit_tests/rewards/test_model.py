@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from mega_rl.rewards.model import ModelScorer, RowLimits, TemplateConversion, own_tokens, token_rows
-from mega_rl.rewards.responses import ResponseReader
-from mega_rl.rewards.score import RewardError
+from mega_rl.rewards.score import ResponseReader, RewardError
 from mega_rl.types import Experience, Prompt, Rollout, TokenOutputs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import LAYOUTS

@@ -17,9 +17,8 @@ import pytest
 from mega_rl.rewards import pool as pool_module
 from mega_rl.rewards.call import load_call
 from mega_rl.rewards.pool import RewardPool
-from mega_rl.rewards.responses import Response
 from mega_rl.rewards.role import CalledRewards
-from mega_rl.rewards.score import Outcome, RewardError, RewardFailure
+from mega_rl.rewards.score import Outcome, Response, RewardError, RewardFailure
 from mega_rl.types import Prompt
 from tests.helpers.selection import without
 from tests.unit_tests.rewards.reward_cases import FILE, kinds, pooled, some
@@ -373,8 +372,8 @@ def test_function_that_workers_cannot_load_ends_the_run(tmp_path: Path) -> None:
     file.write_text("def f(response):\n    return 1.0\n")
     call = load_call(f"{file}:f")
     file.unlink()
-    pool = RewardPool(call, pool_module.WorkerOrder(f"{file}:f", 1.0), num_workers=2)
-    with pytest.raises(RewardError, match="there is no file"):
+    pool = RewardPool(call, f"{file}:f", num_workers=2, timeout_s=1.0)
+    with pytest.raises(RewardError, match="no such file"):
         outcomes(pool, "1", "2")
     pool.close()
     pool.close()
@@ -383,8 +382,8 @@ def test_function_that_workers_cannot_load_ends_the_run(tmp_path: Path) -> None:
 OWNER = """
 import pathlib, sys, threading, time
 from mega_rl.rewards.call import RewardCall
-from mega_rl.rewards.signature import plan
-from mega_rl.rewards.pool import RewardPool, WorkerOrder
+from mega_rl.rewards.call import plan
+from mega_rl.rewards.pool import RewardPool
 from tests.unit_tests.rewards.reward_cases import FILE, some
 pids = pathlib.Path(sys.argv[1])
 def tell():
@@ -392,7 +391,7 @@ def tell():
         time.sleep(0.01)
     print("ready", flush=True)
 threading.Thread(target=tell, daemon=True).start()
-pool = RewardPool(RewardCall((plan(lambda response: 0.0),)), WorkerOrder(f"{FILE}:naughty", 60.0), num_workers=1)
+pool = RewardPool(RewardCall((plan(lambda response: 0.0),)), f"{FILE}:naughty", num_workers=1, timeout_s=60.0)
 pool.score(some(f"linger_and_hang {pids}"))
 """
 

@@ -16,9 +16,8 @@ import torch
 
 from mega_rl.errors import UserError
 from mega_rl.rewards.components import Failures, OnFailure, RewardComponents
-from mega_rl.rewards.responses import ResponseReader
 from mega_rl.rewards.role import CalledRewards, TextScorer
-from mega_rl.rewards.score import TAKEN, Item, Outcome, RewardError, RewardFailure
+from mega_rl.rewards.score import TAKEN, Item, Outcome, ResponseReader, RewardError, RewardFailure
 from mega_rl.types import Rewards, Rollout
 from tests.helpers.threads import ThreadGroup
 from tests.unit_tests.rewards.reward_cases import PROMPTS, READER, called, pooled, rollout_of, some

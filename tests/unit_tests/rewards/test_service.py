@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.rewards.responses import Response
 from mega_rl.rewards.role import TextScorer
-from mega_rl.rewards.score import Item, RewardError
+from mega_rl.rewards.score import Item, Response, RewardError
 from mega_rl.rewards.service import HttpRewards, Poster, Service, find_service
 from mega_rl.types import Prompt
 from tests.helpers.threads import ThreadGroup

@@ -19,8 +19,7 @@ from mega_rl.cli.verify import in_words
 from mega_rl.config.keys import flat
 from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.errors import UserError
-from mega_rl.tracking.records.format import MODEL_OUTPUTS, RECORD_FILE
-from mega_rl.tracking.records.reader import Record, read_record
+from mega_rl.tracking.records.reader import MODEL_OUTPUTS, RECORD_FILE, Record, read_record
 from mega_rl.verify.layouts import parse
 from mega_rl.verify.plan import ReplayPlan
 from mega_rl.verify.replay.rewards import compare_rewards

@@ -22,7 +22,7 @@ import sys
 from mega_rl.rewards.sandbox.inside.suite import Stub, Suite
 from mega_rl.rewards.sandbox.inside.values import Value, decode, encode
 
-CANDIDATE = ""  # text of `candidate`, put here by `mega_rl.rewards.sandbox.orders`
+CANDIDATE = ""  # text of `candidate`, put here by `mega_rl.rewards.sandbox.suites`
 MOST_MESSAGE = 4 << 20  # bytes of one message of the candidate
 PR_SET_DUMPABLE = 4
 STUB_S = 1.0  # for the tests of one row over a stub
@@ -85,7 +85,7 @@ class CandidateChannel:
         return asked_for(value) if _is_asked_for(target) else value
 
     def keep_changes(self, keep: bool) -> None:
-        """Change the arguments of calls so far; keep: later ones change at the next call of this."""
+        """Change the arguments of calls so far; keep: of later calls, next time."""
         changes, self._changes, self._keeps_changes = self._changes, [], keep
         for own, new in changes:
             if isinstance(own, list) and isinstance(new, list):
@@ -119,40 +119,23 @@ class CandidateChannel:
         return Remote(self, int(parts))
 
     def _call_back(self, number: int, arguments: Value) -> None:
-        """Call a function of the tests for the candidate."""
-        with CallBack(self):
+        """Call a function of the tests for the candidate, which gets what it raises."""
+        try:
             value = self._functions[number](*decode(arguments, self._referred))
             self._send(["returned", self.encode(value)])
+        except Exception as error:  # noqa: BLE001 - a function of the tests may raise anything
+            self._send(["raised", type(error).__name__, str(error)[:500]])
 
     def _send(self, message: Value) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()
 
-    def send_raised(self, error: BaseException) -> None:
-        """Send what a function of the tests raised."""
-        self._send(["raised", type(error).__name__, str(error)[:500]])
-
 
 def _exception(name: str) -> Value:
     """Return the builtin exception of a name; RuntimeError for what is none, or ends the process."""
     kind = getattr(builtins, name, None)
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
-
-
-class CallBack:
-    """Context of a function of the tests: the candidate gets what it raises."""
-
-    def __init__(self, channel: CandidateChannel) -> None:
-        self._channel = channel
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
-            self._channel.send_raised(error)
-        return isinstance(error, Exception)
 
 
 class Remote:
@@ -228,7 +211,7 @@ for _plain in UNARY + OF_A_CONTAINER + BINARY:
 
 
 def judge_stub(suite: dict[str, Value], token: str) -> Value:
-    """Return the verdict of tests over the stub, from a process that has a second for it."""
+    """Return the verdict of tests over the stub, within a second."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

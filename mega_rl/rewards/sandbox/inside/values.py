@@ -41,7 +41,7 @@ def encode(value: Value, other: Callable[[Value], Value]) -> Value:
 
 
 def decode(value: Value, other: Callable[[str, Value], Value]) -> Value:
-    """Return a value from its form in JSON; `other` makes an object from a form's name and parts.
+    """Return a value from its form in JSON; `other` makes objects from name and parts.
 
     Raises ValueError or TypeError for an unknown form.
     """

@@ -16,9 +16,8 @@ from torch import Tensor
 from mega_rl import disk
 from mega_rl.disk import SaveError
 from mega_rl.errors import UserError
-from mega_rl.tracking.records.format import RECORD_FILE, RecordDescription, records
-from mega_rl.tracking.records.reader import read_record
-from mega_rl.tracking.records.writer import RecordWriter, Weights, clear_records, size_of
+from mega_rl.tracking.records.reader import RECORD_FILE, RecordDescription, read_record, records
+from mega_rl.tracking.records.writer import RecordWriter, clear_records, size_of
 from tests.helpers.fakes import FakeRanks
 
 DESCRIPTION = RecordDescription(
@@ -88,7 +87,7 @@ def test_weights_count_for_the_bound(tmp_path: Path) -> None:
         (folder / "actor" / "model.safetensors").write_bytes(b"0" * MIB)
 
     # Said to take less than they do: the record is measured before it gets its name.
-    record = replace(writer(tmp_path, limit=limit), weights=Weights(1000, save))
+    record = replace(writer(tmp_path, limit=limit), save_weights=save, weights_bytes=1000)
     for step in range(1, 6):
         assert record(replace(DESCRIPTION, step=step), columns(), rows())
         assert size_of(tmp_path) <= limit

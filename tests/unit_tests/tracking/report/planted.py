@@ -14,7 +14,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from mega_rl.tracking.metrics.records import encode_step
-from mega_rl.tracking.records.format import RecordDescription, Shard, to_json
+from mega_rl.tracking.records.reader import RecordDescription, Shard, to_json
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror="console.error(1)"></script><!--<b>bold</b>'
 

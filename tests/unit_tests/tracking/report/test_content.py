@@ -21,9 +21,19 @@ from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.tracking.metrics.records import Series
 from mega_rl.tracking.report import content
-from mega_rl.tracking.report.content import MAX_BYTES, Grid, make_grid, page_of, thin
-from mega_rl.tracking.report.page import explain, theme_of, to_script_data
-from mega_rl.tracking.report.runs import Run, differing_keys, labels_of, read_runs, seed_groups, shorten
+from mega_rl.tracking.report.content import (
+    MAX_BYTES,
+    Grid,
+    Run,
+    differing_keys,
+    labels_of,
+    make_grid,
+    page_of,
+    read_runs,
+    seed_groups,
+    thin,
+)
+from mega_rl.tracking.report.page import explain, shorten, theme_of, to_script_data
 from tests.unit_tests.tracking.report.planted import HEALTHY, HOSTILE, dump, plant, record
 
 ROOT = Path(__file__).parents[4]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_rl.tracking.report.content import page_of
-from mega_rl.tracking.report.runs import read_runs
+from mega_rl.tracking.report.content import page_of, read_runs
 from tests.helpers.browser import Browser, chromium
 from tests.unit_tests.tracking.report.planted import HEALTHY, HOSTILE, dump, plant, record
 
