@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.rollout import RewardConfig
 from tests.helpers.engines import exported, replaced
 from tests.helpers.loops import engines_of, step_metrics
 from tests.unit_tests.distributed.test_layout_invariance import run_config
@@ -80,7 +78,7 @@ def distil_without_rewards(rank: int, folder: str) -> dict[str, dict[str, torch.
 def without_rewards(folder: str, layout: str, loss: str, source: str) -> Config:
     """A run of distillation on a layout whose reward is a function or none; it validates and dumps."""
     config = distillation(folder, loss, "llama", 1e-2, "auto", layout=layout)
-    config = dataclasses.replace(config, reward=RewardConfig(source=source))
+    config = replaced(config, "reward", source=source)
     config = replaced(config, "data", val_size=2)
     config = replaced(config, "metrics", rollout_interval=1)
     run_dir = str(Path(folder) / f"{layout}-{source}")
