@@ -15,7 +15,7 @@ from device_micro import GPU, Record
 
 PROJECT = Path(__file__).parents[1]
 TESTS = PROJECT / "tests" / "unit_tests"
-SMALL = TESTS / "storage" / "test_strict_json.py"  # in seconds, without torch
+SMALL = TESTS / "test_untrusted.py"  # in seconds, without torch
 SHOWN_FAILURES = 20
 # Metrics of a step that hardly depend on which tokens a sampler drew.
 COMPARED = ("actor/grad_norm", "actor/entropy")

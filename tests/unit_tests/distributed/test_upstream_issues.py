@@ -66,8 +66,8 @@ def gradients(ranks: list[dict[str, Any]], fault: str, side: str) -> dict[str, f
 )
 def test_we_are_right(ranks: list[dict[str, Any]], fault: str) -> None:
     """Every gradient and their norm are one rank's."""
-    assert max(gradients(ranks, fault, "right").values()) <= FP32.gradient
-    assert ranks[0][fault]["right"]["grad_norm"] <= FP32.grad_norm
+    assert max(gradients(ranks, fault, "right").values()) <= FP32["gradient"]
+    assert ranks[0][fault]["right"]["grad_norm"] <= FP32["grad_norm"]
 
 
 def test_interleaved_schedule_on_two_ranks(ranks: list[dict[str, Any]]) -> None:
@@ -85,7 +85,7 @@ def test_latent_norms_without_sequence_parallelism(ranks: list[dict[str, Any]]) 
     last = "model.layers.3.self_attn"
     assert wrong[f"{last}.q_a_layernorm.weight"] == pytest.approx(1.0, abs=1e-3)
     assert wrong[f"{last}.kv_a_proj_with_mqa.weight"] > 0.01
-    assert wrong[f"{last}.q_a_proj.weight"] <= FP32.gradient  # not because of anything above it
+    assert wrong[f"{last}.q_a_proj.weight"] <= FP32["gradient"]  # not because of anything above it
 
 
 def test_latent_attention_without_sequence_parallelism_is_refused(root: str) -> None:
@@ -115,15 +115,15 @@ def mended_in(series: str) -> bool:
 def test_shards_that_are_not_initialised(ranks: list[dict[str, Any]]) -> None:
     """0.16 marks shards while it initialises them only: else the gradient norm leaves most of them out."""
     wrong = ranks[0]["shards unmarked"]["wrong"]
-    assert (wrong["grad_norm"] <= FP32.grad_norm) if mended_in("0.18") else (wrong["grad_norm"] > 0.01)
-    assert max(wrong["gradients"].values()) <= FP32.gradient
+    assert (wrong["grad_norm"] <= FP32["grad_norm"]) if mended_in("0.18") else (wrong["grad_norm"] > 0.01)
+    assert max(wrong["gradients"].values()) <= FP32["gradient"]
 
 
 def test_weights_that_are_whole_and_marked(ranks: list[dict[str, Any]]) -> None:
     """Transformer Engine marks every linear layer: the norm counts the down projections of latent attention twice."""
     wrong = ranks[0]["whole weights marked"]["wrong"]
-    assert wrong["grad_norm"] > 100 * FP32.grad_norm
-    assert max(wrong["gradients"].values()) <= FP32.gradient
+    assert wrong["grad_norm"] > 100 * FP32["grad_norm"]
+    assert max(wrong["gradients"].values()) <= FP32["gradient"]
 
 
 def test_experts_that_are_whole_under_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:

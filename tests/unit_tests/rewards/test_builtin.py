@@ -282,7 +282,7 @@ def test_user_functions(user_file: Path) -> None:
         ("FILE:", r"name the function too, as .*my_reward\.py"),
         ("math:sqrt", r"legal: path/to/file\.py:function"),
         ("/no/such/file.py:score", r"/no/such/file\.py: no such file"),
-        ("FILE:scores", r"defines no 'scores'; it has .*keyword_only, later, "),
+        ("FILE:scores", r"defines no 'scores'; it has .*later, "),
         ("FILE:number", r"is of type int, not a function"),
         ("FILE:two", r"signature \(completion, answer\).*\(prompt, response, answer\), with row, .*: too many"),
         ("FILE:later", r"is a generator"),

@@ -61,7 +61,7 @@ def settings_of(root: Path, name: str, *more: str, function: str = "of_the_text"
 class CountedPool:
     """In place of a pool: the number of its workers."""
 
-    def __init__(self, call: Any, order: Any, *, num_workers: int) -> None:
+    def __init__(self, *_: object, num_workers: int, **__: object) -> None:
         self.num_workers = num_workers
 
     def close(self) -> None: ...
