@@ -53,9 +53,10 @@ if [[ "$*" == *--overlap* ]]; then
 fi
 printf '%s\\n' "$@" > arguments
 echo "$MEGA_RL_LAUNCH_KEY" > key
+tenths=$(seq "${TENTHS:-0}")  # before the trap: a signal in a substitution ends bash with a syntax error
 trap 'touch got_usr1; exit 138' USR1
 touch started
-for _ in $(seq "${TENTHS:-0}"); do sleep 0.1; done
+for _ in $tenths; do sleep 0.1; done
 exit "$CODE"
 """
 SCONTROL = """#!/bin/bash
