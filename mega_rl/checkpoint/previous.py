@@ -75,7 +75,7 @@ def previous_runs(run_dir: Path) -> list[Path]:
 
 
 def earlier_files(run_dir: Path) -> list[Path]:
-    """Return the files of an earlier run, relative to its folder; config.yaml alone is none."""
+    """Return an earlier run's files relative to its folder; none if it has only config.yaml."""
     checkpoints = [CHECKPOINTS / Path(p.name) for p in entries(run_dir / CHECKPOINTS) if not _STAYS.fullmatch(p.name)]
     records = [Path(name) for name in RECORDS if _holds_something(run_dir / name)]
     if not checkpoints and not records:

@@ -58,7 +58,7 @@ class RowRequests:
         rows = serve(asked.cpu())
         expected = (len(asked), self.width)
         assert (rows.shape, rows.dtype) == (expected, self.dtype), f"{tuple(rows.shape)} {rows.dtype} for {expected}"
-        # As bytes: not every backend carries every dtype.
+        # Bytes, because not every backend carries every dtype.
         answer = rows.to(device).contiguous().view(torch.uint8)
         arrived = torch.empty(len(numbers), self.width * self.dtype.itemsize, dtype=torch.uint8, device=device)
         dist.all_to_all_single(arrived, answer, ours, theirs, group=self.group)

@@ -206,7 +206,7 @@ def _broadcast_rows(
         own[:, : width[0]] = rows
     else:
         own.copy_(rows)
-    # As bytes: not every backend carries every dtype.
+    # Bytes, because not every backend carries every dtype.
     works = [
         dist.broadcast(part.flatten().view(torch.uint8), group_src=rank, group=group, async_op=True)
         for rank, part in enumerate(parts)

@@ -38,7 +38,7 @@ class Trajectory:
     logprobs: list[float] = field(default_factory=list)  # each token's at the sampling temperature, 0 for given ones
     stopped: bool = False  # a stop token ended the last turn
     # Why no further turn comes: the task is done, no room is left, a limit of turns, or there is no answer, and the row
-    # stays out of the loss. None: it may go on; left so, it is done where a stop token ended the last turn.
+    # stays out of the loss. None: it may continue; left so, it is done if a stop token ended the last turn.
     end: End | None = None
 
     @property

@@ -26,7 +26,7 @@ class LossKind(Kind):
     """
 
     needs_response_mean: ClassVar[bool] = False  # has one number for a response: a mean over tokens, then responses
-    needs_response_advantages: ClassVar[bool] = False  # reads the mean of a response's advantages alone
+    needs_response_advantages: ClassVar[bool] = False  # reads only the mean of a response's advantages
     needs_updates: ClassVar[bool] = False  # several updates of a batch: in the first one nothing is left of it
     needs_teacher: ClassVar[bool] = False  # divergences from the reference over the whole vocabulary
     scales_with_advantage: ClassVar[bool] = False  # a multiple of the advantage: where that is 0, so is the gradient
@@ -44,5 +44,5 @@ def _found() -> Iterator[type[LossKind]]:
                 yield value
 
 
-# By name; classes without a name are bases of others.
+# Keyed by name; a class without one is a base of others.
 LOSSES: dict[str, type[LossKind]] = {loss.name: loss for loss in _found() if loss.name}

@@ -212,6 +212,6 @@ def covariance(tokens: PolicyTokens) -> Tensor:
 
 
 def _dual_clip(bound: float) -> Iterator[str]:
-    """Yield what is wrong with a dual clip that cuts off tokens inside the other bounds."""
+    """Yield the problem of a dual clip that cuts off tokens inside the other bounds."""
     if 0 < bound <= 1:
         yield f"dual_clip={bound:g}: legal: 0 (off) or above 1"

@@ -11,7 +11,7 @@ _SOURCES = "data.mixture.sources"
 
 
 def mixture(data: DataConfig) -> Iterator[str]:
-    """Yield what is wrong with a mixture: its sources, their shares, and settings of other kinds of data beside it."""
+    """Yield the problems of a mixture: sources, shares, and settings of other kinds of data next to it."""
     sources = data.mixture.sources
     problems: list[str] = []
     completed_sources(_SOURCES, sources, problems)
@@ -35,7 +35,7 @@ def mixture(data: DataConfig) -> Iterator[str]:
 
 
 def curriculum(config: Config) -> Iterator[str]:
-    """Yield what is wrong with a curriculum."""
+    """Yield the problems of a curriculum."""
     own = config.data.curriculum
     if own.name != "none" and not config.data.shuffle:
         yield f"data.curriculum={own} with data.shuffle=false: prompts come in one of two orders; set data.shuffle=true"

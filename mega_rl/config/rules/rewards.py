@@ -9,7 +9,7 @@ from mega_rl.config.schema.sandbox import runs_code
 
 
 def functions(config: Config) -> Iterator[str]:
-    """Yield what is wrong between reward.functions, reward.sources and reward.weights."""
+    """Yield the problems between reward.functions, reward.sources and reward.weights."""
     reward = config.reward
     if reward.source.name != "function" or not reward.functions:
         return
@@ -37,7 +37,7 @@ def functions(config: Config) -> Iterator[str]:
 
 
 def sandbox(config: Config) -> Iterator[str]:
-    """Yield what is wrong between reward.sandbox and reward.source."""
+    """Yield the problems between reward.sandbox and reward.source."""
     own, pool = config.reward.sandbox, config.reward.calls
     if not runs_code(config.reward):
         return

@@ -8,7 +8,7 @@ from mega_rl.config.schema import Config, StreamConfig
 
 
 def stream(config: Config) -> Iterator[str]:
-    """Yield what is wrong with a stream."""
+    """Yield the problems of a stream."""
     data, own = config.data, config.data.stream
     if not own.rows:
         if own.timeout_s != StreamConfig().timeout_s:

@@ -218,7 +218,7 @@ class Band(CorrectionSettings):
     high: float
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with a band that leaves out tokens on which both policies agree."""
+        """Yield the problem of a band that leaves out tokens on which both policies agree."""
         if not self.low <= 1.0 <= self.high:
             yield f"low={self.low:g}, high={self.high:g}: legal: low at most 1, high at least 1"
 

@@ -71,7 +71,7 @@ KERNELS: dict[str, Kernel] = {"eager": eager_attention, "sdpa": sdpa_attention}
 
 
 def _mask(queries: int, keys: int, window: int | None, sinks: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return the mask of windows and sinks; None where causality alone applies.
+    """Return the mask of windows and sinks; None if attention is only causal.
 
     [S, M] bool of a window, [heads, S, M + 1] of the dtype of `like` with sinks.
     """

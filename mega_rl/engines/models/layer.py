@@ -82,7 +82,7 @@ class JointRMSNorm(torch.nn.Module):
         heads = x.flatten(-2).float()
         squares = heads.square().sum(-1, keepdim=True)
         if self.tp_group.size() > 1:
-            # Every rank goes on with the sum for its own heads, so its gradient is a sum over ranks too.
+            # Every rank continues with the sum for its own heads, so its gradient is a sum over ranks too.
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
             squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = heads * torch.rsqrt(squares / self.width + self.eps)
