@@ -92,11 +92,4 @@ EVALUATION = (
         "_places(x.flatten()), torch.ones(x.numel(), dtype=torch.float64))",
         "engines/test_outcome.py",
     ),
-    fault(
-        "replay",
-        "responses without a reward count as those with one",
-        "return np.where(known, values, np.nan)",
-        "return np.nan_to_num(values)",
-        "verify/test_replay.py",
-    ),
 )

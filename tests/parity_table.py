@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mega_rl.verify.twin.compare import hf_logits
+from mega_rl.verify.twin import hf_logits
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.distributed.family_cases import CASES, LAYOUTS, measure, tokens_of, world_sizes, write_case
 from tests.unit_tests.distributed.peer_mistakes import MISTAKES, measure_mistakes

@@ -122,4 +122,4 @@ def _write(results: Sequence[TaskResult], json_file: Path | None, picture: Path 
         json_file.write_text(json.dumps([record(result) for result in results], indent=1) + "\n", encoding="utf-8")
     if picture is not None:
         plot_tasks(results, picture)
-    end(result.holds for result in results)
+    end(all(result.holds for result in results))

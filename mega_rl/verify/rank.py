@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import prepare
 from mega_rl.tracking import progress
-from mega_rl.verify.plan import PHASE
 
 
 class _PhaseFile:
@@ -32,17 +33,18 @@ class _PhaseFile:
 
 
 def main(path: str) -> int:
-    """Run the task at `path`; returns the exit code, 2 for a user's mistake."""
+    """Run the task in a file, {module: arguments}; returns the exit code, 2 for a user's mistake."""
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore")
+    task = Path(path)
     if os.environ.get("RANK", "0") == "0":
-        progress.listen(_PhaseFile(Path(path).with_name(PHASE)))
+        progress.listen(_PhaseFile(task.with_suffix(".phase")))
     try:
         with progress.importing("PyTorch and Megatron-Core"):
             accelerator = prepare("auto")
-            from mega_rl.verify.tasks import run_task  # imports Megatron-Core
-
-        run_task(Path(path), accelerator)
+            ((name, arguments),) = json.loads(task.read_text(encoding="utf-8")).items()
+            module = import_module(f"mega_rl.verify.{name}")  # imports Megatron-Core
+        module.run_task(arguments, accelerator)
     except UserError as error:
         sys.stderr.write("error: " + " ".join(str(error).split("\n")) + "\n")
         return UserError.exit_code

@@ -121,8 +121,8 @@ HOW: dict[str, How] = {
         " data.train_files=[org/problems:default:train] data.prompt_key=question data.val_files=[]"
         " trainer.val_interval=0 trainer.run_dir=runs/p"
     ),
-    "mega-rl replay runs/a/records/step_000051 --layout tp2pp2,fsdp2": How(
-        "mega-rl replay runs/p/records/step_000001 --layout tp2pp2,fsdp2"
+    "mega-rl replay runs/a/records/step_000051 --layouts tp2pp2,fsdp2": How(
+        "mega-rl replay runs/p/records/step_000001 --layouts tp2pp2,fsdp2"
     ),
     "mega-rl view RUN": How(apart="by tests/unit_tests/tracking/report/test_server.py: it serves until it is ended"),
     "mega-rl data gsm8k data/gsm8k": How("mega-rl data gsm8k data/gsm8k --force"),

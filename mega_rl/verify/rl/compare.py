@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator.norms import norm
+from mega_rl.parallel.accelerator.norms import distance
 from mega_rl.verify.rl.independent.formulas import Formulas
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample
 from mega_rl.verify.rl.independent.sampling import groups_of, wrong_groups, wrong_prompts
 from mega_rl.verify.rl.independent.trainer import IndependentTrainer
 from mega_rl.verify.rl.rewards import RewardRule, rescored, reward_error
-from mega_rl.verify.rl.trace import num_updates, read_batch, read_figures
+from mega_rl.verify.rl.trace import read_batch, read_facts, read_figures
 from mega_rl.verify.tolerances import REWARDS, SAMPLES, SAMPLING, TOLERANCES, UPDATES, finite
 
 # Figures of tokens by phase.
@@ -48,8 +48,8 @@ def follow(
     folder: Path,
     model: Path,
     settings: LockstepSettings,
+    formulas: Formulas,
     rule: RewardRule,
-    formulas: Formulas | None = None,
     *,
     reference: Path | None = None,
 ) -> Iterator[UpdateErrors]:
@@ -59,7 +59,6 @@ def follow(
     reference: the reference's weights; None: those of `model`.
     Raises UserError for a model whose weights transformers keeps under other names than those of its checkpoint.
     """
-    formulas = formulas or Formulas()
     trainer = IndependentTrainer(model, settings, formulas, reference=reference)
     start, sampler = trainer.weights(), SamplerTest(settings.temperature)
     done: Counter[str] = Counter()
@@ -78,7 +77,7 @@ def follow(
             real = read_figures(folder, own.role, done[own.role])
             done[own.role] += 1
             yield _errors(real, own, start[own.role], of_step)
-    for role, count in num_updates(folder).items():
+    for role, count in Counter(facts["role"] for facts in read_facts(folder)).items():
         if count > done[role]:
             yield UpdateErrors(role, settings.steps, 0, {UPDATES: math.inf}, "")
 
@@ -189,11 +188,7 @@ def _gradient_error(real: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> tu
     """Return the largest relative error of a gradient in the Frobenius norm, and its tensor."""
     numel = sum(tensor.numel() for tensor in own.values())
     typical = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in own.values()) / numel)
-    errors = {}
-    for name, expected in own.items():
-        gap = norm(real[name].double() - expected.double())
-        size = max(norm(expected.double()), FLOOR * typical * math.sqrt(expected.numel()))
-        errors[name] = finite(gap / size) if gap else 0.0
+    errors = {name: distance(real[name], expected, floor=FLOOR * typical) for name, expected in own.items()}
     worst = max(errors, key=lambda name: errors[name])
     return errors[worst], worst
 

@@ -12,8 +12,7 @@ from mega_rl.config.schema import Config
 from mega_rl.errors import UserErrors
 from mega_rl.verify.rl.independent import records
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES
-from mega_rl.verify.rl.independent.corrections import CORRECTIONS
-from mega_rl.verify.rl.independent.losses import LOSSES
+from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES
 from mega_rl.verify.rl.independent.records import LockstepSettings
 from mega_rl.verify.rl.inputs import EOS
 
@@ -95,20 +94,13 @@ def _followed(config: Config, choice: Choice) -> records.NamedSettings:
 
 
 def _unknown(config: Config, choice: Choice) -> Iterator[str]:
-    """Yield why a choice cannot be followed: a user's file, no formula, or an unread setting."""
+    """Yield why a choice cannot be followed: no formula, as of a user's file, or an unread setting."""
     name, followed = chosen(config, choice), coverage(choice)[0]
-    if name not in choice.builtin:
-        yield (
-            f"{choice.key}={name}: the independent trainer is written from papers and runs no other code, so "
-            f"there is nothing to compare yours with; legal: {' '.join(followed)}"
-        )
-    elif name not in followed:
+    if name not in followed:
         yield f"{choice.key}={name}: the independent trainer has no formula of it; legal: {' '.join(followed)}"
-    else:
-        defaults = choice.builtin[name]().settings
-        for setting, value in value_of(config, choice.key).settings.items():
-            if setting not in FORMULAS[choice.key][name] and value != defaults[setting]:
-                yield (
-                    f"{choice.key}.{setting}={value}: the independent trainer's {name} has no such "
-                    f"setting; legal: {defaults[setting]}"
-                )
+        return
+    defaults = choice.builtin[name]().settings
+    for setting, value in value_of(config, choice.key).settings.items():
+        if setting not in FORMULAS[choice.key][name] and value != defaults[setting]:
+            legal = f"legal: {defaults[setting]}"
+            yield f"{choice.key}.{setting}={value}: the independent trainer's {name} has no such setting; {legal}"

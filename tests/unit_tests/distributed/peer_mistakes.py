@@ -62,7 +62,7 @@ def measure_mistakes(rank: int, root: str) -> dict[str, tuple[float, float]]:
     accelerator = prepare("auto")
     from mega_rl.parallel import groups
     from mega_rl.parallel.layout import ParallelLayout
-    from mega_rl.verify.twin.compare import hf_logits
+    from mega_rl.verify.twin import hf_logits
     from tests.helpers.loaded_model import load_model
 
     built = groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=60)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.plan.preflight.checkpoints import known_bug
-from mega_rl.verify.twin.compare import hf_logits
+from mega_rl.verify.twin import hf_logits
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.distributed.family_cases import CASES, measure, tokens_of, world_sizes, write_case
 

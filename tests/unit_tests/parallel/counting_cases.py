@@ -46,7 +46,7 @@ def write_models(root: Path) -> None:
     """A checkpoint with random weights of each model."""
     from mega_rl.converters.hf.config import parse_hf_config
     from mega_rl.converters.safetensors.writer import write_checkpoint
-    from mega_rl.verify.twin.shrink import random_tensors
+    from mega_rl.verify.twin import random_tensors
 
     for name, raw in MODELS.items():
         config = root / f"{name}.json"

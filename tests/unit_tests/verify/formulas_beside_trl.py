@@ -12,9 +12,8 @@ from torch import Tensor
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from mega_rl.verify.rl.independent.corrections import CORRECTIONS
 from mega_rl.verify.rl.independent.formulas import Formulas, aggregation_weights, divergence
-from mega_rl.verify.rl.independent.losses import LOSSES, ResponseTokens
+from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES, ResponseTokens
 from mega_rl.verify.rl.inputs import algorithm_run
 from mega_rl.verify.rl.reading import lockstep_settings
 

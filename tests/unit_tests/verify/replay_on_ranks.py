@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from mega_rl.verify.plan import ReplayPlan
+from mega_rl.verify.replay.inputs import ReplayPlan
 
 
 def some_left_out(reward: Callable[..., Any]) -> Callable[..., Any]:

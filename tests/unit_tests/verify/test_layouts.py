@@ -14,7 +14,7 @@ from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.verify.layouts import ALL, Layout, resolve, resolve_all, stages
 from mega_rl.verify.tolerances import BF16, BF16_EXPERTS, FP32, tolerances
-from mega_rl.verify.twin.shrink import random_tensors, write_random_twin
+from mega_rl.verify.twin import random_tensors, write_random_twin
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import bare_config
 
@@ -71,9 +71,9 @@ REFUSED = {
     "tp0": ("qwen3", "not a layout"),
     "tp2++pp2": ("qwen3", "not a layout"),
     "tp2 pp2": ("qwen3", "not a layout"),
-    "tp2+tp4": ("qwen3", "says tp twice"),
-    "sp": ("qwen3", "sp without tensor parallelism"),
-    "pp1+vpp2": ("qwen3", "virtual stages on one pipeline rank"),
+    "tp2+tp4": ("qwen3", "each once"),
+    "sp": ("qwen3", "needs tp of at least 2"),
+    "pp1+vpp2": ("qwen3", "needs pp of at least 2"),
     "ep2": ("qwen3", "model_type=qwen3 has no experts"),
     "etp2": ("qwen3", "model_type=qwen3 has no experts"),
     "tp3": ("qwen3", "tp=3 does not divide num_attention_heads=4"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_rl.cli.verify import print_verdicts
-from mega_rl.verify.layouts import Layout
-from mega_rl.verify.plan import LayoutErrors
+from mega_rl.verify.layouts import Layout, LayoutErrors
 from mega_rl.verify.run import Verdict
 from mega_rl.verify.tolerances import FP32
 
@@ -21,7 +20,7 @@ def test_names_of_tensors_are_whole(
     monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the output for a terminal
     monkeypatch.setenv("TERM", "dumb")
     gradient, weight = ({name: 1e-6} for name in NAMES)
-    actual = LayoutErrors(1e-6, 3.0, 1e-7, 1.0, 1e-7, gradient, weight, {}, 100, 4, 1.0)
+    actual = LayoutErrors(1e-6, 3.0, 1e-7, 1e-7, gradient, weight, {}, 4)
     verdict = Verdict(Layout(name="tp2", tp=2), actual, ())
     print_verdicts([verdict], FP32)
     out = capsys.readouterr().out

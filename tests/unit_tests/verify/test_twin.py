@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from mega_rl.converters.hf.config import parse_hf_config, read_hf_config
 from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.plan.preflight.checkpoints import known_bug
-from mega_rl.verify.twin.compare import GATE, Parity, compare_twin, judge, suspects
-from mega_rl.verify.twin.shrink import MAX_LAYERS, shrink, write_twin
+from mega_rl.verify.twin import GATE, MAX_LAYERS, Parity, compare_twin, judge, shrink, write_twin
 from tests.helpers.models import TINY, write_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -119,7 +117,7 @@ def test_reference_takes_the_tensors_that_transformers_takes(mixture: Path, monk
 
 
 def test_reference_too_large_for_memory_is_named(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mega_rl.verify.twin.compare._LOAD_BYTES", 1 << 40)
+    monkeypatch.setattr("mega_rl.verify.twin._LOAD_BYTES", 1 << 40)
     parity = compare_twin(mixture, mixture, num_tokens=24)
     assert parity.good
     assert "over half of the memory" in parity.details[-1]
@@ -134,9 +132,9 @@ def test_missing_family_is_computed_by_stand_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "layer", "words"),
     [
-        ("model.layers.0.self_attn.o_proj.weight", 0, "the latent projections"),
-        ("model.layers.1.mlp.gate.weight", 1, "the router"),
-        ("model.layers.3.mlp.experts.0.down_proj.weight", 3, "the weights of that layer"),
+        ("model.layers.0.self_attn.o_proj.weight", 0, "layer 0"),
+        ("model.layers.1.mlp.gate.weight", 1, "layer 1"),
+        ("model.layers.3.mlp.experts.0.down_proj.weight", 3, "layer 3"),
         ("model.norm.weight", None, "all layers agree: look at the final norm"),
     ],
 )
@@ -184,12 +182,3 @@ def test_nan_is_a_difference() -> None:
     assert isinstance(parity, Parity)
     assert not parity.good
     assert parity.first_layer == 0
-
-
-def test_suspects_name_what_is_new_in_a_layer() -> None:
-    """The window in the first layer that has one, RoPE in layer 0."""
-    hf = shrink(parse_hf_config(LARGE)).hf
-    assert suspects(hf, 0).startswith("RoPE (default, base 10000)")
-    assert suspects(hf, 1).startswith("the router")
-    assert "weights" in suspects(hf, 2)
-    assert "RoPE" not in suspects(replace(hf, moe=None), 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mega_rl.verify.rl.independent.advantages import ADVANTAGES, Responses, value_targets
-from mega_rl.verify.rl.independent.corrections import CORRECTIONS
 from mega_rl.verify.rl.independent.formulas import (
     Formulas,
     Row,
@@ -21,58 +20,15 @@ from mega_rl.verify.rl.independent.formulas import (
     learning_rate,
     token_rewards,
 )
-from mega_rl.verify.rl.independent.losses import LOSSES, ResponseTokens
+from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES, ResponseTokens
 from mega_rl.verify.rl.independent.networks import (
-    Adam,
     CriticNetwork,
-    Network,
+    Learner,
     PolicyNetwork,
     moved,
     of_response,
 )
 from mega_rl.verify.rl.independent.records import Figures, LockstepSettings, ScoredSample, StepBatch
-
-
-class TrainedNetwork:
-    """A network with its optimizer."""
-
-    def __init__(self, name: str, network: Network, settings: LockstepSettings, formulas: Formulas) -> None:
-        self._name, self._network, self._parameters = name, network, network.parameters
-        self._adam = Adam(network.parameters, settings, formulas)
-
-    def update(
-        self,
-        samples: Sequence[ScoredSample],
-        terms: Callable[[int], Tensor],
-        *,
-        lr: float,
-        place: tuple[int, int],
-        tokens: Mapping[str, list[Tensor]],
-    ) -> Figures:
-        """Make an optimizer step on the sum of `terms` (of sample i, by token) over a mini-batch's samples.
-
-        place: (step, mini-batch), for the figures; tokens: figures of each sample's tokens.
-        """
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        loss, scale = 0.0, 0.0
-        for i in range(len(samples)):
-            term = terms(i)
-            term.sum().backward()
-            loss, scale = loss + float(term.sum().detach()), scale + float(term.detach().abs().sum())
-        norm = self._adam.clip()
-        if samples:  # no optimizer step for a mini-batch without a token to learn from
-            self._adam.step(lr)
-        return Figures(
-            self._name,
-            *place,
-            tokens={name: torch.cat([torch.zeros(0), *rows]).double() for name, rows in tokens.items()},
-            loss=loss,
-            loss_scale=scale,
-            grad_norm=norm,
-            gradients=self._network.on_disk({name: _gradient(p) for name, p in self._parameters.items()}),
-            weights=_weights(self._network),
-        )
 
 
 @dataclass(frozen=True)
@@ -98,16 +54,16 @@ class IndependentTrainer:
     ) -> None:
         self._settings, self._formulas, self._kl_coef = settings, formulas, settings.kl_coef
         self.policy = PolicyNetwork(path)
-        self._actor_role = TrainedNetwork("actor", self.policy, settings, formulas)
+        self._actor_role = Learner("actor", self.policy, settings, formulas)
         has_reference = settings.kl_placement != "none" or settings.advantage.name == "distillation"
         self._reference = PolicyNetwork(reference or path) if has_reference else None
         self._critic = CriticNetwork(path) if settings.advantage.name == "gae" else None
-        self._critic_role = None if self._critic is None else TrainedNetwork("critic", self._critic, settings, formulas)
+        self._critic_role = None if self._critic is None else Learner("critic", self._critic, settings, formulas)
 
     def weights(self) -> dict[str, Mapping[str, Tensor]]:
         """Return copies of the weights of now, by role and Hugging Face name."""
         networks = {"actor": self.policy, "critic": self._critic}
-        return {role: _weights(network) for role, network in networks.items() if network is not None}
+        return {role: network.weights() for role, network in networks.items() if network is not None}
 
     def step(self, step: int, batch: StepBatch) -> Iterator[Figures]:
         """Make the updates of a step; yields the figures of each, the critic's first."""
@@ -245,13 +201,3 @@ def _row(numbers: Sequence[float]) -> Tensor:
 
 def _numbers(rows: list[Tensor]) -> list[Row]:
     return [row.tolist() for row in rows]
-
-
-def _weights(network: Network) -> Mapping[str, Tensor]:
-    """Return copies of the weights of now, by Hugging Face name."""
-    return network.on_disk({name: parameter.detach().clone() for name, parameter in network.parameters.items()})
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    """Return a copy of the gradient, zeros where there is none."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
