@@ -164,7 +164,7 @@ def _head(run: ScaleRun, setup: RunSetup, verdict: FitVerdict) -> Iterator[str]:
 def _time(time: StepTime) -> Iterator[str]:
     together = ", with training and generation side by side" if time.ahead else ""
     yield f"Expected step: {seconds(time.total)}{together}; training at {time.mfu:.0%} of the peak. Longest parts:"
-    parts = [(spent, phase.name, part) for phase in time.phases for part, spent in phase.parts.items()]
+    parts = [(spent, phase, part) for phase, its in time.phases.items() for part, spent in its.items()]
     longest = sorted(parts, reverse=True)[:NUM_PARTS]
     yield "; ".join(f"{phase}, {part} {seconds(spent)}" for spent, phase, part in longest) + "."
 

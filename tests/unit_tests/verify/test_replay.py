@@ -236,7 +236,7 @@ def test_a_record_tells_what_computed_it(replays: Replays) -> None:
 def test_missing_weights_are_requested_in_one_line(replays: Replays, tmp_path: Path) -> None:
     alone = tmp_path / "run" / "records" / "step_000002"
     shutil.copytree(record_of(replays.runs["ppo"], 2), alone)
-    with pytest.raises(UserError, match=r"weights after step 1.*give them by --weights") as failure:
+    with pytest.raises(UserError, match=r"weights after step 1.*give it by --weights") as failure:
         prepare(alone, "1", tmp_path / "work")
     assert "\n" not in str(failure.value)
     checkpoint = replays.runs["ppo"] / "run" / "checkpoints" / "step_000001"
