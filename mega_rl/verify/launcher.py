@@ -1,8 +1,4 @@
-"""Run a task of a verification on ranks of this machine, with a deadline.
-
-The forms of `mega-rl verify` and `mega-rl replay` all work like this: the command writes a task, the ranks measure and
-write their answers to a folder, and the command compares and prints.
-"""
+"""Run a task of a verification on ranks of this machine, with a deadline: they write their answers to a folder."""
 
 from __future__ import annotations
 
@@ -48,9 +44,7 @@ def run_task(
 ) -> None:
     """Run `run_task` of a module below `mega_rl.verify`; its files and the ranks' output go to `folder`.
 
-    arguments: of the task, as JSON holds them. label: the work in words. watch: called while the ranks run.
-
-    Raises UserError and RanksFailed as `run_ranks` does.
+    arguments: in JSON's types. label: the work in words. watch: called while the ranks run. Raises as `run_ranks`.
     """
     task = folder / "task.json"
     phase_file = task.with_suffix(".phase")

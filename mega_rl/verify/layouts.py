@@ -151,10 +151,7 @@ def parse(name: str) -> Layout:
 
 
 def resolve(name: str, hf: HFConfig, *, nproc: int | None = None) -> Layout:
-    """Return a name's layout for a model; data parallelism fills `nproc` ranks.
-
-    Raises UserErrors with every reason why the model cannot be cut this way.
-    """
+    """Return a name's layout for a model; data parallelism fills `nproc` ranks."""
     layout = parse(name)
     if layout.tp > 1 and not layout.sp and (hf.moe is not None or hf.mla is not None):
         layout = replace(layout, sp=True, implied=(*layout.implied, "sp"))

@@ -1,9 +1,7 @@
 """A checkpoint's twin: few layers, experts and tokens with the same config, and its logits against transformers'.
 
-The twin has every kind of layer that the model has, the first and the last among them, and every setting of its
-config, so what is wrong with the conversion of a large model shows on a laptop. A twin with random weights needs a
-config.json only, and may be narrowed: its widths are halved until the model is small. Functions that need
-Megatron-Core import it themselves: the accelerator must be prepared before.
+The twin has every kind of layer and every setting of its config, so a wrong conversion of a large model shows on a
+laptop. Functions that need Megatron-Core import it themselves: the accelerator must be prepared before.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -250,7 +248,7 @@ def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_ou
     def keep(output: Any) -> None:
         states.append(output[0] if isinstance(output, tuple) else output)
 
-    with recorded(list(model.model.layers) if layer_outputs else [], keep):
+    with recorded(model.model.layers if layer_outputs else [], keep):
         logits = model(tokens, use_cache=False).logits
     return Outputs(logits.float(), tuple(states))
 
@@ -289,7 +287,7 @@ def _load(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @contextmanager
-def recorded(layers: Sequence[torch.nn.Module], keep: Callable[[Any], None]) -> Iterator[None]:
+def recorded(layers: Iterable[torch.nn.Module], keep: Callable[[Any], None]) -> Iterator[None]:
     """Hand every output of `layers` to `keep` inside the context."""
     hooks = [layer.register_forward_hook(lambda module, inputs, output: keep(output)) for layer in layers]
     try:
@@ -334,18 +332,6 @@ def load_model(
     return chunks, sharding
 
 
-@torch.no_grad()
-def megatron_logits(path: str | Path, tokens: Tensor, *, groups: Groups, accelerator: Accelerator) -> Outputs:
-    """Return the logits of `tokens` [B, S] int64 and the layers' outputs, on one process."""
-    (chunk,), sharding = load_model(path, groups=groups, accelerator=accelerator)
-    batch, length = tokens.shape
-    positions = torch.arange(length, device=accelerator.device).expand(batch, -1)
-    states: list[Tensor] = []
-    with recorded(list(chunk.decoder.layers), lambda output: states.append(output[0].transpose(0, 1).cpu())):
-        logits = chunk(tokens.to(accelerator.device), positions, attention_mask=None)
-    return Outputs(logits[..., : sharding.hf.vocab_size].float().cpu(), tuple(states))
-
-
 @dataclass(frozen=True)
 class Parity:
     """Result of comparing logits."""
@@ -357,6 +343,7 @@ class Parity:
     details: tuple[str, ...] = ()
 
 
+@torch.no_grad()
 def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int = 0) -> Parity:
     """Compare logits of random tokens of two Hugging Face folders' twins: by transformers and by Megatron-Core.
 
@@ -380,12 +367,16 @@ def compare_twin(reference: Path, converted: Path, *, num_tokens: int, seed: int
         tokens = torch.randint(0, twin.hf.vocab_size, (1, num_tokens), generator=generator)
         expected = hf_logits(sides[0], tokens, layer_outputs=True)
         groups = process_groups.initialize(ParallelLayout(), accelerator=accelerator, timeout_s=TIMEOUT_S)
+        states: list[Tensor] = []
         try:
-            outputs = megatron_logits(sides[1], tokens, groups=groups, accelerator=accelerator)
+            (chunk,), sharding = load_model(sides[1], groups=groups, accelerator=accelerator)
+            positions = torch.arange(num_tokens, device=accelerator.device)[None]
+            with recorded(chunk.decoder.layers, lambda output: states.append(output[0].transpose(0, 1).cpu())):
+                logits = chunk(tokens.to(accelerator.device), positions, attention_mask=None)
+            logits = logits[..., : sharding.hf.vocab_size].float().cpu()
         finally:
             process_groups.destroy()
-    hidden = list(zip(expected.hidden, outputs.hidden, strict=True))
-    parity = judge(twin, expected.logits, outputs.logits, hidden)
+    parity = judge(twin, expected.logits, logits, list(zip(expected.hidden, states, strict=True)))
     return parity if independent else replace(parity, details=(*parity.details, _NOT_INDEPENDENT))
 
 

@@ -84,10 +84,7 @@ def build_probe(task: LearningTask, models: PolicyGradient) -> Callable[[int, Me
 
 
 def run_variant(task: LearningTask, variant: Variant, *, seed: int) -> Curve:
-    """Train a variant of a task with a seed of model, data order and sampling.
-
-    Raises StoppedBySignal after a signal, even in the last step.
-    """
+    """Train a variant of a task with a seed of model, data order and sampling."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mega-rl-learn-") as name:
         folder = Path(name)
@@ -145,10 +142,7 @@ def _quiet_trainer() -> Iterator[None]:
 
 
 def write_model(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
-    """Write a random Qwen3 of two layers, and a tokenizer with one token per character.
-
-    stop: the character that ends a response; empty: every response has full length.
-    """
+    """Write a random Qwen3 of two layers, and a tokenizer with one token per character."""
     end = vocabulary.index(stop) if stop else None
     model = fresh_qwen3(len(vocabulary), width=64, initializer_range=0.08, max_positions=64, eos=end, seed=seed)
     model.generation_config = GenerationConfig(eos_token_id=len(vocabulary) if end is None else end)

@@ -39,10 +39,7 @@ class ReplayPlan:
 
 
 def replay_config(recorded: Config, plan: ReplayPlan) -> Config:
-    """Return the recorded config with the plan's layout and models. Raises UserErrors.
-
-    Settings of the run's own layout, engine and servers, and settings without effect, take their defaults.
-    """
+    """Return the recorded config with the plan's layout and models. Raises UserErrors."""
     models = plan.models
     same_engine = recorded.engine.backend == plan.layout.engine == "megatron"
     defaults = Config()
@@ -68,10 +65,7 @@ def replay_config(recorded: Config, plan: ReplayPlan) -> Config:
 
 
 def find_weights(record: Record, config: Config, work: Path, *, given: Path | None = None) -> dict[str, str]:
-    """Return each role's Hugging Face folder at the begin of a record's step. Raises UserError.
-
-    work: folder for converted weights. given: a checkpoint of the run.
-    """
+    """Return each role's Hugging Face folder at the begin of a record's step. Raises UserError."""
     models = {str(role): str(origin_of(config, str(role))) for role in roles_of(config) if role != "reward"}
     changing = [role for role in models if role != "reference" or config.algorithm.kl.reference_interval]
     step = record.description.steps_before

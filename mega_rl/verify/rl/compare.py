@@ -147,9 +147,7 @@ def off(
 def _errors(
     real: Figures | None, own: Figures, start: Mapping[str, Tensor], of_step: Mapping[str, float]
 ) -> UpdateErrors:
-    """Return the distance of the real figures from the independent trainer's.
-
-    of_step: errors of phases that the step's updates share."""
+    """Return the distance of the real figures from the independent trainer's."""
     if real is None or (real.step, real.update) != (own.step, own.update):
         return UpdateErrors(own.role, own.step, own.update, {UPDATES: math.inf}, "")
     if set(real.gradients) != set(own.gradients):
@@ -171,10 +169,7 @@ def _errors(
 
 
 def _token_errors(real: Figures, own: Figures) -> dict[str, float]:
-    """Return the largest |difference| of any token by phase; infinite for different tokens.
-
-    A phase of which the real trainer reads no figures is left out.
-    """
+    """Return the largest |difference| of any token by phase; infinite for different tokens."""
     errors: dict[str, float] = {}
     for phase, names in TOKEN_PHASES.items():
         for name in (name for name in names if name in real.tokens):

@@ -180,10 +180,7 @@ def rows(seed: int) -> list[dict[str, str]]:
 
 
 def reward_of(config: Config) -> Callable[..., float | Mapping[str, float]] | None:
-    """Return the reward function of a run; None for a run without reward.
-
-    It has named parts if the recipe gives them weights or the estimator reads them.
-    """
+    """Return the reward function of a run; None for a run without reward."""
     if config.reward.source.name == "none":
         return None
     weighted = tuple(config.reward.weights)

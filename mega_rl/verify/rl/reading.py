@@ -36,10 +36,7 @@ def coverage(choice: Choice) -> tuple[list[str], list[str]]:
 
 
 def lockstep_settings(config: Config) -> LockstepSettings:
-    """Return the settings of a run that its mathematics depends on.
-
-    Raises UserErrors for choices that the independent trainer has no formula for.
-    """
+    """Return the settings of a run that its mathematics depends on."""
     problems = [problem for choice in ALGORITHM_CHOICES for problem in _unknown(config, choice)]
     if config.algorithm.loss.name == "kl_cov" and config.algorithm.old_logprobs != "rollout":
         problems.append(

@@ -1,11 +1,8 @@
-"""Record a real run from outside: wrap its rollout source, scorer, batches and learners.
-
-All of it runs on every rank, since gathering rows, gradients and weights is collective; rank 0 writes.
-"""
+"""Record a real run from outside: wrap its rollout source, scorer, batches and learners. Collective; rank 0 writes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from mega_rl.config.keys import with_settings
 from mega_rl.config.schema import Config
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.fsdp.engine import FSDPEngine
@@ -34,6 +32,12 @@ from mega_rl.verify.rl.trace import GREEDY, PART, ROWS, by_sample, drawn, write_
 from mega_rl.workers.models import LearningWorker, PolicyLoss
 
 SHIFT = 0.3  # nats
+
+
+def run_task(arguments: Sequence[tuple[Mapping[str, object], str]], accelerator: Accelerator) -> None:
+    """Record runs, each by its settings and folder."""
+    for settings, folder in arguments:
+        record(with_settings(Config(), settings), Path(folder), accelerator)
 
 
 def record(config: Config, folder: Path, accelerator: Accelerator) -> None:

@@ -70,10 +70,7 @@ def rescored(batch: StepBatch, rule: RewardRule) -> StepBatch:
 
 
 def reward_error(real: StepBatch, own: StepBatch) -> float:
-    """Return the largest |difference| of a reward or its part; infinite for other names of parts.
-
-    real, own: the same samples. All count: those of the step, of its generations, and greedy ones.
-    """
+    """Return the largest |difference| of a reward or its part; infinite for other names of parts."""
     return max(_gap(*pair) for pair in zip(_all(real), _all(own), strict=True))
 
 

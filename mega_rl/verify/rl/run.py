@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mega_rl.config.keys import flat
 from mega_rl.config.schema import Config
@@ -36,14 +37,13 @@ class Lockstep:
         return not self.problem
 
 
-@dataclass(frozen=True)
-class PlantedFault:
+class PlantedFault(NamedTuple):
     """A fault and how it was named; `phase` is empty where it was not found."""
 
     fault: Fault
-    phase: str
-    where: str  # update
-    error: float
+    phase: str = ""
+    where: str = ""  # update
+    error: float = 0.0
 
     @property
     def good(self) -> bool:
@@ -52,10 +52,7 @@ class PlantedFault:
 
 
 def prepare_run(run: LockstepRun, names: str, folder: Path) -> tuple[Config, list[Layout]]:
-    """Write the inputs of a run; return its config and the layouts of a list.
-
-    Raises UserError for a model or algorithm that cannot be followed, and for layouts that the model cannot have.
-    """
+    """Write the inputs of a run; return its config and the layouts of a list."""
     lockstep_settings(run.config)
     layouts = resolve_all(names, read_architecture(run), runs=True)
     with progress.phase("making the model"):
@@ -66,10 +63,7 @@ def prepare_run(run: LockstepRun, names: str, folder: Path) -> tuple[Config, lis
 def follow_layouts(
     config: Config, layouts: Sequence[Layout], folder: Path, *, timeout_s: float, tolerances: Mapping[str, float]
 ) -> Iterator[Lockstep]:
-    """Yield the lockstep of each layout; the config names the small model and the prompts.
-
-    Raises UserError for a run that the trainer refuses.
-    """
+    """Yield the lockstep of each layout; the config names the small model and the prompts."""
     for layout in layouts:
         target = folder / layout.name
         real = with_layout(config, layout, run_dir=target / "run")
@@ -132,6 +126,6 @@ def find(fault: Fault, config: Config, trace: Path) -> PlantedFault:
     """Follow a trace with a fault until it is found."""
     first = off(follow_config(config, trace, fault))
     if first is None:
-        return PlantedFault(fault, "", "", 0.0)
+        return PlantedFault(fault)
     update, phase = first
     return PlantedFault(fault, phase, update.title, update.errors[phase])

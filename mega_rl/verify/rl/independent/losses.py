@@ -109,10 +109,7 @@ def punished_covariant(tokens: ResponseTokens, choice: NamedSettings, formulas: 
 
 
 def _covariance(tokens: ResponseTokens) -> Tensor:
-    """Return A * (log p - its mean over the response), a token's part of the covariance, as docs/algorithms.md has it.
-
-    The paper centres both factors over a batch and takes a share of its tokens instead of a threshold.
-    """
+    """Return A * (log p - its mean over the response), a token's part of the covariance (docs/algorithms.md)."""
     now = tokens.logprobs.detach()
     return tokens.advantages * (now - now.mean())
 

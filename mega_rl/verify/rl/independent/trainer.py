@@ -44,10 +44,7 @@ class EvaluatedSample:
 
 
 class IndependentTrainer:
-    """A policy and perhaps a critic, both from the weights at the start, and a reference; steps count from 0.
-
-    reference: its weights; None: those at the start.
-    """
+    """A policy and perhaps a critic, both from the weights at the start, and a reference; steps count from 0."""
 
     def __init__(
         self, path: Path, settings: LockstepSettings, formulas: Formulas, *, reference: Path | None = None
