@@ -12,7 +12,6 @@ import pytest
 
 from mega_rl.cli import verify as verbs
 from mega_rl.cli.app import main
-from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import RunError
 from mega_rl.untrusted import read_record
 from mega_rl.verify import launcher
@@ -21,7 +20,6 @@ from mega_rl.verify.layouts import ALL, Plan
 from mega_rl.verify.twin import write_random_twin
 from tests.helpers import distributed
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.converters.tiny_configs import TINY
 from tests.unit_tests.verify.cases import bare_config, measure_all
 
@@ -123,7 +121,6 @@ def test_engines_of_a_twin_out_of_tolerance(tmp_path: Path, capsys: pytest.Captu
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown layout": (["--layouts", "tp2,zp3"], "'zp3' is not a layout"),
     "no experts": (["--layouts", "ep2"], "ep2 is not possible: ep=2: model_type=qwen3 has no experts"),
-    "heads": (["--layouts", "tp8"], "tp=8 does not divide num_attention_heads=4"),
     "layers": (["--layouts", "pp8"], "does not divide num_hidden_layers=4"),
     "twin's layers": (["--layouts", "pp8", "--twin"], "needs 8 layers, num_hidden_layers=4"),
     "twin's heads": (["--layouts", "pp2,tp8", "--twin"], "tp8 is not possible"),
@@ -170,24 +167,11 @@ def test_a_config_without_weights_needs_twin(tmp_path: Path, capsys: pytest.Capt
 
 def test_not_under_a_launcher(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = run(capsys, "--model", model)
-    assert code == 2
-    assert "without torchrun" in err
-
-
-def test_a_published_config_becomes_a_small_twin(tmp_path: Path) -> None:
-    """DeepSeek-V3: its heads, groups and kinds of layers, and widths that a laptop trains."""
-    from mega_rl.verify.twin import num_elements
-
-    bare = bare_config(tmp_path / "bare", DEEPSEEK_V3)
-    twin = write_random_twin(bare, tmp_path / "twin", multiple=4, narrow=True)
-    original = read_hf_config(bare)
-    assert len(twin.layers) == 4
-    assert (twin.hf.num_heads, twin.hf.moe.num_groups) == (original.num_heads, original.moe.num_groups)  # type: ignore[union-attr]
-    assert twin.hf.moe is not None
-    assert twin.hf.moe.layers == (False, True, True, True)
-    assert num_elements(twin.hf) < 30_000_000
+    for verb in ("layouts", "engines"):
+        code, _, err = run(capsys, "--model", model, verb=verb)
+        assert code == 2
+        assert "without torchrun" in err
+    assert main(["verify", "rl"]) == main(["replay", "nowhere"]) == 2
 
 
 def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

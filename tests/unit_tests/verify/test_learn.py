@@ -22,7 +22,6 @@ from mega_rl.verify.learn.results import ConfidenceBand, Curve, band, judge
 from mega_rl.verify.learn.run import closed_form_distance, enumerate_responses, expected_reward, mix_with_uniform
 from mega_rl.verify.learn.tasks import (
     BANDIT,
-    CREDIT_LENGTH,
     CREDIT_STATES,
     LETTERS,
     NOISE,
@@ -112,54 +111,33 @@ def test_statements_are_about_variants_that_always_run() -> None:
             assert {statement.variant, statement.beats} - {""} <= always, task.name
 
 
-def test_random_tokens_make_the_precise_response_worse() -> None:
-    reward = TASKS["off_policy"].reward
-    best = max(reward("a", "c" + token) for token in LETTERS)
-    noisy = (1 - NOISE) * best + NOISE * sum(reward("a", "c" + token) for token in LETTERS) / len(LETTERS)
-    assert noisy < SAFE_REWARD < best == 1.0
-
-
-def test_only_the_first_letter_earns_the_reward() -> None:
-    reward = TASKS["delayed_credit"].reward
-    good = {state: {letter for letter in LETTERS if reward(state, letter + "1") == 1.0} for state in CREDIT_STATES}
-    assert {state: len(letters) for state, letters in good.items()} == {"0": 8, "1": 8}
-    assert good["0"] != good["1"]
-    assert reward("0", "a" + "p" * (CREDIT_LENGTH - 1)) == 1.0
-    assert reward("0", "p" + "a" * (CREDIT_LENGTH - 1)) == reward("0", "0") == 0.0
-
-
-def test_held_out_pairs_are_not_trained() -> None:
+def test_rewards_of_tasks_are_what_their_statements_need() -> None:
+    """Held-out pairs are not trained, a noisy precise response pays less than a safe one, arms pay on their share."""
     train, held_out = {prompt for prompt, _ in SORTING.prompts}, {prompt for prompt, _ in SORTING.held_out}
     assert (len(train), len(held_out), len(train | held_out)) == (80, 20, 100)
-    reward = TASKS["sorting"].reward
-    assert dict([*SORTING.prompts, *SORTING.held_out])["73="] == "37"
-    assert [reward("73=", text, "37", "stop") for text in ("37", "33", "73")] == pytest.approx([1.0, 0.6, 0.2])
-    assert [reward("73=", text, "37", "stop") for text in ("3", "3+", "377")] == [0.0, 0.0, 0.0]
-    assert reward("73=", "37", "37", "length") == 0.0
+    assert [SORTING.reward("73=", text, "37", "stop") for text in ("37", "33", "3")] == pytest.approx([1.0, 0.6, 0.0])
+    precise = [TASKS["off_policy"].reward("a", "c" + token) for token in LETTERS]
+    assert (1 - NOISE) * max(precise) + NOISE * sum(precise) / len(LETTERS) < SAFE_REWARD < max(precise) == 1.0
+    delayed = TASKS["delayed_credit"].reward
+    good = {state: {letter for letter in LETTERS if delayed(state, letter + "1") == 1.0} for state in CREDIT_STATES}
+    assert [len(letters) for letters in good.values()] == [8, 8]
+    assert good["0"] != good["1"]
+    task = TASKS["reused_batch"]
+    states = sorted({prompt for prompt, _ in task.prompts})
+    _, rewards = enumerate_responses(task, length=1)
+    for state, paid in zip(states, rewards.view(len(states), NUM_ROWS, len(LETTERS)).mean(1), strict=True):
+        assert paid.tolist() == [0.9 if arm == best_arm(state) else 0.4 for arm in LETTERS]
 
 
 def test_wrong_estimator_shifts_advantages_by_a_row() -> None:
     one = torch.ones(4, dtype=torch.int64)
-    tokens = torch.ones(4, 3, dtype=torch.int64)
     index = torch.tensor([0, 0, 1, 1])
-    experience = Experience.from_rows(tokens, prompt_lengths=one, lengths=3 * one, prompt_index=index)
+    experience = Experience.from_rows(one.expand(3, 4).T, prompt_lengths=one, lengths=3 * one, prompt_index=index)
     inputs = AdvantageInputs(experience, torch.tensor([1.0, 0.0, 0.0, 1.0]), None, identity)
     advantages, _ = NeighboursAdvantage()(inputs)
     # Two rewards of 0 and 1 are sqrt(1/2) deviations apart from their mean.
     expected = torch.tensor([-1.0, -1.0, 1.0, 1.0]) * math.sqrt(0.5)
     torch.testing.assert_close(advantages[:, 1], expected, atol=1e-5, rtol=0)
-
-
-def test_every_arm_pays_on_its_share() -> None:
-    task = TASKS["reused_batch"]
-    states = sorted({prompt for prompt, _ in task.prompts})
-    assert len({best_arm(state) for state in states}) == len(states)
-    _, rewards = enumerate_responses(task, length=1)
-    assert rewards.shape == (len(states) * NUM_ROWS, len(LETTERS))
-    for state, paid in zip(states, rewards.view(len(states), NUM_ROWS, len(LETTERS)).mean(1), strict=True):
-        assert paid.tolist() == [0.9 if arm == best_arm(state) else 0.4 for arm in LETTERS]
-    other = dict(zip(task.prompts, rewards.tolist(), strict=True))
-    assert len({tuple(paid) for paid in other.values()}) > 100, "rows differ in which arms pay"
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
