@@ -143,24 +143,22 @@ def rl(
     begin("verify")
     allowed = read_changes(tolerance, TOLERANCES)
     settings = settings or []
-    recipes = [text for text in settings if "=" not in text and not text.startswith("~")]
-    if len(recipes) > 1:
-        raise UserError(f"{recipes[1]}: is no KEY=VALUE, and {recipes[0]} is the recipe already; name one recipe")
+    recipe = next((text for text in settings if "=" not in text and not text.startswith("~")), None)
     if self_check and settings:
         raise UserError(f"{settings[0]}: --self-check has runs of its own; leave recipe and settings out")
-    recipe = recipes[0] if recipes else None
-    run = read_run(recipe, [text for text in settings if text not in recipes], steps=steps)
+    run = read_run(recipe, [text for text in settings if text != recipe], steps=steps)
     with progress.importing("PyTorch"):
         from mega_rl.verify.rl import run as lockstep
-    with working_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="verify_") as folder:
         if self_check:
             _print_faults(list(lockstep.self_check(Path(folder), timeout_s=timeout_s)), as_json=as_json)
             return
         log.info("verifying %s", recipe or "the default algorithm")
         config, layouts = lockstep.prepare_run(run, names, Path(folder))
         header = {"recipe": recipe or "none", "model": run.description, "steps": steps}
-        _print_header(header, as_json=as_json)
         facts = []
+        if not as_json:
+            _print_header(header)
         for result in lockstep.follow_layouts(config, layouts, Path(folder), timeout_s=timeout_s, tolerances=allowed):
             facts.append(
                 {
@@ -206,7 +204,7 @@ def replay(
     begin("replay")
     with progress.importing("PyTorch"):
         from mega_rl.verify.replay import run
-    with working_folder() as name:
+    with tempfile.TemporaryDirectory(prefix="verify_") as name:
         work = Path(name)
         record, plans = run.prepare(folder, names, work, weights=weights, timeout_s=timeout_s)
         log.info("replaying %s", folder)
@@ -247,11 +245,6 @@ def begin(command: str) -> None:
         raise UserError(f"{command} starts its ranks itself; call it without torchrun")
 
 
-def working_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder for tasks, models and answers."""
-    return tempfile.TemporaryDirectory(prefix="verify_")
-
-
 def end(good: bool) -> None:
     """End the command with exit code 1 unless all is good."""
     if not good:
@@ -274,11 +267,10 @@ def _verify(
 
         on_gpus = use_gpus(wanted)
     counted = {} if steps is None else {"steps": steps}
-    with working_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="verify_") as folder:
         with progress.phase("making the twin" if options.twin else "reading the model"):
-            prepared, described = prepare_model(
-                model, Path(folder), twin=options.twin, multiple=layers, seed=options.seed
-            )
+            sizes = {"multiple": layers, "seed": options.seed}
+            prepared, described = prepare_model(model, Path(folder), twin=options.twin, **sizes)
         plan = made(Plan, options, model=str(prepared), folder=folder, layouts=(), **counted)
         verdicts = verify(plan, wanted, tolerances=allowed, timeout_s=options.timeout_s, on_gpus=on_gpus)
     header: dict[str, object] = {"model": described, "device": "cuda" if on_gpus else "cpu"}
@@ -300,8 +292,8 @@ def _verify(
     end(good)
 
 
-def _print_header(header: Mapping[str, object], *, as_json: bool = False) -> None:
-    for name, value in {} if as_json else header.items():
+def _print_header(header: Mapping[str, object]) -> None:
+    for name, value in header.items():
         typer.echo(f"{name}: {value}")
 
 
@@ -331,43 +323,36 @@ def _worst(errors: Mapping[str, float]) -> str:
 def _print_lockstep(lockstep: Lockstep, *, tolerances: Mapping[str, float]) -> None:
     """Print the errors of every update on one layout, the tolerances below them, and the verdict."""
     layout = lockstep.layout
-    if lockstep.updates:
-        present = {phase for update in lockstep.updates for phase in update.errors}
-        phases = [phase for phase in tolerances if phase in present - {UPDATES}]
-        rows = []
-        for update in lockstep.updates:
-            errors = [(update.errors.get(phase), tolerances[phase]) for phase in phases]
-            cells = ["-" if error is None else f"{error:.1e}" + " !" * (not error <= most) for error, most in errors]
-            rows.append((update.title, *cells))
-        title = f"{layout.name}, {layout.ranks} rank{'s' * (layout.ranks > 1)}"
-        last = ("tolerance", *(f"{tolerances[phase]:g}" for phase in phases))
-        print_table(("update", *phases), rows, title=title, last=last)
-    verdict = "agrees" if lockstep.good else f"DIFFERS first at {lockstep.problem}" if lockstep.updates else "failed"
-    typer.echo(f"{layout.name}: {verdict}")
     if not lockstep.updates:
-        typer.echo(f"{layout.name}: {lockstep.problem}")
+        typer.echo(f"{layout.name}: failed\n{layout.name}: {lockstep.problem}")
+        return
+    present = {phase for update in lockstep.updates for phase in update.errors}
+    phases = [phase for phase in tolerances if phase in present - {UPDATES}]
+    rows = []
+    for update in lockstep.updates:
+        errors = [(update.errors.get(phase), tolerances[phase]) for phase in phases]
+        cells = ["-" if error is None else f"{error:.1e}" + " !" * (not error <= most) for error, most in errors]
+        rows.append((update.title, *cells))
+    title = f"{layout.name}, {layout.ranks} rank{'s' * (layout.ranks > 1)}"
+    last = ("tolerance", *(f"{tolerances[phase]:g}" for phase in phases))
+    print_table(("update", *phases), rows, title=title, last=last)
+    typer.echo(f"{layout.name}: " + ("agrees" if lockstep.good else f"DIFFERS first at {lockstep.problem}"))
 
 
 def _print_faults(results: Sequence[PlantedFault], *, as_json: bool) -> None:
     """Print how the lockstep named each planted fault, and end with the exit code."""
     named = sum(result.good for result in results)
+    columns = ("planted fault", "run", "first off", "at", "error", "verdict")
+    rows = []
+    for result in results:
+        verdict = "named" if result.good else "MISSED" if not result.phase else f"NOT as {result.fault.phase}"
+        place = (result.phase or "-", result.where or "-", f"{result.error:.1e}" if result.phase else "-")
+        rows.append((result.fault.name, result.fault.algorithm, *place, verdict))
     if as_json:
-        faults = [
-            {
-                **{"fault": result.fault.name, "run": result.fault.algorithm, "expected": result.fault.phase},
-                **{"phase": result.phase, "where": result.where, "error": result.error, "good": result.good},
-            }
-            for result in results
-        ]
+        faults = [dict(zip(columns, row, strict=True)) for row in rows]
         print_json({"good": named == len(results), "faults": faults})
     else:
-        rows = []
-        for result in results:
-            verdict = "named" if result.good else "MISSED" if not result.phase else f"NOT as {result.fault.phase}"
-            error = f"{result.error:.1e}" if result.phase else "-"
-            place = (result.phase or "-", result.where or "-")
-            rows.append((result.fault.name, result.fault.algorithm, *place, error, verdict))
-        print_table(("planted fault", "run", "first off", "at", "error", "verdict"), rows)
+        print_table(columns, rows)
         typer.echo(f"{named} of {len(results)} planted faults are named by their phase")
     end(named == len(results))
 

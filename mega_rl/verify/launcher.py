@@ -47,20 +47,12 @@ def run_task(
     arguments: in JSON's types. label: the work in words. watch: called while the ranks run. Raises as `run_ranks`.
     """
     task = folder / "task.json"
-    phase_file = task.with_suffix(".phase")
     task.write_text(json.dumps({name: arguments}), encoding="utf-8")
-    phase_file.unlink(missing_ok=True)
-    title = f"{ranks} rank{'s' * (ranks > 1)}"
-    log.info("%s: %s", title, label)
-    with progress.phase(f"starting {title}") as phase:
-
-        def look() -> None:
-            if phase_file.exists():
-                phase.name = phase_file.read_text(encoding="utf-8") or phase.name
-            watch()
-
+    title = f"{ranks} rank{'s' * (ranks > 1)}: {label}"
+    log.info("%s", title)
+    with progress.phase(title):
         command = ["mega_rl.verify.rank", str(task)]
-        run_ranks(command, ranks=ranks, logs=folder, timeout_s=timeout_s, use_gpus=use_gpus, watch=look)
+        run_ranks(command, ranks=ranks, logs=folder, timeout_s=timeout_s, use_gpus=use_gpus, watch=watch)
 
 
 def run_ranks(

@@ -1,14 +1,7 @@
 """Layouts to verify by names as "tp2+sp", and files of a verification's tasks and answers.
 
-A name is a list of sizes in any order, joined by +, - or nothing: tpN, ppN, vppN, cpN, epN, etpN, dpN, and sp.
-Sizes that a name omits follow from the rest:
-
-- vppN without ppN stands on two pipeline ranks; its sends overlap with compute, without which two would be wrong.
-- etpN without tpN cuts everything else as it cuts the experts: tp = etp.
-- With epN experts are whole (etp = 1) unless etpN is given; without it they are cut as the rest is (etp = tp), which
-  is also the default of training.
-- Sequence parallelism is switched on where experts or latent attention need it under tensor parallelism.
-- The ranks are tp * pp * cp * dp, and as many more, in data parallelism, as make room for ep * etp in a stage.
+docs/verify.md says what a name implies. Sends of virtual stages overlap with compute, without which two stages would be
+wrong.
 """
 
 from __future__ import annotations

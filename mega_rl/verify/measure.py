@@ -1,8 +1,4 @@
-"""Measurement of layouts on each rank of a verification, and comparison with one rank.
-
-The ranks run the engine and the loss of training. Gradients are read where the optimizer reads them, and exported under
-Hugging Face's names as weights are.
-"""
+"""Measurement of layouts by the engine and loss of training on each rank, and comparison with one rank."""
 
 from __future__ import annotations
 
@@ -40,7 +36,6 @@ from mega_rl.parallel import groups as process_groups
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.accelerator.norms import distance, norm
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.tracking import progress
 from mega_rl.types import Experience, response_mask
 from mega_rl.untrusted import read_record
 from mega_rl.verify.layouts import REFERENCE, Layout, LayoutErrors, Plan
@@ -75,11 +70,9 @@ def measure(plan: Plan, accelerator: Accelerator) -> None:
     """Measure every layout of the plan; rank 0 writes the answers. Collective over the world."""
     for layout in plan.layouts:
         if layout == REFERENCE:
-            with progress.phase("reference"):
-                write_reference(plan, accelerator)
+            write_reference(plan, accelerator)
             continue
-        with progress.phase(layout.title):
-            errors = compare(plan, layout, accelerator)
+        errors = compare(plan, layout, accelerator)
         if os.environ.get("RANK", "0") == "0":
             part = plan.answer(layout).with_suffix(".part")
             part.write_text(json.dumps(asdict(errors)), encoding="utf-8")
@@ -91,12 +84,10 @@ def write_reference(plan: Plan, accelerator: Accelerator) -> None:
     tensors: dict[str, Tensor] = {}
     with engine_of(plan, REFERENCE, accelerator, OptimConfig(clip_grad=0.0), distributed=False) as engine:
         batch = random_batch(engine.sharding.hf.vocab_size, seed=plan.seed)
-        with progress.phase("log-probs"):
-            logprobs = engine.forward(batch).logprobs
+        logprobs = engine.forward(batch).logprobs
         assert logprobs is not None
         batch = with_old_logprobs(batch, logprobs, seed=plan.seed)
-        with progress.phase("gradients"):
-            metrics = engine.train_minibatch(batch, policy_loss(), lr=0.0)
+        metrics = engine.train_minibatch(batch, policy_loss(), lr=0.0)
         tensors |= {GRADIENT + name: kept(gradient) for name, gradient in exported_gradients(engine)}
     numel = sum(tensor.numel() for tensor in tensors.values())
     grad_norm = metrics["grad_norm"]
@@ -124,14 +115,12 @@ def compare(plan: Plan, layout: Layout, accelerator: Accelerator) -> LayoutError
             ranks = engine.data_parallel
             first, last = (len(batch.tokens) * (ranks.rank + i) // ranks.size for i in range(2))
             rows: Experience = batch[first:last]  # type: ignore[index]
-            with progress.phase("log-probs"):
-                own = engine.forward(rows).logprobs
+            own = engine.forward(rows).logprobs
             assert own is not None
             logprobs = own.new_zeros(len(batch.tokens), own.size(1))
             logprobs[first:last] = own
             logprobs = ranks.sum(logprobs)
-            with progress.phase("gradients"):
-                metrics = engine.train_minibatch(rows, policy_loss(), lr=0.0)
+            metrics = engine.train_minibatch(rows, policy_loss(), lr=0.0)
             copies = disagreements(engine, floor)
             gradients = {
                 name: distance(kept(gradient), reference.get_tensor(GRADIENT + name), floor=floor)
@@ -202,8 +191,7 @@ def engine_of(
 
 def train(engine: ModelEngine, batch: Experience, plan: Plan) -> list[float]:
     """Run the plan's steps, all on one batch; return their gradient norms."""
-    with progress.phase("optimizer steps"):
-        steps = [engine.train_minibatch(batch, policy_loss(), lr=step_length(plan)) for _ in range(plan.steps)]
+    steps = [engine.train_minibatch(batch, policy_loss(), lr=step_length(plan)) for _ in range(plan.steps)]
     return [metrics["grad_norm"] for metrics in steps]
 
 
@@ -224,10 +212,9 @@ def policy_loss() -> PolicyLoss:
 
 
 def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full main gradient) of every weight, float32; collective.
+    """Yield (Hugging Face name, float32 main gradient) of every weight; collective.
 
-    Megatron-Core's gradients must be whole on every rank: `engine.megatron.optimizer.distributed=False`. Buffers of a
-    model are left out.
+    Megatron-Core's gradients must be whole on every rank: `engine.megatron.optimizer.distributed=False`.
     """
     exported = _fsdp_gradients(engine) if isinstance(engine, FSDPEngine) else _megatron_gradients(engine)
     yield from ((name, tensor) for name, tensor in exported if not name.endswith(CORRECTION))
@@ -266,8 +253,7 @@ CORRECTION = "e_score_correction_bias"  # a router's, which is set and not learn
 def disagreements(engine: ModelEngine, floor: float) -> dict[str, float]:
     """Return gradients that differ between ranks with the same weight, under Megatron-Core's names, worst first.
 
-    The exporter takes one rank's gradient; this shows what the others would step by. Under FSDP no two ranks hold the
-    same. Collective; the same on every rank.
+    The exporter takes one rank's gradient. Under FSDP no two ranks hold the same. Collective.
     """
     if not isinstance(engine, MegatronEngine):
         return {}
@@ -331,10 +317,9 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 def step_error(weight: Tensor, start: Tensor, moved: Tensor, *, length: float, rounding: float) -> float:
-    """Return the distance of a weight from `start + moved`, relative to `moved`.
+    """Return the distance of a weight from `start + moved`, relative to `moved`, less what its rounding may hide.
 
-    Rounding the weight, by `rounding` of its size, may hide a part of the step; the distance leaves this part out. A
-    small `moved` is bounded by `FLOOR` of `length`, the learning rate times the steps.
+    length: learning rate times steps; a small `moved` is bounded by `FLOOR` of it.
     """
     hidden = rounding * norm((start + moved).double())
     gap = norm(weight.double() - start.double() - moved.double())

@@ -87,7 +87,7 @@ def test_a_planted_fault_that_is_not_named_ends_with_1(
     ("arguments", "message"),
     [
         (["engine.megatron.tp=2"], "engine.megatron.tp: verify rl has its own; leave it out"),
-        (["quickstart", "gsm8k_qwen3_8b_8gpu"], "name one recipe"),
+        (["quickstart", "gsm8k_qwen3_8b_8gpu"], "gsm8k_qwen3_8b_8gpu"),
         (["no_such_recipe"], "no_such_recipe"),
         (["quickstart", "--self-check"], "--self-check has runs of its own"),
         (["--tolerance", "speed=1"], "--tolerance=speed=1: must be PHASE=NUMBER"),
