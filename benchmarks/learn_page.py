@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,11 +10,27 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mega_rl.verify.learn.results import TaskResult, band, read_results
+from mega_rl.verify.learn.results import Curve, TaskResult, band
+from mega_rl.verify.learn.tasks import TASKS
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = "| task | variant | steps | result, 95 % band | statement | |\n|---|---|---|---|---|---|\n"
 NUM_COLUMNS = 2  # panels next to each other in a plot
+
+
+def read_results(file: Path) -> list[TaskResult]:
+    """Return the results in a file of `mega-rl bench learn --json`, judged anew."""
+    results = []
+    for task in json.loads(file.read_text(encoding="utf-8")):
+        curves = {
+            variant["name"]: [
+                Curve(run["seed"], tuple((step, value) for step, value in run["points"]), run["seconds"])
+                for run in variant["seeds"]
+            ]
+            for variant in task["variants"]
+        }
+        results.append(TaskResult(TASKS[task["task"]], curves))
+    return results
 
 
 def markdown_table(results: Sequence[TaskResult]) -> str:
@@ -59,7 +76,7 @@ def plot_tasks(results: Sequence[TaskResult], picture: Path) -> None:
 
 def main() -> None:
     """Write the page's table and picture."""
-    results, page = read_results([DOCS / "learning.json"]), DOCS / "learning.md"
+    results, page = read_results(DOCS / "learning.json"), DOCS / "learning.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(HEAD)
     _, _, after = rest.partition("\n\n")
     page.write_text(f"{before}{markdown_table(results)}\n\n{after}", encoding="utf-8")

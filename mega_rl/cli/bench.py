@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +18,7 @@ from mega_rl.cli.verify import begin, end
 from mega_rl.errors import UserError
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal, stop_on_signals
-from mega_rl.verify.learn.results import MOST_SEEDS, TaskResult, read_results, record
+from mega_rl.verify.learn.results import MOST_SEEDS, TaskResult, record
 from mega_rl.verify.learn.tasks import TASKS
 
 log = logging.getLogger(__name__)
@@ -65,22 +64,10 @@ def learn(
     except StoppedBySignal as stop:
         log.warning("stopped by %s: the run in progress does not count, no results are written", stop.signal.name)
         raise typer.Exit(stop.exit_code) from None
-    _write(results, json_file)
-
-
-@app.command()
-def judge(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Of mega-rl bench learn --json.")],
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results.")] = None,
-) -> None:
-    """Judge results of `mega-rl bench learn` again, together where several commands trained parts of them.
-
-    Tasks, variants or seeds may be spread over the files, as when every core trains a task.
-    """
-    results = read_results(files)
-    for result in results:
-        _print_task(result)
-    _write(results, json_file)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps([record(result) for result in results], indent=1) + "\n", encoding="utf-8")
+    end(all(result.holds for result in results))
 
 
 def _print_task(result: TaskResult) -> None:
@@ -93,11 +80,3 @@ def _print_task(result: TaskResult) -> None:
     print_table(("variant", "seeds", "steps", task.unit, "95 %"), rows, title=f"{task.name}: {task.summary}")
     for statement, text, holds in result.verdicts:
         typer.echo(f"{'holds' if holds else 'FAILS'}: {statement.variant}: {text}")
-
-
-def _write(results: Sequence[TaskResult], json_file: Path | None) -> None:
-    """Write the results; exit code 1 when a statement does not hold."""
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps([record(result) for result in results], indent=1) + "\n", encoding="utf-8")
-    end(all(result.holds for result in results))

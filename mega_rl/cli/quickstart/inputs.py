@@ -71,10 +71,7 @@ def vocabulary_of(texts: Iterable[str], pattern: str) -> list[str]:
 
 
 def write_fresh_model(folder: Path, tokens: Sequence[str], pattern: str, *, max_positions: int, seed: int) -> None:
-    """Write a random Qwen3 of width 128, and a tokenizer that cuts a text by the pattern.
-
-    The two layers are divisible by tp=2 and by pp=2.
-    """
+    """Write a random Qwen3 of width 128 and two layers, and a tokenizer that cuts a text by the pattern."""
     from transformers import GenerationConfig
 
     from mega_rl.verify.tiny_models import fresh_qwen3, write_tokenizer
@@ -87,15 +84,6 @@ def write_fresh_model(folder: Path, tokens: Sequence[str], pattern: str, *, max_
     embedding[pad] = embedding.mean(dim=0)  # transformers leaves zeros, whose gradient is huge
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
     model.save_pretrained(folder)
-    write_tokenizer(
-        folder,
-        tokens,
-        pattern=pattern,
-        unknown=UNK,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="right",
-        model_max_length=max_positions,
-        clean_up_tokenization_spaces=False,
-    )
+    special = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNK, "padding_side": "right"}
+    settings = {**special, "model_max_length": max_positions, "clean_up_tokenization_spaces": False}
+    write_tokenizer(folder, tokens, pattern=pattern, unknown=UNK, **settings)

@@ -1,26 +1,22 @@
-"""Results over seeds: means with 95 % bands, verdicts on statements, files."""
+"""Results over seeds: means with 95 % bands, and verdicts on statements."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
-from mega_rl.errors import UserError, no_such
-from mega_rl.untrusted import parse_object
-from mega_rl.verify.learn.tasks import TASKS, LearningTask, Statement
+from mega_rl.verify.learn.tasks import LearningTask, Statement
 
 MOST_SEEDS = 10
 # Quantile 0.975 of Student's t by degrees of freedom, 1 to MOST_SEEDS - 1.
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """Result of one run."""
 
     seed: int
@@ -100,49 +96,3 @@ def record(result: TaskResult) -> dict[str, object]:
             for name, curves in result.curves.items()
         ],
     }
-
-
-def read_results(files: Sequence[Path]) -> list[TaskResult]:
-    """Return the results of the tasks in files of `bench learn --json`, judged anew.
-
-    Files may share a task's seeds and variants. Raises UserError for a file without such results, and for runs that
-    cannot be compared.
-    """
-    tasks: dict[str, dict[str, list[Curve]]] = {}
-    for file in files:
-        try:
-            for task, variant, curve in _read(file):
-                tasks.setdefault(task, {}).setdefault(variant, []).append(curve)
-        except OSError:
-            raise UserError(f"{file}: {no_such('file', file)}; give files of mega-rl bench learn --json") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file}: is no file of mega-rl bench learn --json ({error})") from None
-    if unknown := [name for name in tasks if name not in TASKS]:
-        raise UserError(f"{unknown[0]}: is no task of this version; legal: {' '.join(TASKS)}")
-    return [_result(task, tasks[name]) for name, task in TASKS.items() if name in tasks]
-
-
-def _read(file: Path) -> Iterator[tuple[str, str, Curve]]:
-    """Yield (task, variant, curve) of every run in a file."""
-    for task in parse_object(f'{{"tasks": {file.read_text(encoding="utf-8")}}}')["tasks"]:
-        for variant in task["variants"]:
-            for run in variant["seeds"]:
-                points = tuple((int(x), float(y)) for x, y in run["points"])
-                yield task["task"], variant["name"], Curve(int(run["seed"]), points, float(run["seconds"]))
-
-
-def _result(task: LearningTask, runs: Mapping[str, list[Curve]]) -> TaskResult:
-    """Return the result of a task's runs. Raises UserError if they cannot be compared."""
-    names = [variant.name for variant in task.variants]
-    needed = {name for statement in task.statements for name in (statement.variant, statement.beats) if name}
-    curves = {name: sorted(runs[name], key=lambda run: run.seed) for name in names if name in runs}
-    seeds = {tuple(run.seed for run in own) for own in curves.values()}
-    steps = [{tuple(step for step, _ in run.points) for run in own} for own in curves.values()]
-    comparable = len(seeds) == 1 and all(len(of_variant) == 1 for of_variant in steps) and () not in set().union(*steps)
-    once = all(len(set(own)) == len(own) <= MOST_SEEDS for own in seeds)
-    if not (comparable and once) or not needed <= curves.keys() or set(runs) - set(names):
-        raise UserError(
-            f"{task.name}: its runs cannot be judged: give the same seeds, each once, {MOST_SEEDS} at most, of "
-            f"{', '.join(sorted(needed))} and of no variant besides {'; '.join(names)}, with points at the same steps"
-        )
-    return TaskResult(task, curves)

@@ -6,8 +6,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -118,27 +117,20 @@ def run_variant(task: LearningTask, variant: Variant, *, seed: int) -> Curve:
 def run_task(task: LearningTask, variants: Sequence[Variant], *, seeds: Sequence[int]) -> dict[str, list[Curve]]:
     """Train variants of a task with each seed; return the curves by variant."""
     curves: dict[str, list[Curve]] = {}
+    logger, console = logging.getLogger("mega_rl"), standard_error()
+    before = logger.level
     for variant, seed in product(variants, seeds):
-        with _quiet_trainer():
+        try:
+            logger.setLevel(logging.ERROR)  # a task has dozens of runs
+            console.quiet = True  # for the table of each run's start
             curve = run_variant(task, variant, seed=seed)
+        finally:
+            console.quiet = False
+            logger.setLevel(before)
         curves.setdefault(variant.name, []).append(curve)
         final = curve.final(task.final_points)
         log.info("%s, %s, seed %d: %.4g in %.0f s", task.name, variant.name, seed, final, curve.seconds)
     return curves
-
-
-@contextmanager
-def _quiet_trainer() -> Iterator[None]:
-    """Leave out the trainer's lines: a task has dozens of runs."""
-    logger, console = logging.getLogger("mega_rl"), standard_error()
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    console.quiet = True  # for the table of each run's start
-    try:
-        yield
-    finally:
-        console.quiet = False
-        logger.setLevel(before)
 
 
 def write_model(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:

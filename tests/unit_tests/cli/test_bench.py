@@ -1,4 +1,4 @@
-"""`mega-rl bench learn` and `mega-rl bench judge`: tables, files, exit codes, signals."""
+"""`mega-rl bench learn`: tables, files, exit codes, signals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from mega_rl.cli.app import main
 from mega_rl.verify.learn import run
-from mega_rl.verify.learn.results import Curve, read_results
+from mega_rl.verify.learn.results import Curve
 from mega_rl.verify.learn.tasks import TASKS, LearningTask, Variant
 from tests.unit_tests.verify.tiny_task import TINY
 
@@ -109,48 +109,6 @@ def test_signal_stops_the_command_without_results(
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
 
 
-@pytest.mark.usefixtures("tiny")
-def test_files_of_results_are_judged_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, first, last, joined = (tmp_path / f"{name}.json" for name in ("whole", "first", "last", "joined"))
-    for file, seeds in ((whole, "0 3"), (first, "0 2"), (last, "2 1")):
-        start, count = seeds.split()
-        options = ["--first-seed", start, "--seeds", count, "--json", str(file)]
-        assert main(["bench", "learn", "tiny", *options]) == 0
-    capsys.readouterr()
-    assert main(["bench", "judge", str(last), str(first), "--json", str(joined)]) == 0
-    assert "holds: right: beats wrong, bands apart" in capsys.readouterr().out
-    assert joined.read_bytes() == whole.read_bytes()
-
-
-@pytest.mark.usefixtures("tiny")
-def test_results_that_cannot_be_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, other = tmp_path / "a.json", tmp_path / "b.json"
-    main(["bench", "learn", "tiny", "--seeds", "2", "--json", str(file)])
-    (record,) = json.loads(file.read_text())
-    right, wrong = record["variants"]
-    capsys.readouterr()
-
-    def refused(*records: object) -> str:
-        other.write_text(json.dumps(records))
-        assert main(["bench", "judge", str(other)]) == 2
-        return capsys.readouterr().err.removeprefix("error: ")
-
-    assert main(["bench", "judge", str(tmp_path / "none.json")]) == 2
-    assert "none.json: no such file" in capsys.readouterr().err
-    assert "is no file of mega-rl bench learn --json (" in refused(1)
-    assert "is no file of mega-rl bench learn --json ('seeds')" in refused({**record, "variants": [{"name": "right"}]})
-    assert refused({**record, "task": "small"}).startswith("small: is no task of this version; legal: bandit ")
-    short = {**wrong["seeds"][0], "points": wrong["seeds"][0]["points"][:1]}
-    for variants in (
-        [right],
-        [right, wrong, {**right, "name": "left"}],
-        [right, {**wrong, "seeds": wrong["seeds"][1:]}],
-        [right, {**wrong, "seeds": [short, wrong["seeds"][1]]}],
-        [right, wrong, right],
-    ):
-        assert refused({**record, "variants": variants}).startswith("tiny: its runs cannot be judged: give the same ")
-
-
 def test_mistakes_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "learn", "sortin"]) == 2
     assert capsys.readouterr().err.startswith("error: sortin: is no task; legal: bandit ")
@@ -160,7 +118,7 @@ def test_page_has_the_recorded_table(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.syspath_prepend(str(DOCS.parent / "benchmarks"))
     import learn_page  # type: ignore[import-not-found]
 
-    results = read_results([DOCS / "learning.json"])
+    results = learn_page.read_results(DOCS / "learning.json")
     assert [result.task.name for result in results] == list(TASKS)
     for result in results:
         assert result.holds
