@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 
+from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.plan.memory import (
     CONTEXT,
@@ -28,7 +29,6 @@ from mega_rl.plan.setup import PlannedModel, RunSetup
 from mega_rl.plan.traffic import (
     Traffic,
     num_servers,
-    optimizer_steps,
     pass_traffic,
     passes_of,
     sync_traffic,
@@ -155,7 +155,7 @@ class _Clock:
             return {}
         stages = [self._stage(model, forward, training, rank) for rank in range(self.setup.layout.pp)]
         slowest = max(stages, key=lambda parts: sum(parts.values()))
-        steps = optimizer_steps(self.setup) if training else 1
+        steps = updates_of_a_batch(self.setup.config) if training else 1
         count = (forward + training) / steps
         idle = (self.setup.layout.pp - 1) / self.setup.layout.vpp / count
         bubble = sum(slowest.values()) * idle
@@ -178,7 +178,7 @@ class _Clock:
 
     def updates(self, model: PlannedModel, memory: Sequence[RankMemory]) -> dict[str, float]:
         """Return the seconds of all optimizer steps: reductions, gathers, and the optimizer's reads and writes."""
-        steps, ddp = optimizer_steps(self.setup), self.setup.config.engine.megatron.ddp
+        steps, ddp = updates_of_a_batch(self.setup.config), self.setup.config.engine.megatron.ddp
         slowest: dict[str, float] = {}
         for stage in memory:
             state = stage.states[model.role]
@@ -236,19 +236,8 @@ def _generation(setup: RunSetup, hardware: Hardware, server_ranks: int) -> dict[
     least = max(hf.num_layers * floor, per_token / speed)
     slack = max(0.0, least - sum(reading.values()))
     tokens = waves * rollout.max_new_tokens
-    parts = {
-        name: tokens * seconds for name, seconds in (reading | _between_hosts(setup, hardware, ranks, together)).items()
-    }
+    parts = {name: tokens * seconds for name, seconds in reading.items()}
     return parts | {"launches and messages": tokens * slack, "prompts": prompts / speed}
-
-
-def _between_hosts(setup: RunSetup, hardware: Hardware, ranks: int, together: int) -> dict[str, float]:
-    """Return the seconds of a token's sums, two for each layer, over a server on several hosts."""
-    hf, per_host = setup.actor.hf, setup.machine.gpus_per_node
-    if ranks <= per_host:
-        return {}
-    sums = 2 * hf.num_layers * 2 * together * hf.hidden_size * setup.rollout_itemsize  # a ring sends each twice
-    return {"messages between hosts": sums / (hardware.link_share * min(hardware.nvlink, hardware.network * per_host))}
 
 
 def _room(setup: RunSetup, hardware: Hardware, ranks: int) -> int:

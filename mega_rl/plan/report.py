@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from mega_rl.config.needs import updates_of_a_batch
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.cost import HARDWARE, Hardware, StepTime, step_time
 from mega_rl.plan.memory import (
@@ -27,7 +28,7 @@ from mega_rl.plan.preflight.checkpoints import untrained
 from mega_rl.plan.preflight.host import is_missing, smallest_gpu
 from mega_rl.plan.search import Candidate, Proposal, advice, cheapest, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup
-from mega_rl.plan.traffic import Traffic, optimizer_steps, step_traffic, sync_traffic
+from mega_rl.plan.traffic import Traffic, step_traffic, sync_traffic
 
 _LAYERS = {"hf": "transformers' layers", "te": "Transformer Engine's layers", "local": "Megatron-Core's own layers"}
 
@@ -131,10 +132,10 @@ def as_text(plan: MemoryPlan) -> Iterator[str]:
     if plan.candidates is not None:
         yield "Layouts that fit, least work first" if plan.candidates else "No layout fits"
         rows = [
-            [str(each.layout), each.recompute, gb(each.verdict.phase.needed), f"{each.work:.2f}", gb(each.sent)]
+            [str(each.layout), each.recompute, gb(each.verdict.phase.needed), f"{each.work:.2f}"]
             for each in plan.candidates
         ]
-        yield from table(["layout", "recompute", "GB needed", "work", "GB sent"], rows)
+        yield from table(["layout", "recompute", "GB needed", "work"], rows)
         yield ""
     yield f"Sent by rank {fullest.rank} in a step, GB, when every response is as long as it may be"
     rows = [[each.use, each.collective, f"{each.ranks}", gb(each.nbytes)] for each in plan.traffic]
@@ -202,9 +203,9 @@ def _headline(setup: RunSetup) -> str:
 
 
 def _batch_lines(setup: RunSetup) -> Iterator[str]:
-    rollout, micros = setup.config.rollout, num_microbatches(setup)
+    rollout, steps = setup.config.rollout, updates_of_a_batch(setup.config)
     yield "Batches"
-    yield f"  {optimizer_steps(setup)} optimizer steps of {micros} micro-batches of {tokens_of_a_pass(setup):,} tokens"
+    yield f"  {steps} optimizer steps of {num_microbatches(setup)} micro-batches of {tokens_of_a_pass(setup):,} tokens"
     if rollout.backend == "hf":
         yield f"  generation: {embedded(setup)[0]} sequences together on a rank"
     elif rollout.backend == "sglang":

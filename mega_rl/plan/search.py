@@ -19,7 +19,6 @@ from mega_rl.plan.memory import FitVerdict, in_gb, judge
 from mega_rl.plan.parameters import weight_bytes
 from mega_rl.plan.passes import num_microbatches, recompute_of
 from mega_rl.plan.setup import RunSetup
-from mega_rl.plan.traffic import step_traffic
 
 _MEGATRON = "engine.megatron"
 MOST_CHANGES = 4  # together
@@ -177,8 +176,6 @@ def _of_training(setup: RunSetup) -> Iterator[SettingChange]:
     if engine.backend == "fsdp":
         if not engine.fsdp.cpu_offload:
             yield SettingChange("offload", {"engine.fsdp.cpu_offload": True}, 12.0)
-        if engine.fsdp.shard_ranks:
-            yield SettingChange("sharding", {"engine.fsdp.shard_ranks": 0}, 1.0)
         return
     optimizer = engine.megatron.optimizer
     if not optimizer.distributed:
@@ -212,19 +209,13 @@ class Candidate:
     recompute: str
     verdict: FitVerdict
     work: float  # relative to a step without recomputation and pipeline bubbles
-    sent: int  # bytes that the busiest end of the pipeline sends in a step
 
 
 def search(setup: RunSetup, *, most: int = 10) -> list[Candidate]:
-    """Return at most `most` of the best layouts that fit: least work first, then least traffic."""
-    if setup.config.engine.backend != "megatron":
-        raise ValueError("engine.backend=fsdp has no layouts to search: every rank holds a share of everything")
-    candidates: list[Candidate] = []
-    for sizes, recompute in product(_sizes(setup), ("none", "selective", "full")):
-        candidate = _candidate(setup, sizes, recompute)
-        if candidate is not None and candidate.verdict.fits is not False:
-            candidates.append(candidate)
-    return sorted(candidates, key=lambda each: (round(each.work, 2), each.sent))[:most]
+    """Return at most `most` of the best layouts that fit: least work first, then least memory."""
+    tried = [_candidate(setup, *each) for each in product(_sizes(setup), ("none", "selective", "full"))]
+    fitting = [each for each in tried if each is not None and each.verdict.fits is not False]
+    return sorted(fitting, key=lambda each: (round(each.work, 2), each.verdict.phase.needed))[:most]
 
 
 def _sizes(setup: RunSetup) -> Iterator[dict[str, int]]:
@@ -254,12 +245,7 @@ def _candidate(setup: RunSetup, sizes: dict[str, int], recompute: str) -> Candid
     new = changed(setup, settings)
     if not is_legal(new):
         return None
-    verdict = judge(new)
-    pp = new.layout.pp
-    bubble = (pp - 1) / (num_microbatches(new) * new.layout.vpp)
-    again = AGAIN[recompute_of(new).mode]
-    sent = 0
-    if verdict.fits is not False:
-        sent = max(sum(each.nbytes for each in step_traffic(new, rank)) for rank in {0, pp - 1})
+    bubble = (new.layout.pp - 1) / (num_microbatches(new) * new.layout.vpp)
+    work = (1 + AGAIN[recompute_of(new).mode]) * (1 + bubble)
     kept = {key: value for key, value in settings.items() if value != value_of(setup.config, key)}
-    return Candidate(kept, new.layout, recompute, verdict, (1 + again) * (1 + bubble), sent)
+    return Candidate(kept, new.layout, recompute, judge(new), work)

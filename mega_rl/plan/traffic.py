@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mega_rl.config.needs import has_pass_for_old_logprobs
+from mega_rl.config.needs import has_pass_for_old_logprobs, updates_of_a_batch
 from mega_rl.converters.plan.sharding import padded_vocab_size
 from mega_rl.plan.parameters import FP32, transformers_parameters, weight_bytes
 from mega_rl.plan.passes import num_microbatches, recompute_of, tokens_of_longest
@@ -54,19 +54,13 @@ def step_traffic(setup: RunSetup, pp_rank: int, *, rank: int | None = None) -> l
     return _merged(traffic)
 
 
-def optimizer_steps(setup: RunSetup) -> int:
-    """Return the optimizer steps of a trainer step."""
-    trainer = setup.config.trainer
-    return trainer.prompts_per_step // trainer.minibatch_size * setup.config.algorithm.epochs
-
-
 def passes_of(setup: RunSetup, model: PlannedModel) -> tuple[int, int]:
     """Return the passes of a model over micro-batches in a step: (without gradients, training)."""
     trainer, micros = setup.config.trainer, num_microbatches(setup)
     forward = micros * (trainer.prompts_per_step // trainer.minibatch_size)
     if model.role == "actor" and not has_pass_for_old_logprobs(setup.config):
         forward = 0
-    return forward, micros * optimizer_steps(setup) if model.trainable else 0
+    return forward, micros * updates_of_a_batch(setup.config) if model.trainable else 0
 
 
 def pass_traffic(setup: RunSetup, model: PlannedModel, forward: int, training: int, pp_rank: int) -> list[Traffic]:
@@ -105,7 +99,7 @@ def update_traffic(setup: RunSetup, model: PlannedModel, pp_rank: int) -> list[T
     """Return reductions of gradients and gathers of weights in all optimizer steps of a step."""
     if not model.trainable:
         return []
-    steps, layout, par = optimizer_steps(setup), setup.layout, setup.config.engine.megatron
+    steps, layout, par = updates_of_a_batch(setup.config), setup.layout, setup.config.engine.megatron
     if setup.spec == "hf":
         fsdp, ranks = setup.config.engine.fsdp, shard_ranks(setup.config, setup.machine.world_size)
         reductions = passes_of(setup, model)[1] if fsdp.reduce_every_microbatch else steps

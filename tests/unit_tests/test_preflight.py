@@ -134,11 +134,11 @@ DAMAGE: dict[str, tuple[Callable[[], object], tuple[str, ...], str]] = {
     "no folder": (dict, ("model.path=nowhere",), ""),
     "layers": (
         dict, ("engine.megatron.pp=2", "engine.megatron.pipeline=Ett|ttL"),
-        "engine.megatron.pipeline: model.path: pipeline=[2, 2] holds 4 layers, the model has 28",
+        "engine.megatron.pipeline: pipeline=[2, 2] holds 4 layers, the model has 28",
     ),
     "notation": (
         dict, ("engine.megatron.pp=2", "engine.megatron.pipeline=tt|ttL"),
-        "engine.megatron.pipeline: model.path: pipeline layout 'tt|ttL': must ",
+        "engine.megatron.pipeline: pipeline layout 'tt|ttL': must ",
     ),
 }  # fmt: skip
 

@@ -12,7 +12,6 @@ from typing import Any
 from packaging.version import Version
 
 from mega_rl.config.choices import LOSS
-from mega_rl.config.rules.reference import has_own_layout
 from mega_rl.config.schema import ChatConfig, Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug
@@ -22,7 +21,6 @@ from mega_rl.converters.safetensors.header import read_entries
 from mega_rl.data.hub.resolve import checkpoint_paths
 from mega_rl.data.tokenizer_identity import TOKENIZER_FILES, TokenizerIdentity, read_json_object, read_tokenizer
 from mega_rl.errors import UserError
-from mega_rl.parallel.layout import ParallelLayout, parse_pipeline
 
 ACTOR, REFERENCE, CRITIC, REWARD = "model.path", "model.ref_path", "model.critic_path", "reward.source.path"
 # Properties of a checkpoint that its forward does not depend on.
@@ -118,24 +116,6 @@ def tensor_shape(directory: Path, name: str) -> list[int] | None:
         return list(read_entries(file)[name].shape)
     except (UserError, OSError, KeyError, TypeError):
         return None
-
-
-def check_pipeline(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """Yield the problems of uneven stages: their notation, their number, or the sum of their layers."""
-    par, own = config.engine.megatron, has_own_layout(config)
-    reference = REFERENCE if config.model.ref_path else ACTOR
-    cut = [("engine.megatron", par, key) for key in checkpoints if not (own and key == REFERENCE)]
-    if own and reference in checkpoints:
-        cut.append(("engine.megatron.reference", par.of_reference, reference))
-    for section, sizes, key in cut:
-        if sizes.pp == 1 or not sizes.pipeline:
-            continue  # a rule of the config refuses the setting with one stage
-        try:
-            pipeline = parse_pipeline(sizes.pipeline)
-            layout = ParallelLayout(world_size=sizes.pp, pp=sizes.pp, vpp=sizes.vpp, pipeline=pipeline)
-            layout.layers_of(0, checkpoints[key].num_layers)
-        except ValueError as error:
-            yield f"{section}.pipeline: {key}: {error}"
 
 
 def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:

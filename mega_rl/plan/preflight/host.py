@@ -71,16 +71,25 @@ def smallest_gpu() -> int | None:
 
 
 def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> Iterator[str]:
-    """Yield the change of (legal) settings that lets a run fit the GPUs of this machine, if it has any."""
-    memory = None if config.trainer.device == "cpu" else smallest_gpu()
-    if memory is None or "model.path" not in checkpoints:
+    """Yield stages that do not hold the layers of a run whose settings are legal, or the change that lets it fit here.
+
+    Without GPUs every run fits.
+    """
+    if "model.path" not in checkpoints:
         return
+    memory = None if config.trainer.device == "cpu" else smallest_gpu()
     text = os.environ.get("LOCAL_WORLD_SIZE", "")  # without a launcher hosts have eight GPUs
     ranks = int(text) if text.isascii() and text.isdigit() and int(text) > 0 else min(world_size, 8)
     machine = Machine(world_size, ranks, memory, not is_missing("transformer_engine"))
     setup = RunSetup(config, checkpoints, machine)
-    verdict = judge(setup)
-    if verdict.fits is False:
+    try:
+        for model in setup.models.values():
+            setup.for_model(model).layout.layers_of(0, model.hf.num_layers)
+    except ValueError as error:
+        yield f"engine.megatron.pipeline: {error}"
+        return
+    verdict = judge(setup) if memory is not None else None
+    if verdict is not None and verdict.fits is False:
         yield (
             f"{config.model.path} on {world_size} GPU{'s' * (world_size > 1)}: {verdict.sentence}; "
             f"{advice(setup, cheapest(setup))} (mega-rl plan shows all of it)"

@@ -23,7 +23,6 @@ from mega_rl.data.hub.names import dataset_name
 from mega_rl.data.hub.resolve import HubNames, fetch, hub_names
 from mega_rl.errors import UserError, UserErrors, no_such
 from mega_rl.plan.preflight.checkpoints import (
-    check_pipeline,
     check_reference,
     check_tokenizers,
     check_weight_files,
@@ -108,8 +107,7 @@ def check_run(
 def _of_models(config: Config, checkpoints: Checkpoints, world_size: int) -> list[str]:
     """Return every problem that shows without weights and data."""
     models = {key: facts_of(checkpoint) for key, checkpoint in checkpoints.items()}
-    problems = [*check(config, world_size=world_size, models=models)]
-    problems += [*check_pipeline(config, checkpoints), *check_reference(config, checkpoints)]
+    problems = [*check(config, world_size=world_size, models=models), *check_reference(config, checkpoints)]
     if not problems:  # memory can be planned only for legal settings
         problems += check_memory(config, checkpoints, world_size)
     problems += [*check_tokenizers(config, checkpoints), *check_packages(config), *check_servers(config, checkpoints)]
@@ -155,6 +153,8 @@ def _local(files: Sequence[str], data: DataConfig) -> list[str]:
 
 
 def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[str]:
+    from pyarrow import ArrowException
+
     for path in map(Path, files):
         if path.suffix not in DATA_SUFFIXES:
             legal = ", ".join(DATA_SUFFIXES)
@@ -163,34 +163,27 @@ def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[st
             yield f"{key}: {path}: " + ("is empty" if path.is_file() else no_such("file", path))
         else:
             try:
-                columns = _parquet_columns(path) if path.suffix == ".parquet" else _first_row_columns(path)
-            except UserError as error:
-                yield f"{key}: {error}"
+                columns = _columns(path)
+            except (ArrowException, OSError):
+                yield f"{key}: {path}: not a readable Parquet file; write it again"
                 continue
-            if columns is not None and data.prompt_key not in columns:
+            if columns and data.prompt_key not in columns:
                 there = ", ".join(sorted(columns))
                 yield f"{key}: {path}: has no column {data.prompt_key!r} (data.prompt_key); it has {there}"
 
 
-def _parquet_columns(path: Path) -> set[str]:
-    from pyarrow import ArrowException
+def _columns(path: Path) -> set[str]:
+    """Return the columns of a file; none for a malformed line: the reader of the data reports it."""
     from pyarrow.parquet import read_schema
 
-    try:
+    if path.suffix == ".parquet":
         return set(read_schema(path).names)
-    except (ArrowException, OSError):
-        raise UserError(f"{path}: not a readable Parquet file; write it again") from None
-
-
-def _first_row_columns(path: Path) -> set[str] | None:
-    """Return the keys of the first row; None if it is malformed: the reader of the data reports it."""
-    with path.open("rb") as file:
-        line = file.readline()
     try:
-        row = json.loads(line)
+        with path.open("rb") as file:
+            row = json.loads(file.readline())
     except ValueError:
-        return None
-    return set(row) if isinstance(row, dict) else None
+        return set()
+    return set(row) if isinstance(row, dict) else set()
 
 
 def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:

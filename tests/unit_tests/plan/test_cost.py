@@ -118,18 +118,6 @@ def test_generation_ahead_hides_the_shorter_half() -> None:
     assert phase(step_time(scale.setup, HARDWARE["h200"]), "generating") == {}
 
 
-def test_server_on_two_hosts_sums_between_them() -> None:
-    """Twice for each layer and token, by a ring over all adapters of a host; a server on one host does not."""
-    setup, hardware = scale_pages.RUNS["deepseek-v3"].setup, HARDWARE["h200"]
-    one, two = (phase(step_time(setup, hardware, server_ranks=ranks), "generating") for ranks in (8, 16))
-    assert "messages between hosts" not in one
-    faster = phase(step_time(setup, replace(hardware, network=2 * hardware.network), server_ranks=16), "generating")
-    assert two["messages between hosts"] / faster["messages between hosts"] == pytest.approx(450 / 400)  # then NVLink's
-    hf, rows = setup.actor.hf, 2 * 140  # of 256 for each server the cache holds 140: two rounds
-    nbytes = 4096 * 2 * hf.num_layers * 2 * rows * hf.hidden_size * 2
-    assert two["messages between hosts"] == pytest.approx(nbytes / (8 * hardware.network * hardware.link_share))
-
-
 def test_weights_are_sent_once_for_all_servers() -> None:
     setup = scale_pages.RUNS["deepseek-v3"].setup
     hardware = HARDWARE["h200"]

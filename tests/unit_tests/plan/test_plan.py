@@ -311,8 +311,6 @@ def test_search_proposes_layouts_that_fit() -> None:
     assert 0 < len(candidates) <= 3
     assert all(each.verdict.fits for each in candidates)
     assert [round(each.work, 2) for each in candidates] == sorted(round(each.work, 2) for each in candidates)
-    with pytest.raises(ValueError, match="no layouts"):
-        search(run("8b fsdp"))
 
 
 def test_four_thousand_ranks_in_less_than_a_second() -> None:
