@@ -167,6 +167,7 @@ def test_a_config_without_weights_needs_twin(tmp_path: Path, capsys: pytest.Capt
 
 def test_not_under_a_launcher(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for verb in ("layouts", "engines"):
         code, _, err = run(capsys, "--model", model, verb=verb)
         assert code == 2

@@ -37,10 +37,8 @@ def test_ideal_training_reaches_the_matmul_share() -> None:
         time = step_time(setup, IDEAL)
         idle = sum(phase(time, f"training the {role}").get(BUBBLE, 0.0) for role in ("actor", "critic"))
         training = sum(sum(phase(time, f"training the {role}").values()) for role in ("actor", "critic"))
-        assert time.useful / (training - idle) / time.peak <= H100.matmul_share * (1 + 1e-9)
-        assert time.useful / (training - idle) / time.peak == pytest.approx(
-            H100.matmul_share, rel=0.15
-        )  # the head's stage
+        share = time.useful / (training - idle) / time.peak  # the head's stage has more to do
+        assert H100.matmul_share * 0.85 <= share <= H100.matmul_share * (1 + 1e-9)
     one_stage = step_time(changed(run("8b"), {"model.recompute": "none"}), IDEAL)
     assert one_stage.mfu == pytest.approx(H100.matmul_share, rel=1e-9)
 
@@ -165,20 +163,12 @@ def test_fp8_weights_are_planned_in_bf16() -> None:
     assert [lines[0], *lines[2:]] == list(as_text(MemoryPlan(converted)))
 
 
-class TestPage:
-    def test_page_equals_the_plans(self) -> None:
-        """`make docs` has been run."""
-        page = scale_pages.PAGE.read_text(encoding="utf-8")
-        assert scale_pages.rendered(page) == page
-
-    def test_page_has_every_run_and_coefficient(self) -> None:
-        page = scale_pages.PAGE.read_text(encoding="utf-8")
-        assert {match[2] for match in scale_pages.BLOCK.finditer(page)} == {*scale_pages.RUNS, "coefficients"}
-        assert all(f"`{rate}`" in page for rate in RATES)
-
-    def test_settings_are_arguments_of_a_shell(self) -> None:
-        """What a shell makes of a command's words is what the plan was made of."""
-        for scale in scale_pages.RUNS.values():
-            words = shlex.split(scale.command.replace("\\\n", ""))
-            given = dict(word.split("=", 1) for word in words[3:] if "=" in word and "urls" not in word)
-            assert given == {key: str(value) for key, value in scale.settings.items()}
+def test_page_equals_the_plans() -> None:
+    """`make docs` has been run; a shell makes the settings of each command."""
+    page = scale_pages.PAGE.read_text(encoding="utf-8")
+    assert scale_pages.rendered(page) == page
+    assert {match[2] for match in scale_pages.BLOCK.finditer(page)} == {*scale_pages.RUNS, "coefficients"}
+    for scale in scale_pages.RUNS.values():
+        words = shlex.split(scale.command.replace("\\\n", ""))
+        given = dict(word.split("=", 1) for word in words[3:] if "=" in word and "urls" not in word)
+        assert given == {key: str(value) for key, value in scale.settings.items()}

@@ -23,32 +23,21 @@ from mega_rl.plan.report import MemoryPlan, as_json, as_text
 from mega_rl.plan.search import advice, changed, cheapest, is_legal, search
 from mega_rl.plan.setup import Machine, RunSetup, parse_bytes, read_setup, smallest_world
 from mega_rl.plan.traffic import num_servers, step_traffic
-from tests.unit_tests.plan.models import DEEPSEEK_V3, QWEN3_0_6B, QWEN3_8B, QWEN3_32B
+from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
+from tests.unit_tests.plan.models import QWEN3_0_6B, QWEN3_8B, QWEN3_32B
 
 GB = 10**9
 MEGATRON = "engine.megatron"
 # Settings of three recipes that were written before anything was computed, with the embedded engine.
 OF_32B = {
-    f"{MEGATRON}.tp": 8,
-    f"{MEGATRON}.sequence_parallel": True,
-    f"{MEGATRON}.pp": 4,
-    f"{MEGATRON}.vpp": 2,
-    f"{MEGATRON}.overlap_p2p": True,
-    "model.recompute": "full",
-    "algorithm.advantage": "grpo",
-    "rollout.n": 16,
-    "rollout.max_new_tokens": 4096,
-    "trainer.prompts_per_step": 256,
+    **{f"{MEGATRON}.tp": 8, f"{MEGATRON}.sequence_parallel": True, f"{MEGATRON}.pp": 4, f"{MEGATRON}.vpp": 2},
+    **{f"{MEGATRON}.overlap_p2p": True, "model.recompute": "full", "algorithm.advantage": "grpo"},
+    **{"rollout.n": 16, "rollout.max_new_tokens": 4096, "trainer.prompts_per_step": 256},
 }
 OF_8B = {
-    f"{MEGATRON}.tp": 4,
-    f"{MEGATRON}.sequence_parallel": True,
-    "model.recompute": "selective",
-    "algorithm.advantage": "gae",
-    "algorithm.kl": "reward",
-    "rollout.n": 4,
-    "rollout.max_new_tokens": 2048,
-    "trainer.prompts_per_step": 256,
+    **{f"{MEGATRON}.tp": 4, f"{MEGATRON}.sequence_parallel": True, "model.recompute": "selective"},
+    **{"algorithm.advantage": "gae", "algorithm.kl": "reward"},
+    **{"rollout.n": 4, "rollout.max_new_tokens": 2048, "trainer.prompts_per_step": 256},
 }
 COMMON = {"data.max_prompt_tokens": 512, "trainer.microbatch.max_tokens": 16384, "trainer.minibatch_size": 64}
 RUNS: dict[str, tuple[Any, int, dict[str, Any]]] = {
@@ -80,15 +69,10 @@ def test_embedded_engine_fits_only_small_models(name: str, fits: bool, needed: f
     """It has a whole copy of the model and the cache of all rows on every GPU, next to the trainer's whole state."""
     verdict = judge(run(name))
     assert verdict.fits is fits
+    assert "--gpu-memory" in judge(run(name, memory=None)).sentence
     generating = next(phase for phase in verdict.memory.phases if phase.name == "generating")
     assert generating is verdict.phase
     assert generating.needed / 1e9 == pytest.approx(needed, abs=0.5)
-
-
-def test_verdict_needs_the_memory_of_a_gpu() -> None:
-    verdict = judge(run("8b", memory=None))
-    assert verdict.fits is None
-    assert "--gpu-memory" in verdict.sentence
 
 
 @pytest.mark.parametrize("name", ["32b", "8b", "8b fsdp", "0.6b"])
@@ -246,8 +230,7 @@ def test_models_next_to_servers_take_turns() -> None:
 def test_embedded_cache_holds_longest_sequences() -> None:
     setup = run("8b")
     rows, nbytes = embedded(setup)
-    assert nbytes == rows * (setup.longest * kv_bytes_per_token(QWEN3_8B, 2) + 151936 * (2 + 3 * 4))
-    assert kv_bytes_per_token(QWEN3_8B, 2) == 36 * 2 * 8 * 128 * 2
+    assert nbytes == rows * (setup.longest * 36 * 2 * 8 * 128 * 2 + 151936 * (2 + 3 * 4))
     assert kv_bytes_per_token(QWEN3_8B, 2, tp=4) == 36 * 2 * 2 * 128 * 2
 
 
@@ -282,12 +265,10 @@ def test_attention_follows_the_kernel_of_a_gpu(settings: dict[str, Any], kernel:
     assert (shape.padding > 1) == (kernel in ("classes", "eager") and setup.config.trainer.microbatch.packing)
 
 
-def test_sinks_and_wide_heads_use_length_classes() -> None:
+@pytest.mark.parametrize("change", [{"sinks": True}, {"head_dim": 260}, {"head_dim": 512}], ids=str)
+def test_sinks_and_wide_heads_use_length_classes(change: dict[str, Any]) -> None:
     setup = run("8b")
-    for change in ({"sinks": True}, {"head_dim": 260}, {"head_dim": 512}):
-        model = replace(setup.actor, hf=replace(setup.actor.hf, **change))
-        assert shape_of(setup, model, moe=False).core == "classes"
-    assert shape_of(setup, replace(setup.actor, hf=replace(setup.actor.hf, head_dim=256)), moe=False).core == "varlen"
+    assert shape_of(setup, replace(setup.actor, hf=replace(setup.actor.hf, **change)), moe=False).core == "classes"
 
 
 def test_source_without_engine_counts_no_generation() -> None:
@@ -316,18 +297,10 @@ def test_search_proposes_layouts_that_fit() -> None:
 def test_four_thousand_ranks_in_less_than_a_second() -> None:
     """DeepSeek-V3: 16 stages of 256 ranks, 64 of which share the experts."""
     settings = {
-        f"{MEGATRON}.tp": 8,
-        f"{MEGATRON}.sequence_parallel": True,
-        f"{MEGATRON}.pp": 16,
-        f"{MEGATRON}.pipeline": "E" + "|".join(["tttt"] * 15 + ["t"]) + "L",
-        f"{MEGATRON}.ep": 64,
-        f"{MEGATRON}.etp": 1,
-        "model.path": "model",
-        "model.recompute": "full",
-        "algorithm.advantage": "grpo",
-        "rollout.n": 16,
-        "rollout.backend": "sglang",
-        "trainer.prompts_per_step": 256,
+        **{f"{MEGATRON}.tp": 8, f"{MEGATRON}.sequence_parallel": True, f"{MEGATRON}.pp": 16, f"{MEGATRON}.etp": 1},
+        **{f"{MEGATRON}.pipeline": "E" + "|".join(["tttt"] * 15 + ["t"]) + "L", f"{MEGATRON}.ep": 64},
+        **{"model.path": "model", "model.recompute": "full", "algorithm.advantage": "grpo", "rollout.n": 16},
+        **{"rollout.backend": "sglang", "trainer.prompts_per_step": 256},
     }
     config = with_settings(Config(), settings)
     setup = RunSetup(config, {"model.path": parse_hf_config(DEEPSEEK_V3)}, Machine(4096, gpu_memory=80 * GB))
@@ -356,7 +329,7 @@ def test_text_and_json_say_the_same() -> None:
     ("text", "size"),
     [
         *(("80G", 80 * GB), ("80GB", 80 * GB), ("79.5GiB", int(79.5 * 2**30)), ("141e9", 141 * GB)),
-        *((text, None) for text in ("", "80", "much", "-80G", "80X", "1e99")),
+        *((text, None) for text in ("80", "much", "1e99")),
     ],
 )
 def test_only_sizes_of_gpus_are_read(text: str, size: int | None) -> None:
@@ -373,13 +346,10 @@ def test_every_packaged_recipe_can_be_planned(name: str) -> None:
     assert list(as_text(MemoryPlan(setup)))
 
 
-def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
+def test_setup_has_every_mistake_and_the_smallest_world(tmp_path: Path) -> None:
     with pytest.raises(UserErrors) as refusal:
         read_setup(None, [f"model.path={tmp_path}", f"{MEGATRON}.vpp=2", "algorithm.advantage=grpo"], Machine(3))
     assert len(refusal.value.problems) >= 3
-
-
-def test_smallest_world_holds_the_layout() -> None:
     config = with_settings(Config(), {f"{MEGATRON}.tp": 2, f"{MEGATRON}.pp": 2, f"{MEGATRON}.ep": 4})
     assert smallest_world(config) == 16
     fsdp = with_settings(Config(), {"engine.backend": "fsdp", "engine.fsdp.shard_ranks": 4})

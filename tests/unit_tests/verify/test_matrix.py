@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.errors import UserError
 from mega_rl.verify.layouts import ALL, REFERENCE, Layout, LayoutErrors, Plan, resolve
 from mega_rl.verify.run import problems
 from mega_rl.verify.tolerances import FP32
@@ -132,9 +131,3 @@ def test_errors_are_far_below_the_tolerances(answers: Folders) -> None:
     strict = {name: allowed / 5 for name, allowed in FP32.items()}
     for family, name in PAIRS:
         assert problems(answers.results(family, name), strict) == [], (family, name)
-
-
-def test_dense_models_have_no_expert_layouts(folders: Folders) -> None:
-    for name in EXPERTS_ONLY:
-        with pytest.raises(UserError, match="has no experts"):
-            folders.layout("qwen2", name)
