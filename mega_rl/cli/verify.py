@@ -263,9 +263,9 @@ def _verify(
     """Measure the layouts, print the results and end with the exit code. steps: default: the plan's."""
     allowed = tolerances(options.dtype, options.tolerance, experts=hf.moe is not None)
     with progress.importing("PyTorch"):
-        from mega_rl.verify.run import prepare_model, use_gpus, verify
-
-        on_gpus = use_gpus(wanted)
+        from mega_rl.parallel.accelerator.gpus import gpu_for_each
+        from mega_rl.verify.run import prepare_model, verify
+    on_gpus = gpu_for_each(max(layout.ranks for layout in wanted))  # all layouts use one device
     counted = {} if steps is None else {"steps": steps}
     with tempfile.TemporaryDirectory(prefix="verify_") as folder:
         with progress.phase("making the twin" if options.twin else "reading the model"):

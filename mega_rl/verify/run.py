@@ -9,7 +9,6 @@ from pathlib import Path
 
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator.gpus import gpu_for_each
 from mega_rl.tracking import progress
 from mega_rl.verify.launcher import RanksFailed, run_task
 from mega_rl.verify.layouts import REFERENCE, Layout, LayoutErrors, Plan
@@ -53,11 +52,6 @@ def prepare_model(source: Path, folder: Path, *, twin: bool, multiple: int, seed
     kept = ", ".join(map(str, made.layers))
     what = f"twin of {hf.family} with layers {kept} of {hf.num_layers}, {num_elements(made.hf):,} elements"
     return target, f"{what}, {weights}"
-
-
-def use_gpus(layouts: Sequence[Layout]) -> bool:
-    """Return whether the largest layout has a GPU for each rank; all layouts use one device."""
-    return gpu_for_each(max(layout.ranks for layout in layouts))
 
 
 def verify(

@@ -53,11 +53,9 @@ def follow(
     *,
     reference: Path | None = None,
 ) -> Iterator[UpdateErrors]:
-    """Train `model` on the tokens recorded in `folder`; yields the errors of each update.
+    """Train `model` on the tokens recorded in `folder`, with rewards by `rule`; yields the errors of each update.
 
-    rule: gives the rewards; those of the record are compared with it, and not used.
     reference: the reference's weights; None: those of `model`.
-    Raises UserError for a model whose weights transformers keeps under other names than those of its checkpoint.
     """
     trainer = IndependentTrainer(model, settings, formulas, reference=reference)
     start, sampler = trainer.weights(), SamplerTest(settings.temperature)
@@ -152,10 +150,7 @@ def _errors(
         return UpdateErrors(own.role, own.step, own.update, {UPDATES: math.inf}, "")
     if set(real.gradients) != set(own.gradients):
         names = sorted(set(real.gradients) ^ set(own.gradients))
-        raise UserError(
-            f"{names[0]} and {len(names) - 1} other weights have no counterpart in transformers' model; give the "
-            "config of another family as model.path"
-        )
+        raise UserError(f"{names[0]} has no counterpart in transformers' model; give another family as model.path")
     gradient, worst = _gradient_error(real.gradients, own.gradients)
     known = {UPDATES: 0.0, **of_step, **_token_errors(real, own)}  # wrong log-probs are no fault of the sampler
     errors = {
@@ -172,7 +167,7 @@ def _token_errors(real: Figures, own: Figures) -> dict[str, float]:
     """Return the largest |difference| of any token by phase; infinite for different tokens."""
     errors: dict[str, float] = {}
     for phase, names in TOKEN_PHASES.items():
-        for name in (name for name in names if name in real.tokens):
+        for name in real.tokens.keys() & set(names):
             there, here = real.tokens[name], own.tokens[name]
             gap = finite(float((there - here).abs().max())) if there.shape == here.shape else math.inf
             errors[phase] = max(errors.get(phase, 0.0), gap)

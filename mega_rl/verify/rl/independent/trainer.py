@@ -118,11 +118,12 @@ class IndependentTrainer:
             parts.append({**sample.parts, "overlong": punishment})
             of_tokens.append(token_rewards(reward, logprobs.tolist(), references.tolist(), coef))
         part_weights = {**self._settings.part_weights, "overlong": penalty}
+        numbers = [[row.tolist() for row in rows] for rows in (old, ref, values)]
         return Responses(
             samples,
             rewards,
             of_tokens,
-            *(_numbers(old), _numbers(ref), _numbers(values)),
+            *(numbers[0], numbers[1], numbers[2]),
             parts=parts,
             part_weights=part_weights,
             formulas=self._formulas,
@@ -148,12 +149,6 @@ class IndependentTrainer:
             tokens={"values": [row.values for row in rows], "returns": [row.returns for row in rows]},
         )
 
-    def _teacher_logits(self, sample: ScoredSample) -> Tensor | None:
-        """Return the reference's logits, [n, V] float64, where the loss reads them."""
-        if self._reference is None or self._settings.loss.name != "distillation":
-            return None
-        return self._reference.logits(sample)
-
     def _update_actor(self, rows: list[EvaluatedSample], place: tuple[int, int]) -> Figures:
         """Make one step of the policy."""
         settings, formulas = self._settings, self._formulas
@@ -162,7 +157,8 @@ class IndependentTrainer:
         drift_coef = settings.loss.numbers.get("drift_coef", 0.0)
         with torch.no_grad():
             now = [self.policy.logprobs(row.sample, settings.temperature) for row in rows]
-            teacher = [self._teacher_logits(row.sample) for row in rows]
+            reads = self._reference if settings.loss.name == "distillation" else None
+            teacher = [None if reads is None else reads.logits(row.sample) for row in rows]
         anchors = [formulas.anchor(row.old, current) for row, current in zip(rows, now, strict=True)]
 
         def terms(i: int) -> Tensor:
@@ -194,7 +190,3 @@ class IndependentTrainer:
 
 def _row(numbers: Sequence[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
-
-
-def _numbers(rows: list[Tensor]) -> list[Row]:
-    return [row.tolist() for row in rows]
