@@ -55,7 +55,6 @@ APART: dict[str, str] = {
     "make check": "by itself: the whole of CI",
     "make fmt": "part of nothing: changes files",
     "make test-newest": "by itself: installs Megatron-Core",
-    "make compare-megatron": "by itself: downloads Megatron-Core's releases",
     "make bench": "by itself: a benchmark of minutes",
     "make special-distributed": "by itself: `make test` runs all of its programs",
     "make test-versions": "by itself: an environment of its own",

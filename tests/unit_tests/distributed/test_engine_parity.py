@@ -157,3 +157,14 @@ def test_uneven_padded_micro_batches_in_a_pipeline(results: dict[str, Any]) -> N
     """The last micro-batch of a pipeline may have another shape than the others."""
     distance, name = worst_difference(results["pp2 padded by 3, uneven"]["gradients"], results["1"]["gradients"])
     assert distance <= RELATIVE_TOLERANCE, name
+
+
+@pytest.mark.gpu
+def test_one_gpu_matches_the_cpu(checkpoint: Path) -> None:
+    """In fp32; kernels of another device sum in another order and use other exponentials."""
+    case = {"name": "1", "checkpoint": str(checkpoint), "layout": "1", "moves": False}
+    cpu, gpu = (run_ranks(1, run_cases, 1, [case], device=device)[0]["1"] for device in ("cpu", "cuda"))
+    assert (gpu["outputs"] - cpu["outputs"]).abs().max() <= LOGPROB_TOLERANCE
+    assert gpu["metrics"]["grad_norm"] == pytest.approx(cpu["metrics"]["grad_norm"], rel=1e-4)
+    distance, name = worst_difference(gpu["gradients"], cpu["gradients"])
+    assert distance <= 1e-4, name
