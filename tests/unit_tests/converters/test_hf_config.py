@@ -84,27 +84,6 @@ def test_llama3_settings_are_the_files_own() -> None:
     assert parse_hf_config(LLAMA | {"rope_scaling": short}).rope.llama3 == Llama3Rope(1.0, 4.0, 131072)
 
 
-@pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_linear_rope(key: str) -> None:
-    assert parse_hf_config(QWEN2 | {"rope_scaling": {key: "linear", "factor": 4}}).rope == Rope("linear", 1e6, 4.0)
-
-
-def test_rope_parameters_of_a_plain_model_are_no_scaling() -> None:
-    # transformers 5 writes a rope object for every model, and reads it under the older name too.
-    plain = {"rope_theta": 5e5, "rope_type": "default"}
-    assert parse_hf_config(LLAMA | {"rope_scaling": plain}).rope == Rope("default", 5e5)
-
-
-def test_theta_beside_the_scaling_wins_as_in_transformers() -> None:
-    assert parse_hf_config(QWEN2 | {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}).rope.theta == 7.0
-    assert parse_hf_config(QWEN2 | {"rope_parameters": {"rope_type": "default"}}).rope.theta == 1e6
-
-
-def test_llama_with_all_biases() -> None:
-    hf = parse_hf_config(LLAMA | {"attention_bias": True, "mlp_bias": True})
-    assert (hf.qkv_bias, hf.linear_bias) == (True, True)
-
-
 def windowed(**changes: Any) -> Window | None:
     return parse_hf_config(QWEN2 | {"use_sliding_window": True} | changes).window
 
@@ -160,11 +139,6 @@ def test_mixtures() -> None:
     assert tiny("kimi_k2").moe == tiny("moonlight").moe == sigmoid
     assert tiny("deepseek_v3").moe == Moe(mixed, 8, 4, 24, 48, False, "sigmoid", True, True, 2.5, 4, 2)
     assert tiny("glm4_moe").moe == Moe(mixed, 8, 2, 24, 48, False, "sigmoid", True, True, 2.5)
-
-
-def test_a_mixture_without_layers_is_a_dense_model() -> None:
-    assert tiny("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]).moe is None
-    assert tiny("deepseek_v3", first_k_dense_replace=4).moe is None
 
 
 def test_every_name_of_the_number_of_experts() -> None:
