@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import LAYOUTS
+from tests.helpers.engines import LAYOUTS, worst_difference
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.selection import covering
 from tests.unit_tests.distributed.engine_cases import run_cases
@@ -69,15 +69,6 @@ def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
             ]
         actual |= run_ranks(world_size, run_cases, world_size, cases, timeout_s=240)[0]
     return actual
-
-
-def worst_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest distance of two tensors of one name, relative to the norm, and that name."""
-    assert left.keys() == right.keys()
-    return max(
-        (float((left[n].double() - right[n].double()).norm() / right[n].double().norm().clamp(min=1e-12)), n)
-        for n in left
-    )
 
 
 def test_one_rank_matches_hugging_face(checkpoint: Path, results: dict[str, Any]) -> None:
