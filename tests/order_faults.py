@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from tests.fault import fault
 
-SUCCESS = "data/sampling/test_success.py"
+SUCCESS = "data/test_order.py"
 MEASURING = "trainer/order/test_measuring.py"
-MIXTURE = "data/sampling/test_mixture.py"
 STREAM = "data/test_stream.py"
 RESUMED = "trainer/order/test_resumed_orders.py"
 
@@ -69,13 +68,6 @@ ORDER = (
         "                self.success.record(Samples(prompts, rollout, rewards), self.ranks)\n"
         "            rewards = rewards.totals\n",
         MEASURING,
-    ),
-    fault(
-        "order",
-        "other weights begin their order at the first draw",
-        "self._before = self._counts(number, self._other)\n            self._begin, self._other = number, None",
-        "self._begin, self._other = 0, None",
-        MIXTURE,
     ),
     fault(
         "order",
