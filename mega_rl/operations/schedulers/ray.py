@@ -382,7 +382,7 @@ def _watch(
     give_up = math.inf
 
     def hurry(after: Mapping[signal.Signals, float]) -> None:
-        due.update({number: min(clock() + after[number], when) for number, when in due.items()})
+        due.update({number: min(clock() + after.get(number, math.inf), when) for number, when in due.items()})
 
     while len(codes) + len(lost) < nodes and clock() <= give_up:
         for number in stop.take():
@@ -397,8 +397,7 @@ def _watch(
                 hurry(AFTER_A_LOSS)
             elif end is not None:
                 codes[node] = end
-                if end:
-                    hurry(AFTER_AN_END)
+                hurry(AFTER_AN_END if end else {})
         for number in [number for number, when in due.items() if when <= clock()]:
             placement.signal(number)
             del due[number]
