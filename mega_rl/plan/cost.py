@@ -100,7 +100,7 @@ class StepTime:
 def step_time(
     setup: RunSetup, hardware: Hardware, *, server_ranks: int = 0, memory: Sequence[RankMemory] | None = None
 ) -> StepTime:
-    """Return the expected time of a step. server_ranks: GPUs of each joined server; memory: of all stages, if known."""
+    """Return the expected time of a step; server_ranks: GPUs of each joined server."""
     clock = _Clock(setup, hardware)
     memory = memory_of_stages(setup) if memory is None else memory
     its = [(setup.for_model(model), model) for model in setup.models.values()]

@@ -99,7 +99,7 @@ def in_gb(nbytes: float) -> str:
 
 
 def memory_of_stages(setup: RunSetup, *, ends: bool = False) -> list[RankMemory]:
-    """Return the memory of one rank of each pipeline stage; `ends`: of the first and last stage, which are fullest."""
+    """Return the memory of one rank of each pipeline stage; `ends`: first and last only."""
     layouts = {setup.for_model(model).layout for model in setup.models.values()}
     stages = {each: {0, each.pp - 1} if ends else range(each.pp) for each in layouts}
     ranks = {stage * layout.stage_size for layout, numbers in stages.items() for stage in numbers}
@@ -224,7 +224,7 @@ def server_of(setup: RunSetup) -> tuple[int, int, int]:
 
 
 def projection_bytes(setup: RunSetup, pp_rank: int) -> int:
-    """Return the bytes of a copy of a teacher's projection on a pipeline rank while the student trains."""
+    """Return the bytes of a teacher's projection that a pipeline rank copies while the student trains."""
     if not LOSS.needs(setup.config, "needs_teacher") or pp_rank < setup.layout.pp - 1:
         return 0
     teacher, tp = setup.models["reference"], setup.layout.tp

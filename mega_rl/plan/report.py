@@ -74,7 +74,7 @@ class MemoryPlan:
 
 
 def read_machine(gpus: int, gpus_per_node: int, *, gpu: str, gpu_memory: str, layers: str) -> Machine:
-    """Return the machine of the command's options; memory is that of the kind of GPU, or of those here, by default."""
+    """Return the machine of the command's options; by default with the memory of GPUs here."""
     if layers not in ("auto", "te", "local"):
         raise UserError(f"--layers={layers!r}: legal: auto (Transformer Engine's where it is installed), te, local")
     if gpu and gpu not in HARDWARE:
@@ -102,7 +102,7 @@ def plan_recipe(
 
 
 def as_text(plan: MemoryPlan) -> Iterator[str]:
-    """Yield the lines of a plan: the verdict first, then tables of memory, batches, layouts, traffic and time."""
+    """Yield the lines of a plan: the verdict, then memory, batches, layouts, traffic and time."""
     setup, fullest = plan.setup, plan.verdict.memory
     yield _headline(setup)
     if setup.actor.hf.quantization is not None:

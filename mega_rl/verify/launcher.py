@@ -1,4 +1,4 @@
-"""Run a task of a verification on ranks of this machine, with a deadline: they write their answers to a folder."""
+"""Run a task of a verification on ranks of this machine, with a deadline."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_ranks(
     use_gpus: bool,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a Python module with arguments on the ranks of one node; each writes to a file of `logs`.
+    """Run a Python module on ranks of one node; each writes to a file of `logs`.
 
     Raises UserError if the first rank that fails reports a user's mistake, RanksFailed for any other failure and at the
     deadline. No rank is alive afterwards.

@@ -168,7 +168,7 @@ def fsdp(ranks: int) -> Layout:
 
 
 def resolve_all(names: str, hf: HFConfig, *, nproc: int | None = None, runs: bool = False) -> list[Layout]:
-    """Return the layouts of a list "tp2,pp2", for whole runs also "1,fsdp2". Raises UserErrors with all mistakes."""
+    """Return the layouts of a list "tp2,pp2", of runs also "1,fsdp2". Raises UserErrors."""
 
     def make(name: str) -> Layout:
         engine = FSDP.fullmatch(name) if runs else None
@@ -185,7 +185,7 @@ def usual(hf: HFConfig) -> str:
 
 
 def stages(layouts: str | Sequence[Layout]) -> int:
-    """Return the smallest number of layers that the pipelines of all layouts, or their names, split evenly."""
+    """Return the smallest number of layers that all pipelines split evenly."""
     every = _each(layouts, parse) if isinstance(layouts, str) else layouts
     return math.lcm(*(layout.pp * layout.vpp for layout in every))
 

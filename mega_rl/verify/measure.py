@@ -1,4 +1,4 @@
-"""Measurement of layouts by the engine and loss of training on each rank, and comparison with one rank."""
+"""Measurement of layouts by the engine and loss of training, and comparison with one rank."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def kept(tensor: Tensor) -> Tensor:
 
 
 def step_error(weight: Tensor, start: Tensor, moved: Tensor, *, length: float, rounding: float) -> float:
-    """Return the distance of a weight from `start + moved`, relative to `moved`, less what its rounding may hide.
+    """Return a weight's distance from `start + moved`, relative to `moved`, less its rounding.
 
     length: learning rate times steps; a small `moved` is bounded by `FLOOR` of it.
     """

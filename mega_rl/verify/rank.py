@@ -14,7 +14,7 @@ from mega_rl.parallel.accelerator import prepare
 
 
 def main(path: str) -> int:
-    """Run the task in a file, {module: arguments}; returns the exit code, 2 for a user's mistake."""
+    """Run the task in a file; returns the exit code, 2 for a user's mistake."""
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore")
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint's twin: few layers, experts and tokens with the same config, and its logits against transformers'.
+"""A checkpoint's twin of few layers, experts and tokens, and its logits against transformers'.
 
 The twin has every kind of layer and every setting of its config, so a wrong conversion of a large model shows on a
 laptop. Functions that need Megatron-Core import it themselves: the accelerator must be prepared before.
@@ -254,7 +254,7 @@ def hf_logits(path: str | Path, tokens: Tensor, *, dtype: str = "fp32", layer_ou
 
 
 def hf_weights(path: str | Path) -> dict[str, Tensor]:
-    """Return the float32 weights by name on disk, as transformers loads them: without code of the converters."""
+    """Return the float32 weights by name on disk, as transformers loads them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     model = _load(path, torch.float32)
@@ -305,7 +305,7 @@ def load_model(
     dtype: str = "fp32",
     mtp: Literal["drop", "load"] = "drop",
 ) -> tuple[list[GPTModel], Sharding]:
-    """Load a checkpoint into this rank's part of a Megatron-Core model of `groups.layout`; dtype: fp32 or bf16."""
+    """Load a checkpoint into this rank's part of a Megatron-Core model; dtype: fp32, bf16."""
     from mega_rl.engines.models.build import ModelSettings, build_chunks, transformer_config
 
     hf = replace(read_hf_config(path), mtp=mtp)

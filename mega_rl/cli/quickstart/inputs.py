@@ -71,7 +71,7 @@ def vocabulary_of(texts: Iterable[str], pattern: str) -> list[str]:
 
 
 def write_fresh_model(folder: Path, tokens: Sequence[str], pattern: str, *, max_positions: int, seed: int) -> None:
-    """Write a random Qwen3 of width 128 and two layers, and a tokenizer that cuts a text by the pattern."""
+    """Write a random Qwen3 of two layers, and a tokenizer that cuts by the pattern."""
     from transformers import GenerationConfig
 
     from mega_rl.verify.tiny_models import fresh_qwen3, write_tokenizer

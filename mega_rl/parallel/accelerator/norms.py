@@ -35,7 +35,7 @@ def norm(tensor: Tensor) -> float:
 
 
 def distance(actual: Tensor, expected: Tensor, *, floor: float) -> float:
-    """Return |actual - expected| / |expected| in the L2 norm, infinite if it is not a number.
+    """Return |actual - expected| / |expected| of two tensors; infinite for no number.
 
     floor: size of an element; a smaller `expected` counts as a tensor of this size.
     """

@@ -119,7 +119,7 @@ def tensor_shape(directory: Path, name: str) -> list[int] | None:
 
 
 def check_reference(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterator[str]:
-    """Yield why a reference cannot take in the actor's weights, or cannot teach it over the whole vocabulary."""
+    """Yield why a reference cannot take in the actor's weights, or cannot teach it."""
     if not all(key in checkpoints for key in (ACTOR, REFERENCE)):
         return
     actor, reference = (asdict(replace(checkpoints[key], raw={})) for key in (ACTOR, REFERENCE))
@@ -205,7 +205,7 @@ def _template(directory: Path, settings: Mapping[str, Any], *, tools: bool) -> s
 
 
 def _variables(directory: Path, template: str, chat: ChatConfig, section: str) -> Iterator[str]:
-    """Yield the variables that the template does not read, and a date that it does not write."""
+    """Yield variables that the template does not read, and a date that it does not write."""
     import jinja2
 
     from mega_rl.data.chat import template_variables, writes_date

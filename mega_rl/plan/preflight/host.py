@@ -40,7 +40,7 @@ def launched_world_size() -> int:
 
 
 def refuse_tasks_of_srun(*, launchers: int = 1) -> None:
-    """Raise UserError in one of several tasks of a Slurm step that are not ranks: each would be a run.
+    """Raise UserError in one of several Slurm tasks that are not ranks of one run.
 
     launchers: number of launchers of the run; each may be a task.
     """
@@ -71,7 +71,7 @@ def smallest_gpu() -> int | None:
 
 
 def check_memory(config: Config, checkpoints: Checkpoints, world_size: int) -> Iterator[str]:
-    """Yield stages that do not hold the layers of a run whose settings are legal, or the change that lets it fit here.
+    """Yield why stages do not hold a run's layers, or the change that lets it fit.
 
     Without GPUs every run fits.
     """

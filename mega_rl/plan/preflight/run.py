@@ -1,4 +1,4 @@
-"""All checks of a run, those of its data files and rewards, and the settings of an evaluation."""
+"""All checks of a run, of its data files and rewards; the settings of an evaluation."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def preflight(
     world_size: int | None = None,
     launchers: int = 1,
 ) -> Config:
-    """Return the Config of a run that can start; arguments and errors as of `load` and `check_run`."""
+    """Return the config of a run that can start; arguments as of `load` and `check_run`."""
     return check_run(load(recipe, overrides), world_size=world_size, launchers=launchers)
 
 
@@ -80,7 +80,7 @@ def check_run(
     launchers: int = 1,
     trains: bool = True,
 ) -> Config:
-    """Return the config to run with, checked against rules, files and this machine, with downloads for Hub names.
+    """Return the config to run with, after all checks and downloads of Hub names.
 
     world_size: the launcher's WORLD_SIZE by default, else 1. reward_given: a function of the calling program scores
     responses. launchers: of the run, on as many nodes. trains: it reads training prompts; an evaluation does not.
@@ -173,7 +173,7 @@ def _data_files(key: str, files: Iterable[str], data: DataConfig) -> Iterator[st
 
 
 def _columns(path: Path) -> set[str]:
-    """Return the columns of a file; none for a malformed line: the reader of the data reports it."""
+    """Return the columns of a file; none for a malformed line, which the reader reports."""
     from pyarrow.parquet import read_schema
 
     if path.suffix == ".parquet":
@@ -209,7 +209,7 @@ def check_rewards(config: Config, checkpoints: Mapping[str, HFConfig]) -> Iterat
 
 
 def probe_rewards(config: Config) -> Iterator[str]:
-    """Yield why programs cannot run in the sandbox, or why the service cannot score; settings must be legal."""
+    """Yield why the sandbox cannot run programs, or the service cannot score; settings are legal."""
     source = config.reward.source
     try:
         if source.name == "function" and runs_code(config.reward):

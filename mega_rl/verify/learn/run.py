@@ -143,7 +143,7 @@ def write_model(folder: Path, vocabulary: str, *, stop: str, seed: int) -> None:
 
 
 def mix_with_uniform(source: RolloutSource, *, share: float) -> None:
-    """Make the embedded engine draw a share of its tokens uniformly; its log-probs are those of the mixture."""
+    """Make the embedded engine draw a share of its tokens uniformly; log-probs are the mixture's."""
     assert isinstance(source, RolloutWorker)
     assert isinstance(source.engine, HFRolloutEngine)
 
@@ -174,7 +174,7 @@ def enumerate_responses(task: LearningTask, *, length: int) -> tuple[Rollout, Te
 
 
 def closed_form_distance(models: PolicyGradient, rows: Rollout, rewards: Tensor, *, beta: float) -> float:
-    """Return KL(pi || pi*) in nats, the mean over prompts (Korbak et al. 2022, arXiv:2205.11275, eq. 4)."""
+    """Return KL(pi || pi*) in nats, the mean over prompts (arXiv:2205.11275, eq. 4)."""
     assert models.reference is not None, "the closed form is relative to a reference"
     policy, reference = (_logprobs(model, rows).view_as(rewards) for model in (models.actor, models.reference))
     optimum = (reference + rewards / beta).log_softmax(-1)

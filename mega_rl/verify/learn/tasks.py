@@ -12,7 +12,7 @@ Settings = Mapping[str, object]
 
 
 class Measure(NamedTuple):
-    """A metric of the trainer by its name, or an exact number over every response of `length` tokens to every prompt.
+    """A metric of the trainer, or an exact number over every response of `length` tokens.
 
     With `beta`: KL(pi || pi*) in nats, pi*(y) ~ ref(y) exp(r(y) / beta); else the policy's expected reward.
     """
@@ -34,7 +34,7 @@ class Variant:
 
 
 class Statement(NamedTuple):
-    """The 95 % band of a variant ends on the right side of a bound, or is apart from that of a worse variant."""
+    """The band of a variant is beyond a bound, or apart from a worse variant's."""
 
     variant: str
     reaches: float = 0.0

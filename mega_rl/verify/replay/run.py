@@ -117,7 +117,7 @@ def _place(record: Record, at: tuple[int, ...], recorded: float, replayed: float
 def prepare(
     folder: Path, names: str, work: Path, *, weights: Path | None = None, timeout_s: float = 600.0
 ) -> tuple[Record, list[ReplayPlan]]:
-    """Return a record, and a plan for each of a list of layouts; `work` gets their files. Raises UserError."""
+    """Return a record, and a plan for each of a list of layouts. Raises UserError."""
     record = read_record(folder)
     config = load(None, record.description.config)
     with progress.phase("finding the weights"):
@@ -153,5 +153,5 @@ def replay_layouts(
 
 
 def result_of(record: Record, plan: ReplayPlan, *, atol: float | None = None) -> list[Difference]:
-    """Return the differences of a record and of the record that the ranks of a plan have written."""
+    """Return the differences of a record and of the one that ranks have written."""
     return compare(record, read_record(folder_of(Path(plan.target), record.description.step)), atol=atol)

@@ -53,7 +53,7 @@ def follow(
     *,
     reference: Path | None = None,
 ) -> Iterator[UpdateErrors]:
-    """Train `model` on the tokens recorded in `folder`, with rewards by `rule`; yields the errors of each update.
+    """Train `model` on recorded tokens, with rewards by `rule`; yields the errors of each update.
 
     reference: the reference's weights; None: those of `model`.
     """

@@ -1,4 +1,4 @@
-"""Inputs of a lockstep: the settings of a small run, which keeps a recipe's mathematics, its prompts and its reward."""
+"""Inputs of a lockstep: settings with a recipe's mathematics, prompts and a reward."""
 
 from __future__ import annotations
 

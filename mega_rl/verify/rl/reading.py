@@ -91,7 +91,7 @@ def _followed(config: Config, choice: Choice) -> records.NamedSettings:
 
 
 def _unknown(config: Config, choice: Choice) -> Iterator[str]:
-    """Yield why a choice cannot be followed: no formula, as of a user's file, or an unread setting."""
+    """Yield why a choice cannot be followed: it has no formula, or an unread setting."""
     name, followed = chosen(config, choice), coverage(choice)[0]
     if name not in followed:
         yield f"{choice.key}={name}: the independent trainer has no formula of it; legal: {' '.join(followed)}"

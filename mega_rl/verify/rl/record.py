@@ -1,4 +1,4 @@
-"""Record a real run from outside: wrap its rollout source, scorer, batches and learners. Collective; rank 0 writes."""
+"""Record a real run from outside: wrap its source, scorer, batches and learners; collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of a response's tokens and weights for what sampled them, by the papers: `LOSSES` and `CORRECTIONS`.
+"""Losses of a response's tokens, and weights for what sampled them, by the papers.
 
 Liu 2025 is "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
 """
@@ -109,7 +109,7 @@ def punished_covariant(tokens: ResponseTokens, choice: NamedSettings, formulas: 
 
 
 def _covariance(tokens: ResponseTokens) -> Tensor:
-    """Return A * (log p - its mean over the response), a token's part of the covariance (docs/algorithms.md)."""
+    """Return A * (log p - its mean over the response), a token's covariance (docs/algorithms.md)."""
     now = tokens.logprobs.detach()
     return tokens.advantages * (now - now.mean())
 
