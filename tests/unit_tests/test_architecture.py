@@ -80,7 +80,6 @@ READ_THE_ENVIRONMENT = [
     "trainer/stop.py",
     "verify/launcher.py",
     "verify/measure.py",
-    "verify/rank.py",
 ]
 # accelerator.cpu and what it loads patch Megatron-Core on a CPU; the launcher and its two helpers change SGLang in the
 # server's own process; groups clears a cache of Megatron-Core; the others set a documented switch of a library.

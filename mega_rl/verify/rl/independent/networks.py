@@ -102,7 +102,7 @@ class CriticNetwork(Network):
         return (outputs[0, sample.prompt_length - 1 :].double() @ self._head[0].double()).flatten()
 
 
-class Learner:
+class TrainedNetwork:
     """A network with AdamW (arXiv:1711.05101) and gradient clipping; moments in float64, weights in float32."""
 
     def __init__(self, role: str, network: Network, settings: LockstepSettings, formulas: Formulas) -> None:

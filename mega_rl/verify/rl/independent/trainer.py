@@ -23,8 +23,8 @@ from mega_rl.verify.rl.independent.formulas import (
 from mega_rl.verify.rl.independent.losses import CORRECTIONS, LOSSES, ResponseTokens
 from mega_rl.verify.rl.independent.networks import (
     CriticNetwork,
-    Learner,
     PolicyNetwork,
+    TrainedNetwork,
     moved,
     of_response,
 )
@@ -51,11 +51,11 @@ class IndependentTrainer:
     ) -> None:
         self._settings, self._formulas, self._kl_coef = settings, formulas, settings.kl_coef
         self.policy = PolicyNetwork(path)
-        self._actor_role = Learner("actor", self.policy, settings, formulas)
+        self._actor_role = TrainedNetwork("actor", self.policy, settings, formulas)
         has_reference = settings.kl_placement != "none" or settings.advantage.name == "distillation"
         self._reference = PolicyNetwork(reference or path) if has_reference else None
         self._critic = CriticNetwork(path) if settings.advantage.name == "gae" else None
-        self._critic_role = None if self._critic is None else Learner("critic", self._critic, settings, formulas)
+        self._critic_role = None if self._critic is None else TrainedNetwork("critic", self._critic, settings, formulas)
 
     def weights(self) -> dict[str, Mapping[str, Tensor]]:
         """Return copies of the weights of now, by role and Hugging Face name."""
