@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mega_rl.types import Experience
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import initialized, run_ranks
 from tests.helpers.engines import exported_gradients, own_rows, replaced, running_engine, worst_difference
 from tests.helpers.models import random_experience
 from tests.helpers.selection import without
@@ -105,14 +105,10 @@ def unused(checkpoint: str) -> bool:
 
 def travelling(size: int) -> list[int]:
     """The routing's first expert of rows exchanged over all ranks: it must travel with its row."""
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
+    groups, _ = initialized()
     from mega_rl.parallel import groups as process_groups
     from mega_rl.parallel.comm import GroupRanks
-    from mega_rl.parallel.layout import ParallelLayout
 
-    groups = process_groups.initialize(ParallelLayout(world_size=size), accelerator=accelerator, timeout_s=60.0)
     try:
         ranks = GroupRanks(groups.world)
         rows = random_experience()
