@@ -105,19 +105,3 @@ def test_a_difference_that_all_seeds_share_is_seen_where_bands_overlap(
     assert "missed: entropy of mega_rl less that of TRL is +0.003 in steps 1 to 20, not 0\n" in printed
     assert "overlapping windows: 3 of 3" in printed
     assert "the bands are apart" not in printed
-
-
-def test_curves_that_do_not_rise_or_lack_a_seed_compare_nothing(learning: Any) -> None:
-    flat = [
-        learning.Run(run.trainer, run.seed, [0.1 + 0.01 * run.seed] * 30, [0.1], [2.0] * 30)
-        for run in runs_of(learning)
-    ]
-    assert [line.split(":")[0] for line in learning.problems(flat, learning.compare(flat))] == [
-        "mega_rl does not learn",
-        "trl does not learn",
-    ]
-    (line,) = learning.problems(fewer := runs_of(learning)[1:], learning.compare(fewer))
-    assert line == "the seeds of both trainers differ: {'mega_rl': [1, 2], 'trl': [0, 1, 2]}"
-    assert learning.judge(fewer, None) == 1
-    with pytest.raises(SystemExit, match="of 1 seeds: give those of at least 2"):
-        learning.judge(runs_of(learning)[2:], None)
