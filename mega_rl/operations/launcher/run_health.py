@@ -16,7 +16,7 @@ from mega_rl.operations.diagnosis.cause import diagnose, kills_for_memory
 from mega_rl.operations.diagnosis.observations import in_words
 from mega_rl.operations.diagnosis.stacks import collect
 from mega_rl.operations.launcher.ranks import INNOCENT, RankEnd
-from mega_rl.threads import Running
+from mega_rl.processes import Running
 from mega_rl.tracking.health.records import RankRecord, clear, health_folder, read_records
 
 log = logging.getLogger(__name__)
