@@ -32,7 +32,7 @@ OTHER_RANKS_WAIT_S = 5.0
 _COMMANDS = (
     Later("Start", "quickstart", "quickstart.run:quickstart",
           "Train a tiny model to add with PPO, or on word problems with GRPO, in a few minutes on two cores."),
-    Later("Start", "recipes", "recipes:app", "List, show and copy the recipes that come with the package."),
+    Later("Start", "recipes", "recipes:app", "List and show the recipes that come with the package."),
     Later("Start", "data", "data.commands:app", "Write the rows of a problem set, or show the prompts of a recipe."),
     Later("Train", "train", "train:train", "Train a policy with the settings of a recipe and of the command line."),
     Later("Train", "eval", "train:evaluate",

@@ -110,10 +110,12 @@ HOW: dict[str, How] = {
     "mega-rl checkpoint list RUN": How("mega-rl checkpoint list runs/quickstart"),
     "mega-rl report RUN": How("mega-rl report runs/quickstart"),
     "mega-rl report RUN OTHER --out page.html": How("mega-rl report runs/quickstart runs/a --out out/page.html"),
-    "mega-rl eval --model HF_DIR --data gsm8k=gsm8k_test.jsonl --data math=math500.jsonl"
-    " --reward math_verify --n 16 --k 1,4,16 --temperature 0.7 --max-new-tokens 2048 --out runs/eval": How(
-        "mega-rl eval --model models/dense --data gsm8k=openai/gsm8k:main:test --data math=org/problems"
-        " --reward math_verify --n 4 --k 1,4 --temperature 0.7 --max-new-tokens 8 --out runs/eval"
+    "mega-rl eval --out runs/eval model.path=HF_DIR reward.function=math_verify"
+    " validation.sets.gsm8k=gsm8k_test.jsonl validation.sets.math=math500.jsonl"
+    " validation.n=16 validation.k=[1,4,16] validation.temperature=0.7 validation.max_new_tokens=2048": How(
+        "mega-rl eval --out runs/eval model.path=models/dense reward.function=math_verify"
+        " validation.sets.gsm8k=openai/gsm8k:main:test validation.sets.math=org/problems"
+        " validation.n=4 validation.k=[1,4] validation.temperature=0.7 validation.max_new_tokens=8"
         " data.prompt_key=question model.dtype=fp32"
     ),
     "mega-rl train --config RECIPE metrics.records.interval=50 metrics.records.weights=true": How(
@@ -159,8 +161,6 @@ ADDED: dict[str, str] = {
     "torchrun --nproc-per-node 2 -m mega_rl.cli train --config quickstart_sglang": (
         " trainer.steps=2 trainer.run_dir=runs/o"
     ),
-    "mega-rl recipes copy gsm8k_qwen3_0.6b_1gpu": " out/recipe.yaml",
-    "mega-rl recipes copy quickstart_gsm8k": " out/recipe_gsm8k.yaml",
 }
 TEMPLATE = (
     "{% if tools is defined and tools %}tools{% endif %}"

@@ -32,8 +32,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def samples(inputs: Path, out: str, *settings: str) -> list[dict[str, Any]]:
     """Return the rows of an evaluation of three samples a prompt."""
-    command = [sys.executable, "-m", "mega_rl.cli", "eval", "--model", f"{inputs}/model", "--out", f"{inputs}/{out}"]
-    command += ["--data", f"{inputs}/held_out.jsonl", "--n", "3", "--max-new-tokens", "4", "model.dtype=fp32"]
+    command = [sys.executable, "-m", "mega_rl.cli", "eval", "--out", f"{inputs}/{out}", f"model.path={inputs}/model"]
+    command += [f"data.val_files=[{inputs}/held_out.jsonl]", "validation.n=3", "validation.max_new_tokens=4"]
+    command += ["model.dtype=fp32"]
     command += ["trainer.device=cpu", "data.max_prompt_tokens=16", *settings]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
