@@ -15,9 +15,7 @@ import pytest
 
 from mega_rl.operations.launcher import channel
 from mega_rl.operations.launcher.channel import MAGIC, Channel, ChannelLost, Door, Joining, connect
-from mega_rl.operations.launcher.ranks import Assignment
 from mega_rl.operations.launcher.store import listen
-from mega_rl.untrusted import read_record
 from tests.unit_tests.operations.launcher.programs import wait_until
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -151,18 +149,6 @@ def test_client_trusts_no_other_server(listener: socket.socket, answer: bytes, e
         connect("127.0.0.1", port_of(listener), KEY, ME)
 
 
-def test_orders_that_come_with_the_welcome_are_kept(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    door, joined = Door(listener, KEY), []
-    thread = threading.Thread(target=lambda: joined.append(connect("127.0.0.1", port_of(listener), KEY, ME)))
-    monkeypatch.setattr(
-        Channel, "keep_alive", lambda channel: channel._own == b"s" and channel.send({"type": "finish"})
-    )
-    thread.start()
-    wait_until(lambda: door.arrivals() != [])
-    thread.join()
-    assert received(joined[0]) == [{"type": "finish"}]
-
-
 def test_strangers_do_not_keep_launchers_out(
     listener: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,11 +183,3 @@ def test_strangers_do_not_keep_launchers_out(
 def call(address: tuple[str, int], key: bytes, joining: Joining) -> None:
     with contextlib.suppress(ChannelLost, OSError):
         connect(*address, key, joining)
-
-
-@pytest.mark.parametrize("changes", [{"nproc": None}, {"nproc": True}, {"master_addr": 3}])
-def test_malformed_order_is_refused(changes: dict[str, object]) -> None:
-    assignment = Assignment(2, 1, 3, 8, "h", 29500, "auto")
-    assert read_record(Assignment, json.loads(json.dumps(vars(assignment)))) == assignment
-    with pytest.raises(ValueError, match="must be of type"):
-        read_record(Assignment, {**vars(assignment), **changes})
