@@ -40,8 +40,8 @@ OPTIONAL = (
 KERNELS = {"transformer-engine-cu13": "13", "transformer-engine-cu12": "12"}  # package -> CUDA release
 
 
-def report(*, verbose: bool = False) -> Iterator[str]:
-    """Yield the lines of the report, section by section. verbose: each patch of Megatron-Core, with its reason."""
+def report() -> Iterator[str]:
+    """Yield the lines of the report, section by section."""
     yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"mega_rl              {mega_rl.__version__}"
     for name in CORE:
@@ -56,7 +56,11 @@ def report(*, verbose: bool = False) -> Iterator[str]:
     yield _sglang_line()
     yield f"{'sandbox':<20} {_no_sandbox() or 'bubblewrap works: programs can be run for rewards'}"
     yield ""
-    yield from _patches(verbose=verbose)
+    if not _no_cuda():
+        yield "Megatron-Core runs unpatched."
+    elif not megatron_core.problem():
+        release = megatron_core.installed_release()
+        yield f"{len(patches(release))} patches of Megatron-Core {release.series}, which make it run without CUDA"
 
 
 def _how_to_install(name: str) -> str:
@@ -94,19 +98,6 @@ def _devices() -> Iterator[str]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         yield f"cuda:{index:<15} {properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-
-
-def _patches(*, verbose: bool) -> Iterator[str]:
-    import torch
-
-    if torch.cuda.is_available():
-        yield "Megatron-Core runs unpatched."
-    elif not megatron_core.problem():
-        release = megatron_core.installed_release()
-        made = patches(release)
-        hint = ":" if verbose else f": {len(made)} (mega-rl doctor --verbose lists them)"
-        yield f"Changes to Megatron-Core {release.series} that make it run without CUDA{hint}"
-        yield from (f"  {patch.name:<26} {patch.symbol}: {patch.reason}" for patch in made if verbose)
 
 
 def missing(names: Sequence[str]) -> Iterator[str]:

@@ -125,9 +125,7 @@ def test_report_lists_everything(capfd: pytest.CaptureFixture[str]) -> None:
     for word in ("python ", "torch ", "megatron-core", "cuda", "transformer-engine", "sglang", "wandb"):
         assert word in out
     assert "MISSING" not in out
-    assert out.splitlines()[-1].endswith("(mega-rl doctor --verbose lists them)")
-    assert cli.main(["doctor", "--verbose"]) == 0
-    assert "norms_of_long_tensors" in capfd.readouterr().out
+    assert "patches of Megatron-Core" in out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
