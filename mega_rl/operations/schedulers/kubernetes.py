@@ -67,10 +67,6 @@ class JobSetRun:
     secret: Annotated[
         list[str] | None, typer.Option("--secret", help="Secret whose entries are variables of the ranks.")
     ] = None
-    node_selector: Annotated[
-        list[str] | None, typer.Option("--node-selector", metavar="LABEL=VALUE", help="Label of the nodes to use.")
-    ] = None
-    queue: Annotated[str, typer.Option("--queue", help="Local queue of Kueue, which admits all pods at once.")] = ""
     max_restarts: MaxRestarts = DEFAULT_RESTARTS
     node_restarts: NodeRestarts = 3
 
@@ -115,9 +111,6 @@ def render(run: JobSetRun, facts: RecipeFacts) -> str:
     policy["spec"]["ingress"][0]["from"] = [{"podSelector": {"matchLabels": {LABEL: run.name}}}]
     job_set["spec"]["network"]["subdomain"] = run.name
     job_set["spec"]["failurePolicy"]["maxRestarts"] = run.node_restarts
-    if run.queue:
-        job_set["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = run.queue
-        job_set["spec"]["suspend"] = True  # until Kueue admits it
     job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
     job |= {"completions": run.nodes, "parallelism": run.nodes}
     job["template"]["metadata"] = {"labels": _labels(run)}
@@ -127,8 +120,6 @@ def render(run: JobSetRun, facts: RecipeFacts) -> str:
     container |= _container(run, facts)
     if facts.device != "cpu":
         pod["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    if run.node_selector:
-        pod["nodeSelector"] = pairs("--node-selector", run.node_selector)
     if run.rdma:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # registers memory with the network card
     for number, (path, volume) in enumerate(map(parse_mount, run.mount or ())):
