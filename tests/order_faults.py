@@ -1,4 +1,4 @@
-"""Faults of the order of prompts: measured success, streams, changed shares (see tests/fault_table.py)."""
+"""Faults of the order of prompts: measured success, streams (see tests/fault_table.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ORDER: Table = {
             "right, total = counts.unbind(1)",
         ),
     ],
-    ("order", "data/sampling/test_success.py"): [
+    ("order", "data/test_order.py"): [
         (
             "a visit counts no more than those before it",
             "self.samples[own] = self._memory * self.samples[own] + new[1]",
@@ -55,13 +55,6 @@ ORDER: Table = {
             "                self.success.record(Samples(prompts, rollout, rewards), self.ranks)\n"
             "            rewards = rewards.totals\n",
         ),
-    ],
-    ("order", "data/sampling/test_mixture.py"): [
-        (
-            "other weights begin their order at the first draw",
-            "self._before = self._counts(number, self._other)\n            self._begin, self._other = number, None",
-            "self._begin, self._other = 0, None",
-        )
     ],
     ("order", "data/test_stream.py"): [
         (

@@ -15,10 +15,10 @@ from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, SuccessCurriculum
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.data.build import ONLY, build_order, build_streams
+from mega_rl.data.build import ONLY, PromptReader, build_order
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
-from mega_rl.data.sampling.mixture import shares_of
+from mega_rl.data.order import shares_of
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.preflight.run import check_data, check_validation
 from mega_rl.plan.setup import smallest_world
@@ -105,8 +105,8 @@ def _streams(config: Config, tokens: Tokens, vocab_size: int, columns: RewardCol
     weights = {name: source.weight for name, source in config.data.mixture.named().items()}
     shares = shares_of(weights) if weights else {ONLY: 1}
     drawn = config.trainer.steps * config.trainer.prompts_per_step
-    streams = build_streams(config.data, config.trainer, tokens.tokenizer, vocab_size=vocab_size, columns=columns)
-    for name, reader in streams:
+    reader_of = PromptReader(config.data, tokens.tokenizer, vocab_size, columns)
+    for name, reader in reader_of.streams(config.trainer.seed):
         title, own = name or "train", reader.first_block()
         share = shares[name] / sum(shares.values())
         draws = {"weight": weights.get(name), "share": share, "draws": round(share * drawn)}
