@@ -19,12 +19,6 @@ def test_list_gives_each_recipe_a_line_with_its_summary(
         assert [text for _, text in rows] == [packaged.summary(packaged.file_of(name)) for name in packaged.names()]
 
 
-def test_list_fits_a_narrow_terminal(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(["recipes"]) == 0
-    assert max(map(len, capfd.readouterr().out.splitlines())) <= 80
-
-
 def test_show_prints_the_file(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes", "show", "quickstart"]) == 0
     assert capfd.readouterr().out == packaged.file_of("quickstart").read_text()
