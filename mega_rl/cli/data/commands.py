@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.options import Json, Overrides, Recipe
+from mega_rl.cli.options import Overrides, Recipe
 from mega_rl.cli.quickstart.word_problems import make_problems, write_problems
 from mega_rl.data.columns import RowColumns, RowProblem
 from mega_rl.data.hub.names import FolderName, Role, dataset_name, folder_name
@@ -90,7 +90,6 @@ def show(
     recipe: Recipe,
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option("--prompts", min=0, help="Prompts of each set that are shown.")] = 2,
-    as_json: Json = False,
 ) -> None:
     """Show the sets of prompts of a recipe: rows, tokens, shares, and how many epochs of each the run draws.
 
@@ -98,9 +97,8 @@ def show(
     """
     from mega_rl.cli.data.overview import show_prompts
 
-    if not as_json:
-        progress.show_progress()
-    show_prompts(recipe, overrides or [], prompts=prompts, as_json=as_json)
+    progress.show_progress()
+    show_prompts(recipe, overrides or [], prompts=prompts)
 
 
 def _add(name: str, problems: ProblemSet, summary: str) -> None:

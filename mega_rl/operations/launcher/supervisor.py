@@ -53,10 +53,7 @@ class RunFailure:
 
 
 def failure_of(ends: Sequence[RankEnd], *, world_size: int) -> RunFailure | None:
-    """Return why a run has failed, from its ranks' ends in their order; None without failure.
-
-    A user's mistake comes first, ranks that other ranks brought down last.
-    """
+    """Return why a run has failed, from its ranks' ends in their order; None without failure."""
     failures = [end for end in ends if end.code]
     mistakes = [end for end in failures if end.code == UserError.exit_code]
     own = [end for end in failures if end.code not in INNOCENT]
@@ -85,10 +82,7 @@ def ending(exit_code: int) -> str:
 
 
 def stop_code(ends: Sequence[RankEnd], number: int) -> int:
-    """Return a stopped run's exit code: 128 + signal, unless a rank failed otherwise.
-
-    A run that had come to its end has ended well.
-    """
+    """Return a stopped run's exit code: 128 + signal, unless a rank failed otherwise."""
     codes = [_exit_code(end) for end in ends]
     others = [code for code in codes if code not in (0, 128 + number, 128 + signal.SIGKILL, *STOPPED, *INNOCENT)]
     return 0 if ends and not any(codes) else next(iter(others), 128 + number)

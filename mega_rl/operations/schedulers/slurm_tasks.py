@@ -13,20 +13,14 @@ STEP_STRIDE = 97  # ports between steps of one job, which may run at the same ti
 
 
 def is_one_of_several(environment: Mapping[str, str]) -> bool:
-    """Return whether this process is one of several tasks, without a launcher for ranks.
-
-    A batch script has the variables of task 0 too, but no step.
-    """
+    """Return whether this process is one of several tasks of a step, without a launcher for ranks."""
     if "RANK" in environment or "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
         return False
     return environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for a task, which becomes the rank of its number.
-
-    Raises UserError for variables that Slurm would not set so, and for tasks that are not numbered node by node.
-    """
+    """Return torchrun's variables for a task, which becomes the rank of its number."""
     names = ("STEP_NUM_TASKS", "STEP_NUM_NODES", "PROCID", "NODEID", "LOCALID", "JOB_ID", "STEP_ID", "STEP_NODELIST")
     values = [environment.get(f"SLURM_{name}", "") for name in names]
     if not all(re.fullmatch(r"[0-9]{1,10}", value, re.ASCII) for value in values[:-1]):
@@ -52,10 +46,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first host of a list as Slurm writes it: `gpu001-ib` of `gpu[001-004,007]-ib,login1`.
-
-    Raises UserError for anything that Slurm would not have written.
-    """
+    """Return the first host of a list as Slurm writes it: `gpu001-ib` of `gpu[001-004,007]-ib,login1`."""
     first = re.match(r"(?:[A-Za-z0-9._-]+|\[[0-9,-]+\])+(?=,|$)", hosts[:1000])
     name = "" if first is None else re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", first[0])
     if not name or "[" in name:
@@ -67,8 +58,6 @@ def become_rank(environment: MutableMapping[str, str] | None = None) -> None:
     """Set torchrun's variables in a task of a step of several; otherwise change nothing.
 
     MASTER_ADDR and MASTER_PORT that a script has set stay: the network of the ranks may have other names.
-
-    environment: default: that of the process. Raises UserError, see `rank_variables`.
     """
     given = os.environ if environment is None else environment
     if is_one_of_several(given):
