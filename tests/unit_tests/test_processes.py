@@ -105,7 +105,7 @@ def test_end_asks_first_and_then_kills() -> None:
 
 def test_child_dies_with_its_killed_parent() -> None:
     with Child("parent", python(PARENT), streams=OUTPUT) as parent:
-        inner = int(next(parent.lines(within_s=20.0)))
+        inner = int(next(parent.lines()))
         assert not is_gone(inner)
         parent.signal(signal.SIGKILL)
         assert wait_until(lambda: is_gone(inner))
