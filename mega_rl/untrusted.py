@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
@@ -119,9 +120,8 @@ def fault(where: str | Path, key: str, value: Any, rule: str) -> str:
 
 def limited(problems: list[str], where: str | Path) -> list[str]:
     """Return the first `MAX_FAULTS` problems, and a line with the number of the rest."""
-    if len(problems) <= MAX_FAULTS:
-        return problems
-    return [*problems[:MAX_FAULTS], f"{where}: {len(problems) - MAX_FAULTS} more faults like these"]
+    more = len(problems) - MAX_FAULTS
+    return problems if more <= 0 else [*problems[:MAX_FAULTS], f"{where}: {more} more faults like these"]
 
 
 def shown(value: Any) -> str:
@@ -154,18 +154,13 @@ def is_shape(value: Any) -> TypeGuard[list[int]]:
 
 def is_checksum(value: Any) -> TypeGuard[str]:
     """Return whether a value is 16 lower-case hexadecimal digits."""
-    return isinstance(value, str) and len(value) == 16 and all(digit in "0123456789abcdef" for digit in value)
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) is not None
 
 
 def is_tensor_name(value: Any) -> TypeGuard[str]:
     """Return whether a value may name a tensor: short, printable, and a relative path without . and .. parts."""
-    return (
-        isinstance(value, str)
-        and 0 < len(value) <= 1024
-        and value.isprintable()
-        and "\\" not in value
-        and all(part not in ("", ".", "..") for part in value.split("/"))
-    )
+    named = isinstance(value, str) and len(value) <= 1024 and value.isprintable() and "\\" not in value
+    return named and not {"", ".", ".."} & {*value.split("/")}
 
 
 def read_record(kind: type[Record], value: object) -> Record:
