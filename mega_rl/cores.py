@@ -36,10 +36,7 @@ def processors() -> set[int]:
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Return each rank's share, at least 1, of the physical cores that this process may use.
-
-    The affinity and a container's limit, rounded up, restrict them.
-    """
+    """Return each rank's share, at least 1, of the physical cores that this process may use."""
     allowed = len(processors())
     usable = min(psutil.cpu_count(logical=False) or allowed, allowed, _container_limit() or allowed)
     return max(1, usable // local_ranks)

@@ -115,10 +115,7 @@ class Child:
             yield line.decode(errors="replace").rstrip("\r\n")
 
     def wait(self, within_s: float = math.inf) -> int:
-        """Wait for the end and return the exit code; the process id is free afterwards.
-
-        Raises ChildDeadlineError after `within_s` seconds.
-        """
+        """Wait for the end and return the exit code; the process id is free afterwards."""
         try:
             return self._process.wait(None if within_s == math.inf else within_s)
         except subprocess.TimeoutExpired:
@@ -202,10 +199,7 @@ def blocked(numbers: Collection[int]) -> Iterator[None]:
 
 
 def die_with_parent(parent: int, number: int) -> None:
-    """Let the kernel send this process a signal when the thread that started it ends.
-
-    Call it first thing in a child, with the parent's process id: if the parent has already ended, it exits.
-    """
+    """Let the kernel send this process a signal when the thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(128 + number)

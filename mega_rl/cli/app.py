@@ -152,11 +152,7 @@ def entry_point(arguments: Sequence[str] | None = None) -> None:
 
 
 def _end(codes: Sequence[int]) -> None:
-    """End the program with the last code, without the interpreter's teardown.
-
-    The teardown would walk half a million objects of PyTorch and Megatron-Core, a silent two seconds after the last
-    line, and destroy groups, streams and extension modules in an order that their libraries do not always survive.
-    """
+    """End the program with the last code, without the interpreter's slow teardown, which not all libraries survive."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it

@@ -1,7 +1,4 @@
-"""Report of `mega-rl doctor` on this machine: versions, devices, optional packages and their replacements.
-
-With `--require` it is a smoke test instead: of an image when it is built, of a container when it starts.
-"""
+"""Report of `mega-rl doctor` on this machine: versions, devices, optional packages; `--require` is a smoke test."""
 
 from __future__ import annotations
 
@@ -101,10 +98,7 @@ def _devices() -> Iterator[str]:
 
 
 def missing(names: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each requirement that is absent or does not load, with the reason.
-
-    Raises UserError for no name and for unknown names, before any check.
-    """
+    """Yield a line for each requirement that is absent or does not load, with the reason."""
     unknown = sorted(set(names) - REQUIREMENTS.keys())
     if unknown or not names:
         given = f"{', '.join(unknown)}: no such requirement" if unknown else "names nothing"

@@ -85,10 +85,7 @@ class LaunchOptions:
             key_of(environment)
 
     def launch(self, program: Sequence[str], *, run_dir: str, resume: str) -> Launch:
-        """Return the launch of a program, a module and its arguments, on this node.
-
-        resume: its checkpoint.resume.
-        """
+        """Return the launch of a program, a module and its arguments, on this node."""
         assert self.nproc_per_node is not None
         restarts = DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
         launch = made(Launch, self, program=tuple(program), max_restarts=restarts, run_dir=run_dir, resume=resume)
