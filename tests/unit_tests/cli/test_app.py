@@ -104,14 +104,6 @@ def test_whole_process_says_one_line(program: Sequence[str]) -> None:
     assert_one_line(done.returncode, done.stdout, done.stderr, line)
 
 
-def test_mistakes_are_shown_together(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "engine.megatron.tp=3", "algorithm.loss.dual_clip=1"]) == 2
-    lines = capfd.readouterr().err.splitlines()
-    lines = [line for line in lines if not LOGGED.match(line)]
-    assert len(lines) == 4
-    assert all(line.startswith("error: ") for line in lines)
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -258,14 +250,6 @@ def test_error_of_a_users_file_names_its_place(
         cli.main(["train", *GOOD])
 
 
-@pytest.mark.parametrize("command", ["verify", "bench", "convert", "checkpoint"])
-def test_group_alone_shows_its_help(command: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([command]) == 0
-    alone = capfd.readouterr().out
-    assert cli.main([command, "-h"]) == 0
-    assert capfd.readouterr().out == alone
-
-
 @pytest.mark.parametrize(
     "command", [[], ["train"], ["verify"], ["bench", "learn"], ["convert"], ["convert", "import"], ["checkpoint"]]
 )
@@ -276,14 +260,6 @@ def test_help_cuts_nothing_off(
     assert cli.main([*command, "--help"]) == 0
     out = capfd.readouterr().out
     assert ".." not in out.replace("]...", "").replace("}...", "").replace(",...", "")
-
-
-def test_completion_for_the_shell() -> None:
-    """The shell is the process that called the command."""
-    command = f'"{sys.executable}" -m mega_rl.cli --show-completion; exit $?'
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "_MEGA_RL_COMPLETE" in done.stdout
 
 
 def test_other_ranks_speak_late(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

