@@ -25,7 +25,6 @@ from mega_rl.operations.schedulers.options import (
     RecipeFacts,
     Variables,
     is_below,
-    pairs,
     variables,
 )
 
@@ -82,6 +81,11 @@ def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
         problems.append(f"--name={run.name}: needs at most 42 lower-case letters, digits and dashes, a letter first")
     if not re.fullmatch(r"\S+[@:]\S+", run.image):
         problems.append(f"--image={run.image}: nodes and restarts may get different images; name a tag or a digest")
+    problems += [
+        f"--rdma={text}: needs a device and a number, as rdma/hca=8"
+        for text in run.rdma or ()
+        if not re.fullmatch("[^=]+=[1-9][0-9]*", text)
+    ]
     paths = [path for path, _ in map(parse_mount, run.mount or ())]
     if not is_below(facts.run_dir, paths):
         problems.append(
@@ -133,7 +137,7 @@ def _container(run: JobSetRun, facts: RecipeFacts) -> dict[str, object]:
     resources = {
         "cpu": str(run.cpus or 8 * run.nproc_per_node),
         "memory": run.memory or f"{64 * run.nproc_per_node}Gi",
-        **pairs("--rdma", run.rdma),
+        **{name: count for name, _, count in (text.partition("=") for text in run.rdma or ())},
     }
     resources |= {} if facts.device == "cpu" else {"nvidia.com/gpu": str(run.nproc_per_node)}
     key = {"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}}

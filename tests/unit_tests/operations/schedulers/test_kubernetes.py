@@ -95,6 +95,7 @@ def test_pods_are_restricted_and_only_rdma_locks_memory() -> None:
     [
         ({"name": "Run_1"}, "--name=Run_1: needs at most 42 lower-case letters"),
         ({"name": "a" * 60}, "needs at most 42 lower-case letters"),
+        ({"rdma": ["rdma/hca=many"]}, "--rdma=rdma/hca=many: needs a device and a number"),
         ({"image": "mega_rl"}, "name a tag or a digest"),
         ({"mount": []}, "trainer.run_dir=/runs/a: is lost with its pod"),
         ({"mount": ["pvc:a:/run"]}, "trainer.run_dir=/runs/a: is lost with its pod"),
