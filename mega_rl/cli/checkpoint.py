@@ -119,10 +119,7 @@ def export(
 
 
 def _origin(model: dict[str, Any], folder: Path, role: str) -> Path:
-    """Return the Hugging Face folder that a role's model came from. Raises UserError where it is not there.
-
-    model: the section of the run's config.
-    """
+    """Return the Hugging Face folder that a role's model came from. Raises UserError where it is not there."""
     text = str((model.get("critic_path") if role == "critic" else "") or model.get("path", ""))
     path = checkpoint_folder(text, label="model.path")
     if not text or not (path / "config.json").is_file():

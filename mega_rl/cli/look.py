@@ -104,9 +104,6 @@ def doctor(
             "--require", metavar="NAME,...", help="Instead fail with a line for each of these that is missing: te,cuda."
         ),
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also list the changes that make Megatron-Core run without CUDA.")
-    ] = False,
 ) -> None:
     """List versions, devices and optional packages, and what is used where one is missing; or look at a run.
 
@@ -126,5 +123,5 @@ def doctor(
         lines = list(machine.missing([name for name in require.replace(" ", "").split(",") if name]))
         typer.echo("\n".join(lines) or f"all there: {require}")
         raise typer.Exit(1 if lines else 0)
-    for line in machine.report(verbose=verbose):
+    for line in machine.report():
         typer.echo(line)

@@ -17,8 +17,8 @@ import torch
 
 from mega_rl.config.schema import Origin
 from mega_rl.errors import HungError, RunError, StalledError, UserError
+from mega_rl.processes import Running
 from mega_rl.protocols import Ranks
-from mega_rl.threads import Running
 
 log = logging.getLogger(__name__)
 

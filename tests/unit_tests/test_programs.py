@@ -26,9 +26,8 @@ PROGRAMS = (
     "mega_rl.rollout.sglang.server.launcher",
     "mega_rl.verify.rank",
 )
-# The command line begins again as the user has started it; the harness starts the candidate of a sandbox, whose folder
-# holds nothing else.
-STARTS_PYTHON_ITSELF = ["cli/app.py", "environment.py", "rewards/sandbox/inside/harness.py"]
+# The harness starts the candidate of a sandbox, whose folder holds nothing else.
+STARTS_PYTHON_ITSELF = ["environment.py", "rewards/sandbox/inside/harness.py"]
 # Modules that each program imports, and one that libraries try to.
 NAMES = [
     "argparse",

@@ -18,7 +18,7 @@ from mega_rl.checkpoint.saving.writer import WriterProcess
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, as_bytes
 from mega_rl.disk import SaveError
 from mega_rl.parallel.accelerator.transfer import HostMemory
-from mega_rl.threads import Running
+from mega_rl.processes import Running
 from mega_rl.types import Piece
 
 log = logging.getLogger(__name__)

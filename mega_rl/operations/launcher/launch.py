@@ -102,14 +102,10 @@ def launch(
     servers: AbstractContextManager[Mapping[str, str]] | None = None,
     newest: NewestCheckpoints = lambda run_dir: ("", ""),
 ) -> int:
-    """Run this node's ranks to their last end; return the first failed one's exit code.
+    """Run this node's ranks to their last end; return the exit code: the first failed one's, 128 + signal, or 0.
 
-    0 if all ended well; 128 + signal if a signal to a rank or to this process, which passes it on, ended them.
-
-    Args:
-        variables: environment variables of the ranks, in addition to this process's.
-        servers: keeps servers for later ranks while it is open; yields variables of the ranks.
-        newest: finds checkpoints to restart from.
+    variables: of the ranks, in addition to this process's. servers: keeps servers for later ranks while it is open;
+    yields variables of the ranks. newest: finds checkpoints to restart from.
     """
     with StopSignals() as stop, servers or nullcontext({}) as kept:
         variables = {**os.environ, **kept, **(variables or {})}

@@ -300,7 +300,7 @@ def checked(config: Config, *, world_size: int | None, out: str, launchers: int 
         )
     own = evaluation_config(config, world_size=size, out=out)
     if not (own.data.val_files or own.validation.sets):
-        raise UserError("there are no prompts to evaluate on; name a file, as --data gsm8k=gsm8k_test.jsonl")
+        raise UserError("there are no prompts to evaluate on; name a file, as validation.sets.gsm8k=gsm8k_test.jsonl")
     return check_run(own, world_size=size, launchers=launchers, trains=False)
 
 
