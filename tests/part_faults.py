@@ -54,8 +54,8 @@ PARTS = (
     fault(
         "parts",
         "a part that others lack is dropped",
-        "new = [name for name in names if name not in settled]",
-        "new: list[str] = []",
+        "if names != own:",
+        "if not {*own} <= {*names}:",
         WORKER,
     ),
     fault(

@@ -122,7 +122,7 @@ class NotAScoreError(ValueError):
     """A value is not a score; the message shows it and says why."""
 
 
-def ignore(what: str) -> None:
+def ignore(what: object) -> None:
     """Take a report that nobody reads."""
 
 
@@ -140,13 +140,14 @@ def as_score(value: object) -> Score:
         return None
     if not isinstance(value, Mapping):
         return _as_number(value, f"{shortened(value)}, which")
+    for name in value:
+        if not (isinstance(name, str) and name.isascii() and name.isidentifier()) or name in TAKEN:
+            raise NotAScoreError(
+                f"{shortened(value)}, whose part {shortened(name)} is not named by letters, digits, _, or has the name "
+                "of another metric; rename it"
+            )
     if not value:
         raise NotAScoreError("{}, which has no part")
-    for name in value:
-        if not (isinstance(name, str) and name.isascii() and name.isidentifier()):
-            raise NotAScoreError(f"{shortened(value)}, whose part {shortened(name)} is not named by letters, digits, _")
-        if name in TAKEN:
-            raise NotAScoreError(f"{shortened(value)}, whose part {name!r} has the name of another metric; rename it")
     return {name: _as_number(value[name], f"{shortened(value)}, whose part {name!r}") for name in sorted(value)}
 
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +20,7 @@ from mega_rl.protocols import Ranks, RolloutSource
 from mega_rl.rewards.build import RunRewards, build_rewards
 from mega_rl.rewards.builtin import RewardFunction, final_answer
 from mega_rl.rewards.model import TokenRows, token_rows
-from mega_rl.rewards.role import UsersAnswers
+from mega_rl.rewards.role import answers_together
 from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.trainer.assemble.data import ReadSource, Tokens, load_data_source, load_tokenizer, read_tokens
 from mega_rl.trainer.assemble.plan import RunPlan, plan_run
@@ -130,7 +131,8 @@ def load_answers(config: Config, world: Ranks) -> AnswersOf:
     setting = f"validation.answer_of={spec!r}"
     if not callable(function):
         raise UserError(f"{setting}: is of type {type(function).__name__}, not a function")
-    return UsersAnswers(function, setting=setting, everyone=world, timeout_s=config.trainer.timeout_s)
+    timeout_s = config.trainer.timeout_s
+    return partial(answers_together, function, setting=setting, everyone=world, timeout_s=timeout_s)
 
 
 def last_answer(response: str) -> str | None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from mega_rl.parallel.comm import GroupRanks
-from mega_rl.rewards.role import UsersAnswers
+from mega_rl.rewards.role import answers_together
 
 
 def answers_on(rank: int) -> list[object]:
@@ -29,9 +29,11 @@ def answers_on(rank: int) -> list[object]:
 
     results: list[object] = []
     for function, timeout_s in ((str.upper, 60.0), (fails, 60.0), (counts, 60.0), (hangs, 0.5)):
-        answers = UsersAnswers(function, setting="answer_of=a.py:f", everyone=everyone, timeout_s=timeout_s)
+        texts = ["a", "b"] if rank == 0 else ["c"]
         try:
-            results.append(answers(["a", "b"] if rank == 0 else ["c"]))
+            results.append(
+                answers_together(function, texts, setting="answer_of=a.py:f", everyone=everyone, timeout_s=timeout_s)
+            )
         except (ValueError, RuntimeError) as error:
             results.append(f"{type(error).__name__}: {error}")
     return results

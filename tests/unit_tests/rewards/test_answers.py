@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.rewards.role import UsersAnswers
+from mega_rl.rewards.role import answers_together
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.rewards.answers_on_ranks import answers_on
 
@@ -18,8 +19,10 @@ def test_a_failure_on_one_rank_ends_all() -> None:
     assert (first[0], second[0]) == (["A", "B"], ["C"])
     for outcomes in (first, second):
         assert outcomes[1].startswith("UserError: answer_of=a.py:f: failed for a response: ZeroDivisionError")
-        assert outcomes[2] == "UserError: answer_of=a.py:f: returned int; it must return a string, or None for none"
-        assert outcomes[3].endswith("rank 1: answer_of=a.py:f has not returned for 0.5 s (trainer.timeout_s)")
+        assert outcomes[2] == "UserError: answer_of=a.py:f: returned int; it must return a string, or None"
+        assert outcomes[3].endswith(
+            "rank 1: answer_of=a.py:f has not returned for 0.5 s (trainer.timeout_s): it reads a response"
+        )
     assert first[3].startswith("StalledError: ")
     assert second[3].startswith("HungError: ")
 
@@ -31,9 +34,9 @@ def test_the_function_runs_on_the_main_thread_and_may_find_no_answer() -> None:
         assert threading.current_thread() is threading.main_thread()
         return response or None
 
-    answers = UsersAnswers(answer, setting="answer_of", everyone=SingleRank(), timeout_s=60.0)
-    assert answers(["7", ""]) == ["7", None]
-    assert answers([]) == []
+    read = partial(answers_together, setting="answer_of", everyone=SingleRank(), timeout_s=60.0)
+    assert read(answer, ["7", ""]) == ["7", None]
+    assert read(answer, []) == []
 
 
 def test_what_leaves_the_program_is_a_users_mistake() -> None:
@@ -41,4 +44,4 @@ def test_what_leaves_the_program_is_a_users_mistake() -> None:
         raise SystemExit(3)
 
     with pytest.raises(UserError, match="answer_of: failed for a response: SystemExit: 3"):
-        UsersAnswers(leaves, setting="answer_of", everyone=SingleRank(), timeout_s=60.0)(["a"])
+        answers_together(leaves, ["a"], setting="answer_of", everyone=SingleRank(), timeout_s=60.0)

@@ -18,7 +18,7 @@ from mega_rl.rewards.builtin import (
     number_match,
     resolve,
 )
-from mega_rl.rewards.call import load_call
+from mega_rl.rewards.call import load_functions
 
 GSM8K = "She sells 16 - 3 = <<16-3=13>>13 eggs.\nShe earns 13 * 100 = $<<13*100=1300>>1300.\n#### 1,300"
 
@@ -291,7 +291,7 @@ def test_user_functions(user_file: Path) -> None:
 )
 def test_specs_that_name_nothing(user_file: Path, spec: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected) as error:
-        load_call(spec.replace("FILE", str(user_file)))
+        load_functions(spec.replace("FILE", str(user_file)))
     assert "\n" not in str(error.value)
 
 
