@@ -59,7 +59,7 @@ def _keep(worker: int) -> int:
     poll.register(sys.stdin.fileno(), 0)  # its other end, which is the rank's
     poll.register(os.pidfd_open(worker), select.POLLIN)
     poll.poll()
-    code, end = 0, time.monotonic() + END_S
+    statuses, end = dict[int, int](), time.monotonic() + END_S
     while time.monotonic() < end:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(worker, signal.SIGKILL)
@@ -68,12 +68,11 @@ def _keep(worker: int) -> int:
                 child.kill()
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == worker:
-                    code = os.waitstatus_to_exitcode(ended[1])
+                statuses[ended[0]] = ended[1]
         except ChildProcessError:
             break
         time.sleep(0.002)
-    return code
+    return os.waitstatus_to_exitcode(statuses.get(worker, 0))
 
 
 def _work() -> None:
