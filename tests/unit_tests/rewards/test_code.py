@@ -176,7 +176,6 @@ def test_results_are_compared_by_type_and_value(given: Any, expected: Any, same:
         ("```python\nprint(1)\n```", "print(1)\n"),
         ("a\n```py\nx\n```\nb\n```\ny\n```\nc", "y\n"),
         ("```python\nx\n```\n```json\n{}\n```", "x\n"),
-        ("~~~python\nx\n~~~", "x\n"),
         ("````\n```\nx\n```\n````", "```\nx\n```\n"),
         ("  ```Python3 title\n  x\n  ```", "  x\n"),
         ("```python\nx = '''```'''\n```", "x = '''```'''\n"),
@@ -263,7 +262,7 @@ def in_block(program: str) -> str:
 def test_scores_are_shares_or_all_or_nothing(program: str, share: float, whole: float) -> None:
     local_sandbox()
     for score, expected in (("share", share), ("all", whole)):
-        function = resolve(specification(LocalSandboxConfig(score=score, parallel=2)))
+        function = resolve(specification(LocalSandboxConfig(score=score)))
         assert function(in_block(program), TESTS) == expected
 
 
@@ -272,7 +271,7 @@ def test_a_response_without_a_program_scores_0_and_starts_nothing() -> None:
         def run(self, program: str, stdin: bytes, *, timeout_s: float) -> Execution:
             raise AssertionError
 
-    function = CodeTests(Broken(), 1.0, 2.0, 1, all_or_nothing=False)
+    function = CodeTests(Broken(), 1.0, 2.0, all_or_nothing=False)
     assert function("print(1)", TESTS) == 0.0
 
 
@@ -291,13 +290,13 @@ class Slow:
 
 def test_cases_that_have_not_begun_in_time_have_failed() -> None:
     sandbox = Slow(0.2)
-    assert CodeTests(sandbox, 1.0, 0.5, 1, all_or_nothing=False)(in_block("right"), TESTS) == 0.5
+    assert CodeTests(sandbox, 1.0, 0.5, all_or_nothing=False)(in_block("right"), TESTS) == 0.5
     assert sandbox.runs == 3
 
 
 def test_of_all_or_nothing_the_first_failure_is_the_last_run() -> None:
     sandbox = Slow(0.0)
-    assert CodeTests(sandbox, 1.0, 5.0, 1, all_or_nothing=True)(in_block("wrong"), TESTS) == 0.0
+    assert CodeTests(sandbox, 1.0, 5.0, all_or_nothing=True)(in_block("wrong"), TESTS) == 0.0
     assert sandbox.runs == 1
 
 
@@ -325,7 +324,7 @@ def test_a_sandbox_that_fails_gives_no_score() -> None:
         def run(self, program: str, stdin: bytes, *, timeout_s: float) -> Execution:
             raise SandboxError("no namespaces")
 
-    outcome = score(called(CodeTests(Broken(), 1.0, 2.0, 1, all_or_nothing=False)), "x")
+    outcome = score(called(CodeTests(Broken(), 1.0, 2.0, all_or_nothing=False)), "x")
     assert isinstance(outcome, RewardFailure)
     assert "SandboxError: no namespaces" in outcome.what
 
