@@ -10,10 +10,8 @@ import json
 import random
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -54,47 +52,34 @@ def find_service(url: str, key_file: str, section: str = "reward.source") -> Ser
     Raises:
         UserError: no address, or one with a password; a key that others can read, or that would travel unencrypted.
     """
-    host = _host(url, section)
+    try:
+        parts = urlsplit(url)
+        host, named = parts.hostname, parts.username is not None or parts.password is not None
+        legal = parts.scheme in ("http", "https") and parts.port != 0 and url.isprintable() and " " not in url
+    except ValueError:
+        host, named, legal = None, False, False
+    if not host or named or not legal:
+        raise UserError(
+            f"{section}.url: legal: http://host:port/path or https://host/path, without user and password (addresses are "
+            f"logged); use {section}.key_file"
+        )
     if not key_file:
         return Service(url)
-    if url.startswith("http://") and not is_loopback(host):
+    if parts.scheme == "http" and not is_loopback(host):
         raise UserError(
             f"{section}.url={url!r} with {section}.key_file: the key would travel unencrypted to {host}; use "
             "https://, or a tunnel that ends on 127.0.0.1"
         )
     path = Path(key_file)
     try:
-        mode = path.stat().st_mode
-        if mode & 0o077:
-            raise UserError(
-                f"{section}.key_file: {path}: others than its owner may read it (mode {mode & 0o777:o}); chmod 600 "
-                f"{path}"
-            )
-        key = path.read_text("utf-8").strip()
+        mode, key = path.stat().st_mode, path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{section}.key_file: {path}: cannot be read: {type(error).__name__}; it holds one line"
-        ) from None
+        raise UserError(f"{section}.key_file: {path}: cannot be read: {type(error).__name__}") from None
+    if mode & 0o077:
+        raise UserError(f"{section}.key_file: {path}: others than its owner may read it; chmod 600 {path}")
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise UserError(f"{section}.key_file: {path}: must hold one key of printable ASCII characters without spaces")
     return Service(url, key)
-
-
-def _host(url: str, section: str) -> str:
-    if not url.isprintable() or " " in url:
-        raise UserError(f"{section}.url={url!r}: holds white space or other characters that no address has; quote them")
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise UserError(f"{section}.url={url!r}: {error}; write it as http://host:port/path") from None
-    if parts.scheme not in ("http", "https") or not host:
-        raise UserError(f"{section}.url={url!r}: legal: http://host:port/path or https://host/path")
-    if parts.username is not None or parts.password is not None:
-        raise UserError(
-            f"{section}.url: names a user or password for {host}, and addresses are logged; use {section}.key_file"
-        )
-    return host
 
 
 class PostError(Exception):
@@ -134,80 +119,50 @@ class Poster:
 
     async def post(self, body: bytes, *, limit: int) -> bytes:
         """Return the body, at most `limit` bytes, of a 200. Raises PostError."""
-        failures: list[str] = []
+        said = "no answer"
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._answer(body, failures, limit)
+                for number in range(self._tries):
+                    status, asked, content = await self._exchange(body, limit)
+                    if status == 200 and len(content) <= limit:
+                        return content
+                    if status == 200:
+                        raise PostError(f"an answer of more than {limit} bytes")
+                    said = f"HTTP {status}: {self.readable(content)}" if status else content.decode()
+                    if status and status not in TRIED_AGAIN and status < 500:
+                        raise PostError(said)
+                    pause_s = min(MAX_PAUSE_S, self._pause_s * 2**number) * self._jitter.uniform(0.5, 1.0)
+                    if number + 1 < self._tries:
+                        await asyncio.sleep(max(pause_s, float(asked[:9]) if asked.isdigit() else 0.0))
         except TimeoutError:
-            raise PostError(
-                f"no answer to try {len(failures) + 1} of {self._tries} in {self._limit}{_last(failures)}"
-            ) from None
+            raise PostError(f"no scores in {self._limit}; the last answer: {said}") from None
+        raise PostError(f"all {self._tries} tries failed; the last failure: {said}")
 
-    async def _answer(self, body: bytes, failures: list[str], limit: int) -> bytes:
-        """Return the body of a 200; failed tries before it go to `failures`. Raises PostError."""
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            asked_s = 0.0
-            try:
-                status, headers, content = await self._exchange(body, limit)
-            except httpx.TransportError as error:
-                failures.append(f"{type(error).__name__}: {error or 'the connection ended'}")
-            else:
-                if status == 200 and len(content) > limit:
-                    raise PostError(f"an answer of more than {limit} bytes{_last(failures)}")
-                if status == 200:
-                    return content
-                said = f"HTTP {status}: {self.readable(content)}"
-                if status not in TRIED_AGAIN and status < 500:
-                    hint = "; redirects are not followed" if 300 <= status < 400 else ""
-                    raise PostError(said + hint + _last(failures))
-                failures.append(said)
-                asked_s = _retry_after_s(headers)
-            if len(failures) == self._tries:
-                raise PostError(f"all {self._tries} tries failed{_last(failures)}")
-            usual_s = min(MAX_PAUSE_S, self._pause_s * 2 ** (len(failures) - 1)) * self._jitter.uniform(0.5, 1.0)
-            pause_s = max(asked_s, usual_s)
-            if time.monotonic() + pause_s >= deadline:
-                raise PostError(f"the next try would be in {pause_s:.3g} s, past {self._limit}{_last(failures)}")
-            await asyncio.sleep(pause_s)
+    async def _exchange(self, body: bytes, limit: int) -> tuple[int, str, bytes]:
+        """Return (status, Retry-After, body) of the answer; of a failed connection 0, and why it failed.
 
-    async def _exchange(self, body: bytes, limit: int) -> tuple[int, Mapping[str, str], bytes]:
-        """Return (status, headers, body) of the answer; the body is cut soon after its length limit."""
+        The body is cut soon after its length limit.
+        """
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # nothing to unpack, no bombs
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         # No proxy and no netrc: texts and key go only to the service. A limit per read would let a slow drip live.
         client = httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None)
-        async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
-            content = bytearray()
-            async for chunk in response.aiter_raw():
-                content += chunk
-                if len(content) > (limit if response.status_code == 200 else REFUSAL_BYTES):
-                    break
-            return response.status_code, response.headers, bytes(content)
+        content = bytearray()
+        try:
+            async with client, client.stream("POST", self._url, content=body, headers=headers) as response:
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > (limit if response.status_code == 200 else REFUSAL_BYTES):
+                        break
+                return response.status_code, response.headers.get("Retry-After", ""), bytes(content)
+        except httpx.TransportError as error:
+            return 0, "", f"{type(error).__name__}: {error or 'the connection ended'}".encode()
 
     def readable(self, content: bytes) -> str:
         """Return the start of an answer as text, without the key."""
         text = " ".join(content.decode(errors="replace").split())
         return shortened(text.replace(self._key, "***") if self._key else text)
-
-
-def _last(failures: list[str]) -> str:
-    return f"; the last failure: {failures[-1]}" if failures else ""
-
-
-def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds that the service asks to wait, given as a number or a date."""
-    text = headers.get("Retry-After", "").strip()
-    if text.isascii() and text.isdigit():
-        return float(text[:9])
-    try:
-        date = parsedate_to_datetime(text)
-    except (TypeError, ValueError):
-        return 0.0
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=UTC)
-    return max(0.0, (date - datetime.now(UTC)).total_seconds())
 
 
 class HttpRewards:
@@ -248,12 +203,11 @@ class HttpRewards:
         try:
             answer = json.loads(content)
         except (ValueError, RecursionError):
-            raise self._failure(f"an answer that is no JSON: {self._poster.readable(content)}", batch) from None
+            answer = None
         scores = answer.get("scores") if isinstance(answer, dict) else None
-        if not isinstance(scores, list):
-            raise self._failure(f'an answer without a list "scores": {self._poster.readable(content)}', batch)
-        if len(scores) != len(batch):
-            raise self._failure(f"{len(scores)} scores for {len(batch)} responses", batch)
+        if not isinstance(scores, list) or len(scores) != len(batch):
+            said = self._poster.readable(content)
+            raise self._failure(f'an answer without a list "scores" of {len(batch)} scores: {said}', batch)
         read: list[Outcome] = []
         for item, value in zip(batch, scores, strict=True):
             try:

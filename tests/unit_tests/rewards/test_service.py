@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -242,19 +241,17 @@ def test_nobody_is_there() -> None:
 def test_other_answers_are_final(status: int) -> None:
     message, service, _ = failing(lambda number, post: Answer(b"", status=status, headers={"Location": "/other"}))
     assert f"HTTP {status}: ''" in message
-    assert ("redirects are not followed" in message) == (status == 302)
     assert len(service.posts) == 1
 
 
-@pytest.mark.parametrize("asked", ["40 s", "1", "date"])
+@pytest.mark.parametrize("asked", ["40 s", "1"])
 def test_retry_after_is_kept(asked: str) -> None:
-    """In seconds or as a date; what is neither is no request to wait."""
+    """In seconds; anything else is no request to wait."""
     times: list[float] = []
 
     def answer(number: int, post: Post) -> Answer:
         times.append(time.monotonic())
-        text = formatdate(time.time() + 2, usegmt=True) if asked == "date" else asked  # a date has whole seconds
-        return lengths(post) if number else Answer(status=429, headers={"Retry-After": text})
+        return lengths(post) if number else Answer(status=429, headers={"Retry-After": asked})
 
     with serving(answer) as service:
         assert client(service.url).score(some(1)) == [0.0]
@@ -263,21 +260,12 @@ def test_retry_after_is_kept(asked: str) -> None:
     assert waited > 0.9 or asked == "40 s"
 
 
-def test_a_wait_past_the_deadline_is_not_begun() -> None:
-    message, service, seconds = failing(
-        lambda number, post: Answer(status=429, headers={"Retry-After": "60"}), timeout_s=3.0
-    )
-    assert "the next try would be in 60 s, past reward.source.timeout_s=3; the last failure: HTTP 429" in message
-    assert len(service.posts) == 1
-    assert seconds < 2
-
-
 @pytest.mark.parametrize(
     "answer", [Answer(wait_s=30.0), Answer(b" " * 1000, drip_s=0.05)], ids=["silent", "byte by byte"]
 )
 def test_the_deadline_holds(answer: Answer) -> None:
     message, service, seconds = failing(lambda number, post: answer, timeout_s=0.4)
-    assert "no answer to try 1 of 4 in reward.source.timeout_s=0.4" in message
+    assert "no scores in reward.source.timeout_s=0.4; the last answer: no answer" in message
     assert len(service.posts) == 1
     assert 0.35 < seconds < 3
 
@@ -286,7 +274,7 @@ def test_the_deadline_is_one_for_all_tries() -> None:
     message, _, seconds = failing(
         lambda number, post: Answer(b"busy", status=503) if number < 2 else Answer(wait_s=30.0), timeout_s=0.6
     )
-    assert "no answer to try 3 of 4 in reward.source.timeout_s=0.6; the last failure: HTTP 503: 'busy'" in message
+    assert "no scores in reward.source.timeout_s=0.6; the last answer: HTTP 503: 'busy'" in message
     assert seconds < 3
 
 
@@ -303,14 +291,12 @@ def test_the_first_batch_that_fails_ends_the_others() -> None:
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        (b"<html>", "an answer that is no JSON: '<html>'"),
-        (b"", "an answer that is no JSON: ''"),
-        (b"[" * 100_000, "an answer that is no JSON: '[["),
-        (b"\x1f\x8b\xff", "an answer that is no JSON"),
-        (b"[1, 2]", "an answer without a list \"scores\": '[1, 2]'"),
+        (b"<html>", "an answer without a list \"scores\" of 2 scores: '<html>' (and 1 more in this request); prompt 0"),
+        (b"[" * 100_000, 'an answer without a list "scores" of 2 scores: \'[['),
+        (b"\x1f\x8b\xff", "an answer without a list"),
+        (b"[1, 2]", "an answer without a list \"scores\" of 2 scores: '[1, 2]'"),
         (b'{"scores": 1}', 'an answer without a list "scores"'),
-        (b'{"scores": [1]}', "1 scores for 2 responses (and 1 more in this request); prompt 0"),
-        (b'{"scores": [1, 2, 3]}', "3 scores for 2 responses"),
+        (b'{"scores": [1]}', "an answer without a list"),
         (b'{"scores": [1, "2"]}', "gave '2', which is not a number; prompt 1: 'p1', response: 'x'"),
         (b'{"scores": [1, []]}', "gave [], which is not a number; prompt 1"),
         (b'{"scores": [true, 1]}', "gave 'true', which is not a number; prompt 0"),
@@ -319,7 +305,7 @@ def test_the_first_batch_that_fails_ends_the_others() -> None:
         (b'{"scores": [1, 1e39]}', "gave 1e+39, which is not finite in float32"),
         (b'{"scores": [1, 1' + b"0" * 400 + b"]}", "is not finite in float32"),
     ],
-    ids=range(15),
+    ids=range(13),
 )
 def test_answers_that_are_no_scores(body: bytes, what: str) -> None:
     message, service, _ = failing(lambda number, post: Answer(body))
@@ -383,13 +369,18 @@ def test_where_a_key_may_go(tmp_path: Path, url: str) -> None:
         ("http://rewards.example/score", "the key would travel unencrypted to rewards.example; use https://"),
         ("http://10.0.0.1:8000", "unencrypted to 10.0.0.1"),
         ("http://localhost.example/", "unencrypted to localhost.example"),
-        ("ftp://x/", r"legal: http://host:port/path"),
-        ("http:///score", r"legal: http://host:port/path"),
-        ("http://h:99999/", "Port out of range"),
-        ("http://h:x/", "Port could not be cast"),
-        ("http://[::1/", "Invalid IPv6 URL"),
-        ("http://h/a b", "white space or other characters"),
-        ("https://me:pass@h/", "names a user or password for h, and addresses are logged; use reward.source.key_file"),
+        *(
+            (url, r"reward.source.url: legal: http://host:port/path or https://host/path, without user")
+            for url in (
+                "ftp://x/",
+                "http:///score",
+                "http://h:99999/",
+                "http://h:x/",
+                "http://[::1/",
+                "http://h/a b",
+                "https://me:pass@h/",
+            )
+        ),
     ],
 )
 def test_where_it_may_not(tmp_path: Path, url: str, why: str) -> None:
@@ -402,8 +393,8 @@ def test_where_it_may_not(tmp_path: Path, url: str, why: str) -> None:
 def test_files_that_hold_no_key(tmp_path: Path) -> None:
     path = tmp_path / "key"
     for text, mode, why in (
-        (KEY, 0o644, "others than its owner may read it (mode 644); chmod 600"),
-        (KEY, 0o640, "mode 640"),
+        (KEY, 0o644, "others than its owner may read it; chmod 600"),
+        (KEY, 0o640, "others than its owner may read it"),
         ("", 0o600, "must hold one key of printable ASCII characters without spaces"),
         ("two\nlines", 0o600, "must hold one key"),
         ("kéy", 0o600, "must hold one key"),
