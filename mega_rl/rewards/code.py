@@ -1,18 +1,7 @@
 """Rewards of programs: `code_tests` runs a response's program against its row's tests, `code_format` only parses it.
 
-A row's tests come in the forms that published data sets have:
-
-| form of the answer, as JSON or as text of JSON | data sets |
-|---|---|
-| {"inputs": [text, ...], "outputs": [text, ...]} or "input", "output" | standard input and output: APPS, TACO, CodeContests |
-| the same with "fn_name": inputs are lists of arguments, or texts of one JSON value a line | calls: APPS, LeetCode, LiveCodeBench |
-| [{"input": text, "output": text}, ...] | LiveCodeBench, Codeforces |
-| [text of assert statements, ...] | MBPP: each is a case |
-| text of Python with assert statements, `check(candidate)` or functions test_... | HumanEval, KodCode: one case |
-| {"test" or "tests" or "test_list": as the two above, "entry_point", "setup"} | |
-
-Imports no torch.
-"""  # noqa: E501
+docs/sandbox.md lists the forms of a row's tests, which are those of published data sets. Imports no torch.
+"""
 
 from __future__ import annotations
 

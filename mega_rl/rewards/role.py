@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 
@@ -19,7 +18,6 @@ from mega_rl.rewards.components import RewardComponents
 from mega_rl.rewards.score import (
     Item,
     Outcome,
-    Report,
     ResponseReader,
     RewardError,
     RewardFailure,
@@ -33,8 +31,6 @@ log = logging.getLogger(__name__)
 
 KINDS = {"timeout": "reward/timeouts", "crash": "reward/crashes", "error": "reward/errors"}
 NAMED = 5  # failed responses in the log of one batch
-
-Result = TypeVar("Result")
 
 
 class TextScorer:
@@ -104,7 +100,21 @@ class TextScorer:
     def _outcomes(self, items: Sequence[Item]) -> list[Outcome]:
         """Return this rank's outcomes; measures their time. Collective; raises the source's error on all ranks."""
 
-        def work(report: Report) -> tuple[list[Outcome], float, RewardError | None]:
+        heard, waits_for = time.monotonic(), "its first response"
+
+        def report(what: str) -> None:
+            nonlocal heard, waits_for
+            heard, waits_for = time.monotonic(), what
+
+        def stalled() -> str | None:
+            if time.monotonic() - heard < self._timeout_s:
+                return None
+            return (
+                f"rank {self._everyone.rank} has scored no response for {self._timeout_s:g} s (trainer.timeout_s): its "
+                f"reward waits for {waits_for}"
+            )
+
+        def work() -> tuple[list[Outcome], float, RewardError | None]:
             begin = time.perf_counter()
             try:
                 outcomes, failure = self._source.score(items, report), None
@@ -112,11 +122,7 @@ class TextScorer:
                 outcomes, failure = [], error
             return outcomes, time.perf_counter() - begin, failure
 
-        message = (
-            f"rank {self._everyone.rank} has scored no response for {self._timeout_s:g} s (trainer.timeout_s): its "
-            "reward waits for "
-        )
-        outcomes, seconds, failure = _watched(work, self._everyone, message, self._timeout_s)
+        outcomes, seconds, failure = run_beside_meetings(work, self._everyone, stalled=stalled)
         raise_together(failure, self._everyone, error=RewardError)
         longest = self._everyone.max(torch.tensor(self._source.longest_s, dtype=torch.float64))
         self._source.longest_s = 0.0
@@ -187,51 +193,24 @@ class AbsentScorer:
         return {}
 
 
-def _watched(work: Callable[[Report], Result], everyone: Ranks, message: str, timeout_s: float) -> Result:
-    """Return the result of work on every rank; collective. Each report of the work restarts a clock of `timeout_s`.
-
-    message: names the work that stands still; ends with what it waits for. Raises StalledError and HungError.
-    """
-    begin, waits_for = time.monotonic(), "its first response"
-
-    def report(what: str) -> None:
-        nonlocal begin, waits_for
-        begin, waits_for = time.monotonic(), what
-
-    def stalled() -> str | None:
-        return None if time.monotonic() - begin < timeout_s else message + waits_for
-
-    return run_beside_meetings(lambda: work(report), everyone, stalled=stalled)
-
-
 def answers_together(
-    function: Callable[[str], object], responses: Sequence[str], *, setting: str, everyone: Ranks, timeout_s: float
+    function: Callable[[str], object], responses: Sequence[str], *, setting: str, everyone: Ranks
 ) -> list[str | None]:
     """Return the answer that a user's function reads of each response of this rank, or None; collective over all ranks.
 
-    setting: names the function in messages, as "validation.answer_of='a.py:f'". timeout_s: a rank that reads one
-    response for so long ends the run.
-
-    Raises:
-        UserError: on every rank, where the function fails on any, or returns anything but a string or None.
-        StalledError: the function does not return.
+    setting: names the function in messages, as "validation.answer_of='a.py:f'". Raises UserError on every rank, where
+    the function fails on any, or returns anything but a string or None.
     """
-
-    def read(report: Report) -> tuple[list[str | None], UserError | None]:
-        answers: list[str | None] = []
+    answers: list[str | None] = []
+    failure = None
+    try:
         for response in responses:
-            report("a response")
-            try:
-                with users_code(f"{setting}: failed for a response"):
-                    answer = function(response)
-                if answer is not None and not isinstance(answer, str):
-                    raise UserError(f"{setting}: returned {type(answer).__name__}; it must return a string, or None")
-            except UserError as error:
-                return answers, error
+            with users_code(f"{setting}: failed for a response"):
+                answer = function(response)
+            if answer is not None and not isinstance(answer, str):
+                raise UserError(f"{setting}: returned {type(answer).__name__}; it must return a string, or None")
             answers.append(answer)
-        return answers, None
-
-    message = f"rank {everyone.rank}: {setting} has not returned for {timeout_s:g} s (trainer.timeout_s): it reads "
-    answers, failure = _watched(read, everyone, message, timeout_s)
+    except UserError as error:
+        failure = error
     raise_together(failure, everyone, error=UserError)
     return answers

@@ -60,8 +60,8 @@ def find_service(url: str, key_file: str, section: str = "reward.source") -> Ser
         host, named, legal = None, False, False
     if not host or named or not legal:
         raise UserError(
-            f"{section}.url: legal: http://host:port/path or https://host/path, without user and password (addresses are "
-            f"logged); use {section}.key_file"
+            f"{section}.url: legal: http://host:port/path or https://host/path, without user and password, since "
+            f"addresses are logged; use {section}.key_file"
         )
     if not key_file:
         return Service(url)
@@ -211,7 +211,7 @@ class HttpRewards:
         read: list[Outcome] = []
         for item, value in zip(batch, scores, strict=True):
             try:
-                read.append(as_score(_without_booleans(value)))
+                read.append(as_score(value))
             except NotAScoreError as error:
                 raise no_score(f"{self._where()}: it gave {error}", *item) from None
         return read
@@ -222,13 +222,6 @@ class HttpRewards:
     def _failure(self, what: str, batch: Sequence[Item]) -> RewardError:
         more = f" (and {len(batch) - 1} more in this request)" if len(batch) > 1 else ""
         return no_score(f"{self._where()}: {what}{more}", *batch[0])
-
-
-def _without_booleans(value: object) -> object:
-    """Return a value of JSON with texts for true and false, which Python takes for numbers."""
-    if isinstance(value, dict):
-        return {name: _without_booleans(part) for name, part in value.items()}
-    return str(value).lower() if isinstance(value, bool) else value
 
 
 def _body(batch: Sequence[Item]) -> bytes:

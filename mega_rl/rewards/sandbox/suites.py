@@ -107,6 +107,8 @@ def suite_of(tests: str, entry: str) -> Mapping[str, object]:
         names = called & read
         if len(names) != 1:
             raise UnknownTestsError("the tests call no function of the program; name it in entry_point")
+    if classes := [name for name in sorted(names) if name[:1].isupper() and not name.isupper()]:
+        raise UnknownTestsError(f"the tests use {classes[0]}, a class of the program, whose objects are no data")
     return {"tests": tests, "entry": entry, "names": sorted(names), "modules": sorted(modules)}
 
 

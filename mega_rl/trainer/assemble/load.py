@@ -102,8 +102,7 @@ def load_answers(config: Config, world: Ranks) -> AnswersOf:
     setting = f"validation.answer_of={spec!r}"
     if not callable(function):
         raise UserError(f"{setting}: is of type {type(function).__name__}, not a function")
-    timeout_s = config.trainer.timeout_s
-    return partial(answers_together, function, setting=setting, everyone=world, timeout_s=timeout_s)
+    return partial(answers_together, function, setting=setting, everyone=world)
 
 
 def last_answer(response: str) -> str | None:
