@@ -13,14 +13,14 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.protocols import Ranks, Scorer
 from mega_rl.rewards.builtin import CHEAP, RewardFunction
-from mega_rl.rewards.call import load_functions
+from mega_rl.rewards.call import load_functions, plan
 from mega_rl.rewards.code import AssertCase, read_cases, specification, unfit_tests
 from mega_rl.rewards.components import RewardComponents
 from mega_rl.rewards.pool import FunctionRewards, WorkerPool
 from mega_rl.rewards.role import AbsentScorer, TextScorer
 from mega_rl.rewards.sandbox.suites import UnknownTestsError
-from mega_rl.rewards.score import ResponseReader, ScoreSource
-from mega_rl.rewards.service import HttpRewards, Poster, find_service
+from mega_rl.rewards.score import ResponseReader
+from mega_rl.rewards.service import Poster, find_service, service_scores
 from mega_rl.tracking import progress
 from mega_rl.types import Prompt, PromptSet
 
@@ -32,7 +32,7 @@ class RunRewards:
     """Source of a run's rewards, with what it asks of the data."""
 
     settings: RewardConfig
-    source: ScoreSource | None  # None: a reward model scores, or no reward
+    source: FunctionRewards | None  # functions or a service; None: a reward model scores, or no reward
 
     def columns(self, answer_key: str) -> RewardColumns:
         """Return the columns of the data that are read.
@@ -40,8 +40,9 @@ class RunRewards:
         Raises:
             UserError: a reward function takes an answer, and no column has it.
         """
-        if not isinstance(self.source, FunctionRewards):
-            return RewardColumns(answer=bool(answer_key) and self.settings.source.name == "http", structured=True)
+        kind = self.settings.source.name
+        if self.source is None or kind != "function":
+            return RewardColumns(answer=bool(answer_key) and kind == "http", structured=True)
         columns = self.source.columns
         taker = "functions" if self.settings.functions else f"function={self.settings.function!r}"
         if columns.answer and not answer_key:
@@ -61,7 +62,7 @@ class RunRewards:
         if runs_code(self.settings):
             with progress.phase("trying the tests of the data", announce=True):
                 check_tests(self.settings, [*train, *others])
-        if isinstance(self.source, FunctionRewards):
+        if self.source is not None:
             problems = source_problems(self.source, train, others, key=source_key)
             if problems:
                 raise UserErrors(problems)
@@ -93,7 +94,7 @@ class RunRewards:
             timeout_s=timeout_s,
             components=RewardComponents(reward.weights, reader=reads_parts, sources=tuple(reward.sources)),
             failure_score=calls.failure_score if calls.on_failure == "score" else None,
-            max_failed_share=share if isinstance(self.source, FunctionRewards) else 0.0,
+            max_failed_share=share if reward.source.name == "function" else 0.0,
         )
 
 
@@ -112,7 +113,8 @@ def build_rewards(reward: RewardConfig, function: RewardFunction | None = None, 
         return RunRewards(reward, None)
     service = find_service(http.url, http.key_file)
     poster = Poster(service, section="reward.source", timeout_s=http.timeout_s, retries=http.retries)
-    return RunRewards(reward, HttpRewards(poster, batch_size=http.batch_size, concurrency=http.concurrency))
+    service_function = plan(service_scores(poster), batch_size=http.batch_size, concurrency=http.concurrency)
+    return RunRewards(reward, FunctionRewards([service_function]))
 
 
 def _function_source(reward: RewardConfig, given: RewardFunction | None, resources: ExitStack) -> FunctionRewards:

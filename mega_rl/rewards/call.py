@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import HungError, UserError
 from mega_rl.rewards.builtin import resolve
-from mega_rl.rewards.score import NotAScoreError, Outcome, Response, RewardFailure, as_score, ignore, shortened
+from mega_rl.rewards.score import (
+    NotAScoreError,
+    Outcome,
+    Response,
+    RewardError,
+    RewardFailure,
+    as_score,
+    ignore,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from mega_rl.types import Prompt  # which imports torch
@@ -137,7 +146,7 @@ class PlannedFunction:
             return [self._outcome(one) for one in (_several(value, len(chunk)) if self.batched else [value])]
         except NotAScoreError as error:
             return RewardFailure("error", f"{self} returned {error}")
-        except HungError:
+        except (HungError, RewardError):
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - users' code may raise anything
             if limit is not None and limit.expired():

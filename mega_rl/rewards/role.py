@@ -15,13 +15,13 @@ from mega_rl.errors import UserError
 from mega_rl.parallel.agreement import raise_together, run_beside_meetings
 from mega_rl.protocols import Ranks
 from mega_rl.rewards.components import RewardComponents
+from mega_rl.rewards.pool import FunctionRewards
 from mega_rl.rewards.score import (
     Item,
     Outcome,
     ResponseReader,
     RewardError,
     RewardFailure,
-    ScoreSource,
     answered,
     no_score,
 )
@@ -42,7 +42,7 @@ class TextScorer:
 
     def __init__(
         self,
-        source: ScoreSource,
+        source: FunctionRewards,
         *,
         reader: ResponseReader,
         replica: Ranks,

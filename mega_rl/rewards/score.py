@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from mega_rl.errors import RunError
 
@@ -99,19 +99,6 @@ class RewardFailure:
 Outcome: TypeAlias = Score | RewardFailure
 Item: TypeAlias = "tuple[Prompt, Response]"
 Report: TypeAlias = Callable[[str], None]  # receives what the source of scores waits for from now on: "prompt 17"
-
-
-class ScoreSource(Protocol):
-    """Source of scores for responses as texts."""
-
-    longest_s: float  # seconds of the longest call or request since a caller set it to 0
-
-    def score(self, items: Sequence[Item], report: Report) -> list[Outcome]:
-        """Return the outcome of each response; calls `report` at the start of each call or request.
-
-        Raises RewardError where the source as a whole is at fault.
-        """
-        ...
 
 
 class RewardError(RunError):

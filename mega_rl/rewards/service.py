@@ -9,8 +9,7 @@ import asyncio
 import json
 import random
 import ssl
-import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,17 +18,7 @@ import httpx
 
 from mega_rl.config.rules.servers import is_loopback
 from mega_rl.errors import UserError
-from mega_rl.rewards.score import (
-    Item,
-    NotAScoreError,
-    Outcome,
-    Report,
-    RewardError,
-    as_score,
-    ignore,
-    no_score,
-    shortened,
-)
+from mega_rl.rewards.score import RewardError, shortened
 
 TRIED_AGAIN = (408, 429)  # also the server's faults: 500 and above
 MAX_PAUSE_S = 30.0  # between tries, unless the service asks for more
@@ -165,76 +154,43 @@ class Poster:
         return shortened(text.replace(self._key, "***") if self._key else text)
 
 
-class HttpRewards:
-    """Scores by a service: {"items": [{"prompt", "response", ...}]} in, {"scores": [number or components]} out.
+def service_scores(poster: Poster) -> Callable[..., Awaitable[list[object]]]:
+    """Return a reward function of several responses: {"items": [{"prompt", ...}]} out, {"scores": [...]} in.
 
-    An answer that is not the scores ends the run.
+    It raises RewardError, which ends the run, for an answer that is not one score for each response.
     """
+    names = ("prompt", "response", "answer", "messages", "finish", "num_tokens", "turns", "transcript")
 
-    def __init__(self, poster: Poster, *, batch_size: int, concurrency: int) -> None:
-        """batch_size: most responses of a request. concurrency: requests at a time."""
-        self._poster = poster
-        self._batch_size, self._concurrency = batch_size, concurrency
-        self.longest_s = 0.0
-
-    def score(self, items: Sequence[Item], report: Report = ignore) -> list[Outcome]:
-        """Return the scores; the first batch that fails ends the others."""
-        return asyncio.run(self._score(items, report)) if items else []
-
-    async def _score(self, items: Sequence[Item], report: Report) -> list[Outcome]:
-        batches = [items[first : first + self._batch_size] for first in range(0, len(items), self._batch_size)]
-        slots = asyncio.Semaphore(self._concurrency)
-        # The first failure ends `asyncio.run`, which cancels the other requests.
-        scores = await asyncio.gather(*(self._request(slots, batch, report) for batch in batches))
-        return [score for part in scores for score in part]
-
-    async def _request(self, slots: asyncio.Semaphore, batch: Sequence[Item], report: Report) -> list[Outcome]:
-        """Return the scores of one batch. Raises RewardError."""
-        limit = ANSWER_BYTES + SCORE_BYTES * len(batch)
-        async with slots:
-            report(f"{self._where()}, which scores prompt {batch[0][0].index} and others")
-            begin = time.perf_counter()
-            try:
-                content = await self._poster.post(_body(batch), limit=limit)
-            except PostError as error:
-                raise self._failure(str(error), batch) from None
-            finally:
-                self.longest_s = max(self.longest_s, time.perf_counter() - begin)
+    async def scores(  # the parameters are those of a user's function
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        answers: Sequence[object],
+        messages: Sequence[object],
+        finishes: Sequence[str],
+        num_tokens: Sequence[int],
+        turns: Sequence[Sequence[str]],
+        transcripts: Sequence[str],
+    ) -> list[object]:
+        columns = (prompts, responses, answers, messages, finishes, num_tokens, turns, transcripts)
+        items = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+        for item in items:
+            if item["transcript"] == item["response"]:  # the policy wrote all of it, in one turn
+                del item["turns"], item["transcript"]
+        where = f"reward service {poster.address}"
+        whose = f"for {len(items)} responses, the first to prompt {shortened(prompts[0])}"
         try:
+            content = await poster.post(
+                json.dumps({"items": items}).encode(), limit=ANSWER_BYTES + SCORE_BYTES * len(items)
+            )
             answer = json.loads(content)
+        except PostError as error:
+            raise RewardError(f"{where}: {error}; {whose}") from None
         except (ValueError, RecursionError):
             answer = None
-        scores = answer.get("scores") if isinstance(answer, dict) else None
-        if not isinstance(scores, list) or len(scores) != len(batch):
-            said = self._poster.readable(content)
-            raise self._failure(f'an answer without a list "scores" of {len(batch)} scores: {said}', batch)
-        read: list[Outcome] = []
-        for item, value in zip(batch, scores, strict=True):
-            try:
-                read.append(as_score(value))
-            except NotAScoreError as error:
-                raise no_score(f"{self._where()}: it gave {error}", *item) from None
-        return read
+        given = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(given, list) or len(given) != len(items):
+            said = poster.readable(content)
+            raise RewardError(f'{where}: an answer without a list "scores" of {len(items)} scores: {said}; {whose}')
+        return given
 
-    def _where(self) -> str:
-        return f"reward service {self._poster.address}"
-
-    def _failure(self, what: str, batch: Sequence[Item]) -> RewardError:
-        more = f" (and {len(batch) - 1} more in this request)" if len(batch) > 1 else ""
-        return no_score(f"{self._where()}: {what}{more}", *batch[0])
-
-
-def _body(batch: Sequence[Item]) -> bytes:
-    items = [
-        {
-            "prompt": prompt.text,
-            "response": response.text,
-            "answer": prompt.answer,
-            "messages": [{"role": role, "content": content} for role, content in prompt.messages],
-            "finish": response.finish,
-            "num_tokens": response.num_tokens,
-            **({"turns": response.turns, "transcript": response.transcript} if response.turns else {}),
-        }
-        for prompt, response in batch
-    ]
-    return json.dumps({"items": items}).encode()
+    return scores

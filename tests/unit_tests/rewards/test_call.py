@@ -6,18 +6,16 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mega_rl.data.columns import RewardColumns
-from mega_rl.errors import UserError
 from mega_rl.rewards.build import source_problems
-from mega_rl.rewards.call import load_functions, plan
+from mega_rl.rewards.call import plan
 from mega_rl.rewards.score import Response, RewardFailure
 from mega_rl.types import Prompt
-from tests.unit_tests.rewards.reward_cases import FILE, called, kinds, some
+from tests.unit_tests.rewards.reward_cases import called, some
 from tests.unit_tests.rewards.test_role import SOURCES, correct, form
 
 ROW = {"question": "3+4=", "label": "7", "difficulty": 2}
@@ -86,12 +84,6 @@ def test_columns_go_by_the_signature(function: Callable[..., object], columns: R
     assert plan(function).columns == columns
 
 
-def test_row_without_an_answer_leaves_the_default() -> None:
-    without = Prompt(index=0, token_ids=(1,), text="a", answer=None)
-    for function in (lambda response, answer="none": answer, lambda a, b, c="none": c):
-        assert returned(function, without, "8") == "none"
-
-
 def test_answer_is_passed_as_it_is_and_a_row_as_a_copy() -> None:
     prompt = Prompt(index=0, token_ids=(1,), text="a", answer={"tests": ["f(1) == 2"]}, row=ROW)
     assert returned(lambda response, answer: answer, prompt, "") == {"tests": ["f(1) == 2"]}
@@ -150,16 +142,6 @@ def test_signature_that_fits_no_call_is_refused(function: Callable[..., object],
 def test_results_that_are_not_one_for_each_are_an_error(value: object, what: str) -> None:
     assert called(lambda responses: value).score(some("8")) == [RewardFailure("error", what)]
     assert called(lambda responses: iter([0.5])).score(some("8")) == [0.5]
-
-
-def test_synchronous_function_may_run_an_event_loop() -> None:
-    """A verifier that is asynchronous inside, as clients of services are."""
-
-    async def verdict() -> float:
-        await asyncio.sleep(0)
-        return 2.0
-
-    assert called(lambda response: asyncio.run(verdict())).score(some("8", "9")) == [2.0, 2.0]
 
 
 def test_asynchronous_calls_wait_at_the_same_time() -> None:
@@ -261,37 +243,3 @@ def test_sources_of_the_rows_are_those_of_the_settings() -> None:
         "row 3 of the source 'sums/easy' has no answer, which a function of reward.sources takes; add one, or give "
         "that parameter a default"
     ]
-
-
-def test_some_functions_of_several_are_asynchronous() -> None:
-    """The components are those of the same functions that are not."""
-
-    async def slowly(response: str, answer: str) -> float:
-        await asyncio.sleep(0)
-        return correct(response, answer)
-
-    async def broken(response: str) -> float:
-        raise ValueError(response)
-
-    items = [(SUM, Response(text, 1, "stop")) for text in ("2", "12", "?", "3")]
-    assert named(correct=slowly).score(items) == named().score(items)
-    assert kinds(named(broken=broken).score(items[:1])) == ["error"]
-
-
-def test_functions_are_loaded_by_name(tmp_path: Path) -> None:
-    functions = load_functions({"a": f"{FILE}:several", "b": f"{FILE}:awaited", "c": "exact_match"}, batch_size=8)
-    assert [(one.name, one.per_call, one.is_async) for one in functions] == [
-        ("a", 8, False),
-        ("b", 1, True),
-        ("c", 1, False),
-    ]
-    file = tmp_path / "rewards.py"
-    file.write_text("number = 1\ndef steps(response):\n    yield 1.0\ndef two(a, b):\n    return 1.0\n")
-    for name, why in (
-        ("number", "is of type int, not a function"),
-        ("steps", "is a generator; it must return a number itself"),
-        ("two", "has the signature (a, b), but is called as (prompt, response, answer)"),
-    ):
-        with pytest.raises(UserError) as caught:
-            load_functions({"a": f"{file}:{name}"})
-        assert f"reward.functions.a={str(file) + ':' + name!r}: {why}" in str(caught.value)

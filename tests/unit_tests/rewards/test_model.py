@@ -131,12 +131,6 @@ def test_the_place_of_a_score_is_after_the_rows_last_token() -> None:
     assert batch.tokens.size(1) == max(LENGTHS) + 1
 
 
-def test_no_rows() -> None:
-    engine = Readable()
-    assert worker_of(engine).score(rollout_of_rows()[:0], PROMPTS).totals.shape == (0,)
-    assert len(engine.seen) == 1  # other replicas may have rows, and a forward is collective
-
-
 @pytest.mark.parametrize(
     ("limits", "what"),
     [
@@ -160,17 +154,6 @@ def test_a_value_that_is_no_number() -> None:
     rollout.tokens[1, 2] = 49
     with pytest.raises(RewardError, match=r"prompt 41 \('4-'\): it gave nan"):
         worker_of(Readable()).score(rollout, PROMPTS)
-
-
-def test_one_replicas_failure_is_heard_by_all() -> None:
-    everyone = ThreadGroup(2)
-
-    def play(rank: Any) -> Any:
-        limits = RowLimits(vocab_size=50, positions=10 if rank.rank else 256)
-        return ModelScorer(Readable(), own_tokens, limits=limits, everyone=rank).score(rollout_of_rows(), PROMPTS)  # type: ignore[arg-type]
-
-    results = everyone.run(play)
-    assert all(isinstance(result, RewardError) and "the model 10 positions" in str(result) for result in results)
 
 
 class Letters:

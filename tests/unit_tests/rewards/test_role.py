@@ -101,14 +101,6 @@ def test_texts_of_tools_are_not_the_response(finished: bool) -> None:
     assert READER.written(rollout, 0) == ("50,51\n52", "90,50,51,91,9,92,52")
 
 
-def test_neighbouring_turns_are_split_at_stop_tokens() -> None:
-    rollout = of_several_turns(finished=True)
-    rollout.tokens = torch.tensor([[3, 50, 9, 51, 52, 9, 9, 53, 54, 9, 0]])
-    rollout.loss_mask = torch.arange(11)[None] % 10 != 0
-    ((_, response),) = READER.texts(rollout, [0], PROMPTS)
-    assert (response.turns, response.num_tokens) == (("50", "51,52", "53,54"), 9)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_ranks_share_responses_and_all_get_every_score(size: int) -> None:
     """Each response is scored once, on as many ranks as there are responses for; the order of rows stays."""
@@ -125,11 +117,6 @@ def test_ranks_share_responses_and_all_get_every_score(size: int) -> None:
     assert sorted(response for _, response in calls) == ["", "50,51", "52,53,54"]
     assert len({rank for rank, _ in calls}) == min(size, 3)
     assert all(result.totals.tolist() == [5.0, 8.0, 0.0] for result in results)
-
-
-@pytest.mark.parametrize("value", [1, True, torch.tensor(2.0).numpy()[()]], ids=["int", "bool", "numpy"])
-def test_numbers_of_other_types_are_scores(value: Any) -> None:
-    assert totals(lambda *_: value) == [float(value)] * 3
 
 
 class TextlessError(Exception):
@@ -249,16 +236,6 @@ def test_settings_that_do_not_fit_the_components_are_refused(
     for error in score_on(3, lambda response: function(response), components=lambda: RewardComponents(**components)):
         assert isinstance(error, UserError)
         assert message in str(error)
-
-
-def test_components_stay_the_same_from_batch_to_batch() -> None:
-    score: list[object] = [{"a": 1.0}]
-    scorer = scorer_of(lambda *_: score[0])
-    assert scorer.score(rollout_of(), PROMPTS).parts is not None
-    for other in ({"a": 1.0, "b": 2.0}, {"b": 1.0}, 1.0):
-        score[0] = other
-        with pytest.raises(RewardError, match=r"prompt 23: '2\+3='"):
-            scorer.score(rollout_of(), PROMPTS)
 
 
 class HalfFailed:
@@ -408,19 +385,3 @@ def test_components_that_a_source_lacks_are_nan_and_in_no_sum(size: int) -> None
         assert rewards.parts.weights == (1.0, 1.0, 2.0, -1.0)
         assert torch.equal(rewards.parts.values.nan_to_num(-9), expected.nan_to_num(-9))
         assert torch.equal(rewards.totals, torch.tensor([1.25 + 2 * (1 - 5 / 8), -8 / 7, 2.25]))
-
-
-def test_one_source_is_no_source_bit_for_bit() -> None:
-    everything = {source: ["correct", "form", "polite"] for source in SOURCES}
-    (one,) = scored_of_sources(1, everything, {"form_short": 0.3})
-    (none,) = scored_of_sources(1, {}, {"form_short": 0.3})
-    assert torch.equal(one.columns(), none.columns())
-    assert one.parts.names == none.parts.names
-
-
-def test_failed_response_gets_its_score_in_its_sources_components() -> None:
-    sources = {"sums/easy": ["half", "correct"], "chat": ["polite"]}
-    half = {"half": lambda response: 1.0 if response else 1 / 0}
-    (rewards,) = scored_of_sources(1, sources, {}, functions=half, failure_score=-2.0, max_failed_share=1.0)
-    assert rewards.totals[2] == -4.0
-    assert rewards.columns()[2].nan_to_num(9.0).tolist() == [-4.0, -2.0, -2.0, 9.0]
