@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from mega_rl.config.schema import RewardConfig, RewardFunctionConfig
-from mega_rl.errors import UserError
 from mega_rl.rewards import build
 from mega_rl.rewards.pool import FunctionRewards
 from tests.helpers.distributed import run_ranks
@@ -91,30 +90,6 @@ def test_rank_has_workers_where_they_guard_something(
         source = build.build_rewards(config, given, resources=resources).source
     assert isinstance(source, FunctionRewards)
     assert getattr(source.pool, "num_workers", 0) == num_workers
-
-
-def test_settings_that_do_not_fit_the_function_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "own_cores", lambda: 1)
-    cases: list[tuple[RewardConfig, Any, str]] = [
-        (
-            RewardConfig(source=RewardFunctionConfig(workers=2)),
-            lambda response: 0.0,
-            "workers=2: workers load a function",
-        ),
-        (
-            RewardConfig(source=RewardFunctionConfig(batch_size=8)),
-            lambda response: 0.0,
-            "batch_size=8 has no effect: no",
-        ),
-        (RewardConfig(functions={"a": "exact_match"}), lambda response: 0.0, "functions names functions, but a Python"),
-    ]
-    for config, function, why in cases:
-        with ExitStack() as resources, pytest.raises(UserError, match=why):
-            build.build_rewards(config, function, resources=resources)
-    with ExitStack() as resources:
-        config = RewardConfig(source=RewardFunctionConfig(batch_size=8))
-        source: Any = build.build_rewards(config, lambda responses: [0.0] * len(responses), resources=resources).source
-    assert source.functions[0].per_call == 8
 
 
 @pytest.fixture(scope="module")
