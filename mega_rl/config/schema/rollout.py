@@ -279,7 +279,7 @@ class RewardFunctionConfig(Kind):
     workers: int = setting(
         -1,
         "Worker processes of each rank; 0: none, and no deadlines. -1: none for built-in functions except math_verify "
-        "and for functions of a Python program, else the rank's cores minus one, at most 8.",
+        "and for functions of a Python program, else the rank's cores minus one, 1 to 8.",
         unit="processes",
         min=-1,
     )

@@ -29,7 +29,6 @@ class RewardSandboxConfig(Kind):
         512, "Address space of each process of a case, and resident memory of all.", unit="MiB", min=64
     )
     output_kib: int = setting(256, "Longest output of a case, and longest error output.", unit="KiB", min=1)
-    parallel: int = setting(1, "Cases of a response at a time.", min=1, max=64)
     score: str = setting(
         "share",
         "Score of a response: the share of cases that pass, or 1 if all pass.",
