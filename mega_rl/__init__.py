@@ -10,9 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mega_rl.algorithms.advantages.base import AdvantageInputs
-    from mega_rl.algorithms.corrections import SampledTokens
-    from mega_rl.algorithms.losses.tokens import PolicyTokens
+    from mega_rl.algorithms.inputs import AdvantageInputs
+    from mega_rl.algorithms.losses.tokens import PolicyTokens, SampledTokens
     from mega_rl.api import (
         Outcome,
         Trainer,
@@ -67,9 +66,9 @@ _OF_API = (
     "register_data_source", "register_loss", "register_rollout_source", "train",
 )  # fmt: skip
 _MODULES = {
-    "AdvantageInputs": "mega_rl.algorithms.advantages.base",
+    "AdvantageInputs": "mega_rl.algorithms.inputs",
     "PolicyTokens": "mega_rl.algorithms.losses.tokens",
-    "SampledTokens": "mega_rl.algorithms.corrections",
+    "SampledTokens": "mega_rl.algorithms.losses.tokens",
     "Config": "mega_rl.config.schema",
     "DataContext": "mega_rl.data.rows",
     "RolloutSource": "mega_rl.protocols",

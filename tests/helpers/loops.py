@@ -8,7 +8,7 @@ from typing import Any
 
 from mega_rl.algorithms.advantages.groups import GRPO
 from mega_rl.algorithms.advantages.returns import GAE
-from mega_rl.algorithms.kl import FixedKL
+from mega_rl.algorithms.kl import KLController
 from mega_rl.algorithms.losses.aggregation import token_mean
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.config.schema.output import MemoryCheckpointConfig
@@ -118,7 +118,7 @@ class FakeRun:
             "reward_kl": None,
             "guard": MismatchGuard(MismatchLimits(mean=1.0, share=1.0, max=0.5), ranks=FakeRanks()),
             "rules": PolicyGradientRules(),
-            "kl": FixedKL(0.0),
+            "kl": KLController(0.0),
             "update_reference": ReferenceUpdates(),
             "staleness": lambda rollout: {},
             "overlong": Overlong(),

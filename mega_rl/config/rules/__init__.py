@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from mega_rl.config.choices import ADVANTAGE, CHOICES, LOSS, corrects, needs_critic, reads_reference
 from mega_rl.config.facts import ModelFacts, divisors, leave_out, listed
-from mega_rl.config.keys import open_ended
+from mega_rl.config.keys import open_ended, value_of
 from mega_rl.config.needs import may_have_parts, unmet, updates_of_a_batch
 from mega_rl.config.rules import mixture as mixture_rules
 from mega_rl.config.rules import parallel as parallel_rules
@@ -104,8 +104,8 @@ def _algorithm(config: Config) -> Iterator[str]:
         )
     yield from _loss(config)
     yield from _zero_advantages(config)
-    for choice in CHOICES.values():
-        yield from choice.problems(config)
+    for key in CHOICES:
+        yield from (f"{key}.{line}" for line in value_of(config, key).problems())
 
 
 def _teacher(config: Config) -> Iterator[str]:

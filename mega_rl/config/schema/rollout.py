@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from mega_rl.config.schema.algorithms import Files, SingleTurn
 from mega_rl.config.schema.data import (
     AllPrompts,
     ColumnCurriculum,
@@ -42,6 +41,21 @@ class ChatConfig:
     def __post_init__(self) -> None:
         """Take true and false of YAML and Python as the words."""
         object.__setattr__(self, "template", str(self.template).lower())
+
+
+@dataclass(frozen=True)
+class Files(Kind):
+    """Rows of data.train_files, or of data.mixture."""
+
+    name = "files"
+    has_validation: ClassVar[bool] = False  # has held-out rows of its own, the split "validation"
+
+
+@dataclass(frozen=True)
+class SingleTurn(Kind):
+    """One response of the engine to each prompt."""
+
+    name = "single_turn"
 
 
 @dataclass(frozen=True)

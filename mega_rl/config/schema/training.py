@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 
-from mega_rl.config.schema.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
 from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
+
+# Found by name, since these packages stand above config: it reads their settings, and they import no torch for it.
+_ALGORITHMS = "mega_rl.algorithms"
+ESTIMATORS: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.advantages").ESTIMATORS
+LOSSES: dict[str, type[Kind]] = import_module(f"{_ALGORITHMS}.policy_losses").LOSSES
+_corrections = import_module(f"{_ALGORITHMS}.corrections")
+CORRECTIONS = by_name(_corrections.AutoCorrection, _corrections.NoCorrection) | _corrections.CORRECTIONS
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,10 @@ class _Penalty(KlConfig):
         max=1.0,
     )
 
+    def problems(self) -> Iterator[str]:
+        if self.control == "adaptive" and not self.coef:
+            yield "coef=0 with control=adaptive: a product never leaves 0; legal: above 0"
+
 
 @dataclass(frozen=True)
 class KlInReward(_Penalty):
@@ -146,7 +158,7 @@ class AlgorithmConfig:
     """Advantages and losses: docs/algorithms.md."""
 
     advantage: Kind = tagged(
-        ADVANTAGES,
+        ESTIMATORS,
         "grpo",
         "Advantage estimator, also path/to/file.py:class. gae needs a critic, gdpo named rewards, distillation a "
         "reference.",

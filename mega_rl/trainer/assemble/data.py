@@ -48,7 +48,6 @@ from mega_rl.rewards.build import RunRewards, check_tests
 from mega_rl.rewards.score import ResponseReader
 from mega_rl.rollout.stop_tokens import check_stop_tokens
 from mega_rl.tracking import progress
-from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.types import Prompt, PromptSet
 
 log = logging.getLogger(__name__)
@@ -119,12 +118,12 @@ ReadSource = Callable[[Tokens, Split], RowSource]
 def load_data_source(config: Config) -> ReadSource | None:
     """Return the function that gives the user's rows of a split; None without a source.
 
-    Raises UserError as `source_maker` does; when rows are read, for code that raises.
+    Raises UserError as `Choice.own` does; when rows are read, for code that raises.
     """
     name = chosen(config, DATA)
     if name in DATA.builtin:
         return None
-    _, make = source_maker(config, DATA)
+    make = partial(DATA.own(config), **config.data.source.settings)
     setting = f"data.source={name!r}"
 
     def iterated(rows: Iterable[object]) -> Iterator[object]:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,6 @@ from mega_rl.rewards.build import RunRewards, build_rewards
 from mega_rl.rewards.builtin import RewardFunction, final_answer
 from mega_rl.rewards.model import TokenRows, token_rows
 from mega_rl.rewards.role import UsersAnswers
-from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.trainer.assemble.data import ReadSource, Tokens, load_data_source, load_tokenizer, read_tokens
 from mega_rl.trainer.assemble.plan import RunPlan, plan_run
 from mega_rl.trainer.validation import AnswersOf
@@ -73,19 +73,19 @@ def read_inputs(
 def load_rollout_source(config: Config) -> MakeSource | None:
     """Return the maker of the user's rollout source, None for the built-in one.
 
-    Raises UserError as `source_maker` does.
+    Raises UserError as `Choice.own` does.
     """
     name = chosen(config, ROLLOUT)
     if name in ROLLOUT.builtin:
         return None
-    made, make = source_maker(config, ROLLOUT)
+    made = ROLLOUT.own(config)
     if isinstance(made, type):
         setting = f"rollout.source={name!r}"
         missing = [method for method in ("generate", "metrics") if not hasattr(made, method)]
         if missing:
             raise UserError(f"{setting}: it has no method {missing[0]}; a rollout source has generate and metrics")
         check_draws(cast(type[RolloutSource], made).generate, config, setting)
-    return make
+    return partial(made, **config.rollout.source.settings)
 
 
 def check_draws(generate: Callable[..., object], config: Config, setting: str) -> None:

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.base import AdvantageInputs
-from mega_rl.algorithms.advantages.groups import grpo
-from mega_rl.algorithms.advantages.returns import (
-    GAE,
+from mega_rl.algorithms.advantages.groups import GRPO
+from mega_rl.algorithms.advantages.returns import GAE
+from mega_rl.algorithms.inputs import (
+    AdvantageInputs,
     gae,
     last_response_token,
     length_adaptive_lambda,
     response_order,
     token_rewards,
 )
-from mega_rl.types import Experience
+from tests.helpers.advantages import advantages_of, inputs_of
 
 
 def mask_of(rows: list[str]) -> Tensor:
@@ -136,9 +136,7 @@ def test_the_policys_lambda_may_differ_from_that_of_the_critics_targets(
     """0.5 * 3 tokens: 1 - 1 / 1.5; 0.5 * 2: 0. The critic's targets stay as without."""
     mask = mask_of([".xx.x", "..xx."])
     values = torch.randn(2, 5, generator=torch.Generator().manual_seed(2))
-    rows, lengths = torch.ones(2, 5, dtype=torch.int64), torch.tensor([5, 4])
-    experience = Experience.from_rows(rows, prompt_lengths=lengths, lengths=lengths, loss_mask=mask, values=values)
-    inputs = AdvantageInputs(experience, torch.tensor([1.0, -1.0]), None, lambda x: x)
+    inputs = inputs_of(torch.tensor([1.0, -1.0]), torch.zeros(2, dtype=torch.int64), mask, values=values)
     advantages, returns = GAE(gamma=0.9, gae_lambda=1.0, whiten=False, **chosen)(inputs)
     scores = token_rewards(inputs.rewards, mask)
     lam = policy if isinstance(policy, float) else policy.double()
@@ -169,9 +167,9 @@ def test_grpo_by_hand() -> None:
     rewards = torch.tensor([0.0, 3.0, 1.0, 7.0, 2.0])
     groups = torch.tensor([5, 2, 5, 2, 5])
     mask = mask_of([".x.", ".xx", ".x.", ".x.", ".xx"])
-    normalised = grpo(rewards, groups, mask, std="group", eps=0.0)[:, 1]
-    torch.testing.assert_close(normalised, torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0]))
-    centred = grpo(rewards, groups, mask, std="none")
+    normalised = advantages_of(GRPO(std="group"), rewards, groups, mask)[:, 1]
+    torch.testing.assert_close(normalised, torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0]), rtol=0, atol=2e-6)
+    centred = advantages_of(GRPO(std="none"), rewards, groups, mask)
     torch.testing.assert_close(centred[:, 1], torch.tensor([-1.0, -2.0, 0.0, 2.0, 1.0]))
     torch.testing.assert_close(centred[:, 2], torch.tensor([0.0, -2.0, 0.0, 0.0, 1.0]))
     assert not centred[:, 0].any()

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.corrections import TIS, SampledTokens
-from mega_rl.algorithms.kl import FixedKL, k2
+from mega_rl.algorithms.corrections import TIS
+from mega_rl.algorithms.kl import KLController, k2
+from mega_rl.algorithms.losses.tokens import SampledTokens
 from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.protocols import LossOutput
@@ -54,7 +55,7 @@ def loss_of(
 ) -> LossOutput:
     loss = PolicyLoss(
         PPO(CLIP_LOW, CLIP_HIGH, dual_clip=DUAL_CLIP),
-        kl=FixedKL(KL_COEF),
+        kl=KLController(KL_COEF),
         kl_estimator=k2,
         entropy_coef=ENTROPY_COEF,
         correction=None if cap is None else TIS(cap=cap),

@@ -13,6 +13,7 @@ import torch
 
 import mega_rl
 from mega_rl.algorithms.advantages import ESTIMATORS
+from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, OWN_CHOICES, chosen, needs_critic, reads_reference
 from mega_rl.config.loader import load
@@ -20,7 +21,6 @@ from mega_rl.config.needs import has_several_models, is_on_policy
 from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.algorithms import GAESettings
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.setup import models_of
@@ -86,9 +86,9 @@ def test_what_can_be_chosen_can_be_built_with_its_own_settings(choice: object, r
 def test_a_config_has_every_setting_of_its_choices() -> None:
     gae = ["algorithm.advantage=gae", "algorithm.advantage.gae_lambda=0.5"]
     config = load(None, [*gae, "algorithm.loss={clip_high: 1}"])
-    assert config.algorithm.advantage == GAESettings(gae_lambda=0.5)
+    assert config.algorithm.advantage == GAE(gae_lambda=0.5)
     assert config.algorithm.loss.plain == {"name": "ppo", "clip_low": 0.2, "clip_high": 1.0, "dual_clip": 3.0}
-    assert load(None, ["algorithm.advantage=gae"]).algorithm.advantage == GAESettings()
+    assert load(None, ["algorithm.advantage=gae"]).algorithm.advantage == GAE()
     assert load(None, []).algorithm.advantage.plain == {"name": "grpo", "std": "group"}
     assert load(None, ["algorithm.advantage=null"]) == Config()
 
@@ -122,7 +122,7 @@ def test_a_recipes_setting_stays_beside_an_argument_and_goes_with_its_choice(tmp
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("algorithm: {advantage: {name: gae, gamma: 0.9}}\n")
     both = load(recipe, ["algorithm.advantage.gae_lambda=0.5", "algorithm.advantage=gae"])
-    assert both.algorithm.advantage == GAESettings(gamma=0.9, gae_lambda=0.5)
+    assert both.algorithm.advantage == GAE(gamma=0.9, gae_lambda=0.5)
     other = load(recipe, ["algorithm.advantage=grpo", "algorithm.advantage.std=none"])
     assert other.algorithm.advantage.plain == {"name": "grpo", "std": "none"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.groups import GRPO
+from mega_rl.algorithms.inputs import AdvantageInputs
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, OverlongConfig, RewardConfig, RolloutConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mega_rl.algorithms.losses.aggregation import token_mean
-from mega_rl.config.schema.algorithms import LOSSES
+from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.trainer.filters import rows_with_advantages
 from mega_rl.trainer.policy_gradient import LEFT_OUT, MinibatchPlan, PolicyGradientRules
 from mega_rl.types import Experience

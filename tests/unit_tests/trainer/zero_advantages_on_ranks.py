@@ -10,8 +10,8 @@ import torch
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import k2
 from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
-from mega_rl.config.schema.algorithms import LOSSES
 from mega_rl.trainer.filters import rows_with_advantages
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience, row_numbers
