@@ -72,11 +72,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "reward.source.workers other than 0",
         lambda c: c.reward.source.name != "function" or c.reward.calls.workers != 0,
     ),
-    (
-        "reward.source.failure_score",
-        "reward.source.on_failure=score",
-        lambda c: c.reward.calls.on_failure == "score",
-    ),
+    ("reward.source.failure_score", "reward.source.on_failure=score", lambda c: c.reward.calls.on_failure == "score"),
     ("reward.overlong.penalty", "reward.overlong.buffer_tokens above 0", lambda c: c.reward.overlong.buffer_tokens > 0),
     (
         "reward.overlong.buffer_tokens rollout.dynamic_sampling.max_generations",
@@ -84,15 +80,36 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: c.reward.source.name != "none",
     ),
     (
+        "optim.warmup_steps",
+        "trainer.steps above its sum with algorithm.critic_warmup_steps, or it does not end within the run",
+        lambda c: c.optim.warmup_steps + c.algorithm.critic_warmup_steps < c.trainer.steps,
+    ),
+    (
+        "algorithm.critic_warmup_steps",
+        "trainer.steps above it, or the actor never trains",
+        lambda c: c.algorithm.critic_warmup_steps < c.trainer.steps,
+    ),
+    (
+        "trainer.async_steps",
+        "rollout.backend=sglang and rollout.source=single_turn: others generate in the trainer's processes",
+        lambda c: c.rollout.backend == "sglang" and c.rollout.source.name == "single_turn",
+    ),
+    (
+        "rollout.dynamic_sampling.max_generations",
+        "trainer.async_steps=0: the prompts of the next step are known when this one's are scored",
+        lambda c: c.trainer.async_steps == 0,
+    ),
+    (
         "trainer.val_interval",
         _HELD_OUT,
         lambda c: bool(c.data.val_files or c.data.val_size or c.validation.sets or DATA.needs(c, "has_validation")),
     ),
     ("data.val_files data.val_size validation", "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
+    ("validation.top_p validation.top_k", "validation.temperature above 0", lambda c: c.validation.temperature > 0),
     (
-        "validation.top_p validation.top_k",
-        "validation.temperature above 0",
-        lambda c: c.validation.temperature > 0,
+        "data.val_files data.val_size",
+        "a data.source without has_validation, which has held-out rows of its own",
+        lambda c: not DATA.needs(c, "has_validation"),
     ),
     ("data.val_size", "no data.val_files", lambda c: not c.data.val_files),
     ("trainer.steps", "no trainer.epochs", lambda c: not c.trainer.epochs),
@@ -173,7 +190,7 @@ def unmet(config: Config) -> Iterator[Unmet]:
     for keys, needs, holds in _NEEDS:
         if holds(whole):
             continue
-        for key in (below for key in keys.split() for below in (keys_below(key) if key in SECTIONS else [key])):
+        for key in (key for name in keys.split() for key in (keys_below(name) if name in SECTIONS else [name])):
             section, _, name = key.rpartition(".")
             usual = type(value_of(config, section))() if section in TAGGED else value_of(default, section)
             value = getattr(value_of(config, section), name, None)

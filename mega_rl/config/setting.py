@@ -68,8 +68,8 @@ def setting(
 
 def tagged(kinds: Mapping[str, type[Kind]], default: str, doc: str) -> Any:
     """Dataclass field for a tagged section: one of `kinds`, chosen by `name`, with the settings of its class."""
-    metadata = {"doc": doc, "unit": "", "min": None, "max": None, "above": None, "choices": None, "kinds": kinds}
-    return dataclasses.field(default=kinds[default](), metadata=metadata)
+    field: dataclasses.Field[Any] = setting(kinds[default](), doc)
+    return dataclasses.field(default=field.default, metadata={**field.metadata, "kinds": kinds})
 
 
 def by_name(*kinds: type[K]) -> dict[str, type[K]]:

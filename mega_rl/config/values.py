@@ -12,6 +12,9 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 160, 160, 40
 
 
+ONLY_REFERENCES = "only ${section.key} references are allowed; write the value"
+
+
 class BadValue(ValueError):
     """A value that does not fit its field; the caller adds the key and the value."""
 
@@ -67,10 +70,8 @@ def _coerce_list(value: object, item: type, field: dataclasses.Field[Any]) -> li
     words = {str: "texts", int: "whole numbers"}[item]
     if type(value) is item and value != "" and not (isinstance(value, str) and "," in value):
         value = [value]
-    if not isinstance(value, list):
+    if not isinstance(value, list) or any(type(entry) is not item for entry in value):
         raise BadValue(f"needs a list of {words}; write it as [a, b]")
-    if any(type(entry) is not item for entry in value):
-        raise BadValue(f"needs a list of {words}")
     if not all(_in_range(entry, field) for entry in value):
         raise BadValue(f"each must be {describe_range(field)}")
     return list(value)
@@ -91,12 +92,9 @@ def _coerce_mapping(value: object, kind: object) -> dict[str, Any]:
             raise BadValue(f"the value of {name} must be a list of texts; write it as [a, b]")
         if kind is str and not isinstance(entry, str):
             raise BadValue(f"the value of {name} must be a text")
-    if kind is not float:
-        return dict(value)
-    for name, entry in value.items():
-        if isinstance(entry, bool) or not isinstance(entry, (int, float)):
+        if kind is float and type(entry) not in (int, float):
             raise BadValue(f"the value of {name} must be a finite number")
-    return {name: _as_float(entry) for name, entry in value.items()}
+    return {name: _as_float(entry) for name, entry in value.items()} if kind is float else dict(value)
 
 
 def _as_float(value: float) -> float:

@@ -92,7 +92,7 @@ def test_mistakes_of_a_mapping_are_shown_together() -> None:
         mega_rl.load_config(None, {"optim.learning_rate": 1, "rollout": {"n": "two"}, "modle": {"path": "x"}})
     assert str(error.value).splitlines() == [
         "optim.learning_rate: unknown key; TRL's learning_rate is optim.lr here",
-        "modle: unknown section; did you mean model?",
+        "modle: unknown key; did you mean model?",
         "rollout.n='two': needs a whole number, at least 1",
     ]
 

@@ -35,9 +35,7 @@ class PPO(LossKind):
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", above=0.0, max=1.0)
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", above=0.0)
     dual_clip: float = setting(
-        3.0,
-        "Ratio above 1 that bounds the objective of tokens of negative advantage; 0 turns it off.",
-        min=0.0,
+        3.0, "Ratio above 1 that bounds the objective of tokens of negative advantage; 0 turns it off.", min=0.0
     )
 
     def problems(self) -> Iterator[str]:
@@ -178,9 +176,7 @@ class KLCov(LossKind):
     )
     coef: float = setting(1.0, "Weight of these tokens' |log ratio| in the loss.", above=0.0)
     dual_clip: float = setting(
-        3.0,
-        "Ratio above 1 that bounds the objective of tokens of negative advantage; 0 turns it off.",
-        min=0.0,
+        3.0, "Ratio above 1 that bounds the objective of tokens of negative advantage; 0 turns it off.", min=0.0
     )
 
     def problems(self) -> Iterator[str]:

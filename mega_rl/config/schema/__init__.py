@@ -56,58 +56,6 @@ from mega_rl.config.schema.training import (
 from mega_rl.config.schema.validation import ValidationConfig
 from mega_rl.config.setting import ATTENTION
 
-__all__ = [
-    "ATTENTION",
-    "AlgorithmConfig",
-    "ChatConfig",
-    "CheckpointConfig",
-    "ColumnCurriculum",
-    "Config",
-    "DataConfig",
-    "DataParallelConfig",
-    "DdpConfig",
-    "DynamicSamplingConfig",
-    "EmbeddedConfig",
-    "EngineConfig",
-    "FsdpConfig",
-    "KlConfig",
-    "KlInLoss",
-    "KlInReward",
-    "LocalSandboxConfig",
-    "MegatronConfig",
-    "MegatronFsdpConfig",
-    "MegatronOptimizerConfig",
-    "MemoryCheckpointConfig",
-    "MetricsConfig",
-    "MicrobatchConfig",
-    "MismatchConfig",
-    "MixtureConfig",
-    "ModelConfig",
-    "MoeConfig",
-    "OptimConfig",
-    "OverlongConfig",
-    "ProfileConfig",
-    "RecordsConfig",
-    "ReferenceLayoutConfig",
-    "RemoteSandboxConfig",
-    "RewardConfig",
-    "RewardFunctionConfig",
-    "RewardHttpConfig",
-    "RewardModelConfig",
-    "RewardSandboxConfig",
-    "RolloutConfig",
-    "SglangConfig",
-    "SglangServerConfig",
-    "SglangSyncConfig",
-    "SourceConfig",
-    "StreamConfig",
-    "SuccessCurriculum",
-    "TorchFsdpConfig",
-    "TrainerConfig",
-    "ValidationConfig",
-]
-
-
 Origin = str | list[str] | dict[str, object]  # pinned names in the form of their setting
 
 

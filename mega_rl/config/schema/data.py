@@ -38,9 +38,7 @@ class MixtureConfig:
         "prompt_key, answer_key, system_prompt and template_kwargs.",
     )
     temperature: float = setting(
-        1.0,
-        "Without weights a source's share is its number of prompts to the power 1/temperature.",
-        above=0.0,
+        1.0, "Without weights a source's share is its number of prompts to the power 1/temperature.", above=0.0
     )
 
     def files(self) -> list[str]:
@@ -86,7 +84,7 @@ class SuccessCurriculum(Kind):
     explore: float = setting(0.25, "Share of the draws that go through epochs of all prompts.", above=0.0, max=0.9)
     memory: float = setting(
         0.5, "Weight of a prompt's earlier samples at its next visit.",
-        min=0.0, max=1.0,
+        min=0.0, max=1.0
     )  # fmt: skip
     right_above: float = setting(0.5, "A sample with a reward above this is right.")
     right_part: str = setting("", "Named part of the reward that decides this; empty: the reward.")

@@ -90,8 +90,7 @@ class MoeConfig:
         True, "Compute a rank's experts in one grouped matrix product, if the layers have one."
     )
     permute_fusion: bool = setting(
-        True,
-        "Rearrange tokens for experts in Transformer Engine's fused kernels, unless trainer.deterministic.",
+        True, "Rearrange tokens for experts in Transformer Engine's fused kernels, unless trainer.deterministic."
     )
     router_fusion: bool = setting(False, "Choose and weigh experts in one kernel of Transformer Engine.")
     shared_expert_overlap: bool = setting(False, "Compute shared experts on another stream while tokens travel.")
@@ -201,8 +200,7 @@ class FsdpConfig:
         True, "Free a layer's weights after its forward and gather them again in the backward."
     )
     reduce_every_microbatch: bool = setting(
-        True,
-        "Reduce gradients after every micro-batch; false: once per optimizer step, keeping whole FP32 gradients.",
+        True, "Reduce gradients after every micro-batch; false: once per optimizer step, keeping whole FP32 gradients."
     )
     grad_reduce_in_fp32: bool = setting(True, "Accumulate and reduce gradients in FP32 whatever the model's dtype.")
     cpu_offload: bool = setting(False, "Keep weights, gradients and optimizer state in host memory; Adam steps there.")

@@ -56,10 +56,7 @@ class RecordsConfig:
     """Complete records of steps, which `mega-rl replay` computes again: docs/replay.md."""
 
     interval: int = setting(
-        0,
-        "Record every N-th step with all its numbers in records/ of the run folder; 0: never.",
-        unit="steps",
-        min=0,
+        0, "Record every N-th step with all its numbers in records/ of the run folder; 0: never.", unit="steps", min=0
     )
     max_mib: int = setting(
         1024,
@@ -72,10 +69,7 @@ class RecordsConfig:
         "Also record the entropy of each token's distribution, by one more forward of the policy unless recording "
         "makes it anyway.",
     )
-    weights: bool = setting(
-        False,
-        "Also keep the weights before the step, so that a replay needs no checkpoint.",
-    )
+    weights: bool = setting(False, "Also keep the weights before the step, so that a replay needs no checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -96,10 +90,7 @@ class MetricsConfig:
         min=0,
     )
     rollout_interval: int = setting(
-        10,
-        "Dump rollouts of the first, the last and every N-th step, and validations; 0: none.",
-        unit="steps",
-        min=0,
+        10, "Dump rollouts of the first, the last and every N-th step, and validations; 0: none.", unit="steps", min=0
     )
     print_samples: int = setting(2, "Samples of the first dump shown on the console.", unit="samples", min=0)
     records: RecordsConfig = dataclasses.field(default_factory=RecordsConfig)

@@ -6,13 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mega_rl.config.schema.data import (
-    AllPrompts,
-    ColumnCurriculum,
-    MixtureConfig,
-    StreamConfig,
-    SuccessCurriculum,
-)
+from mega_rl.config.schema.data import AllPrompts, ColumnCurriculum, MixtureConfig, StreamConfig, SuccessCurriculum
 from mega_rl.config.schema.sandbox import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.config.setting import ATTENTION, Kind, by_name, setting, tagged
 
@@ -28,8 +22,7 @@ class ChatConfig:
         choices=("auto", "true", "false"),
     )
     template_kwargs: dict[str, Any] = setting(
-        {},
-        "Variables of the chat template, such as {enable_thinking: false}, or tools: [...].",
+        {}, "Variables of the chat template, such as {enable_thinking: false}, or tools: [...]."
     )
     system_prompt: str = setting("", "System message of conversations that begin with none; empty adds none.")
     date: str = setting(
@@ -63,9 +56,7 @@ class DataConfig:
     """Prompts: files, formats, lengths."""
 
     source: Kind = tagged(
-        by_name(Files),
-        "files",
-        "Source of training prompts: train_files, or path/to/file.py:class that yields rows.",
+        by_name(Files), "files", "Source of training prompts: train_files, or path/to/file.py:class that yields rows."
     )
     train_files: list[str] = setting(
         [], "Training prompts: JSONL or Parquet files, or data sets of the Hub as org/name:config:split@revision."
@@ -80,9 +71,7 @@ class DataConfig:
     malformed_rows: str = setting("error", "What happens to rows that cannot be read.", choices=("error", "drop"))
     shuffle: bool = setting(True, "Shuffle the training prompts each epoch, from trainer.seed.")
     curriculum: Kind = tagged(
-        by_name(AllPrompts, ColumnCurriculum, SuccessCurriculum),
-        "none",
-        "Prompts that are drawn first or more often.",
+        by_name(AllPrompts, ColumnCurriculum, SuccessCurriculum), "none", "Prompts that are drawn first or more often."
     )
     chat: ChatConfig = dataclasses.field(default_factory=ChatConfig)
     mixture: MixtureConfig = dataclasses.field(default_factory=MixtureConfig)
@@ -106,10 +95,7 @@ class SglangServerConfig:
     """Servers that the run starts itself."""
 
     count: int = setting(
-        0,
-        "Servers to start on each host or group of hosts; 0: as many as devices hold.",
-        unit="servers",
-        min=0,
+        0, "Servers to start on each host or group of hosts; 0: as many as devices hold.", unit="servers", min=0
     )
     tp: int = setting(1, "Tensor-parallel ranks of each server that is started.", unit="ranks", min=1)
     nodes: int = setting(1, "Hosts that each server spans, with equally many ranks on each.", unit="hosts", min=1)
@@ -180,8 +166,7 @@ class SglangConfig:
         False, "Let a weight update interrupt responses, which continue under the new weights."
     )
     return_routing: bool = setting(
-        False,
-        "Route tokens in the trainer's passes as the servers did; needs engine.megatron.moe.routing_replay.",
+        False, "Route tokens in the trainer's passes as the servers did; needs engine.megatron.moe.routing_replay."
     )
     server: SglangServerConfig = dataclasses.field(default_factory=SglangServerConfig)
     sync: SglangSyncConfig = dataclasses.field(default_factory=SglangSyncConfig)
@@ -244,10 +229,7 @@ class RolloutConfig:
         "auto", "Weight type of the rollout model; auto takes model.dtype.", choices=("auto", "bf16", "fp32")
     )
     verify_interval: int = setting(
-        10,
-        "Verify checksums of all synced tensors at the first and every N-th publish.",
-        unit="publishes",
-        min=1,
+        10, "Verify checksums of all synced tensors at the first and every N-th publish.", unit="publishes", min=1
     )
     bucket_mib: int = setting(256, "Weight-sync bucket.", unit="MiB", min=1)
     dynamic_sampling: DynamicSamplingConfig = dataclasses.field(default_factory=DynamicSamplingConfig)
@@ -300,11 +282,7 @@ class RewardFunctionConfig(Kind):
     timeout_s: float = setting(30.0, "Deadline of one response, or of one call for several.", unit="seconds", above=0.0)
     concurrency: int = setting(64, "Calls of an asynchronous function at a time in each worker.", min=1)
     batch_size: int = setting(
-        64,
-        "Most responses of one call of a function that takes several.",
-        unit="responses",
-        min=1,
-        max=4096,
+        64, "Most responses of one call of a function that takes several.", unit="responses", min=1, max=4096
     )
     memory_mib: int = setting(0, "Address space of one worker; 0 is no limit.", unit="MiB", min=0)
     on_failure: str = setting(
@@ -315,10 +293,7 @@ class RewardFunctionConfig(Kind):
     )
     failure_score: float = setting(0.0, "Reward of such a response: choose the lowest.")
     max_failed_share: float = setting(
-        0.1,
-        "Share of a step's responses that may fail before the run ends.",
-        min=0.0,
-        max=1.0,
+        0.1, "Share of a step's responses that may fail before the run ends.", min=0.0, max=1.0
     )
 
 
@@ -334,8 +309,7 @@ class OverlongConfig:
     """Responses that reach rollout.max_new_tokens."""
 
     filter: bool = setting(
-        False,
-        "Leave truncated responses out of every loss; their rewards still count in group statistics.",
+        False, "Leave truncated responses out of every loss; their rewards still count in group statistics."
     )
     buffer_tokens: int = setting(
         0,
@@ -351,9 +325,7 @@ class RewardConfig:
     """Rewards: functions, services, reward models."""
 
     source: Kind = tagged(
-        by_name(RewardFunctionConfig, RewardModelConfig, RewardHttpConfig, NoRewards),
-        "function",
-        "Who scores.",
+        by_name(RewardFunctionConfig, RewardModelConfig, RewardHttpConfig, NoRewards), "function", "Who scores."
     )
     function: str = setting(
         "exact_match",
@@ -365,16 +337,13 @@ class RewardConfig:
         "Named parts of the reward, instead of reward.function: {correct: math_verify, format: rewards.py:has_boxes}.",
     )
     sources: dict[str, list[str]] = setting(
-        {},
-        "Functions that score each data source, as {gsm8k: [correct, format]}; empty: all score every row.",
+        {}, "Functions that score each data source, as {gsm8k: [correct, format]}; empty: all score every row."
     )
     weights: dict[str, float] = setting(
-        {},
-        "Weights of named parts of the reward, as {format: 0.2}; default 1; 0 only shows a part.",
+        {}, "Weights of named parts of the reward, as {format: 0.2}; default 1; 0 only shows a part."
     )
     skip_special_tokens: bool = setting(
-        True,
-        "Leave special tokens out of the scored text; false shows all but the final stop token.",
+        True, "Leave special tokens out of the scored text; false shows all but the final stop token."
     )
     sandbox: RewardSandboxConfig = tagged(
         by_name(LocalSandboxConfig, RemoteSandboxConfig),

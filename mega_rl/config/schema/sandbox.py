@@ -31,9 +31,7 @@ class RewardSandboxConfig(Kind):
     output_kib: int = setting(256, "Longest output of a case, and longest error output.", unit="KiB", min=1)
     parallel: int = setting(1, "Cases of a response at a time.", min=1, max=64)
     score: str = setting(
-        "share",
-        "Score of a response: the share of cases that pass, or 1 if all pass.",
-        choices=("share", "all"),
+        "share", "Score of a response: the share of cases that pass, or 1 if all pass.", choices=("share", "all")
     )
 
 
@@ -47,10 +45,7 @@ class LocalSandboxConfig(RewardSandboxConfig):
         16, "Processes and threads of a case at a time; tests of calls and asserts take three.", min=4, max=1024
     )
     tmp_mib: int = setting(16, "Size of a case's temporary files, and of its shared memory.", unit="MiB", min=1)
-    interpreter: str = setting(
-        "",
-        "Absolute path of the Python inside; empty: this environment's, without packages.",
-    )
+    interpreter: str = setting("", "Absolute path of the Python inside; empty: this environment's, without packages.")
 
 
 @dataclass(frozen=True)

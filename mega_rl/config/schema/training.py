@@ -22,15 +22,13 @@ class ModelConfig:
     """Checkpoints of the roles, and how models are built."""
 
     path: str = setting(
-        "",
-        "Checkpoint of the actor: a Hugging Face directory, or org/name or org/name@revision of the Hub.",
+        "", "Checkpoint of the actor: a Hugging Face directory, or org/name or org/name@revision of the Hub."
     )
     ref_path: str = setting("", "Checkpoint of the reference policy; empty takes the actor's.")
     critic_path: str = setting("", "Checkpoint of the critic's backbone; empty takes the actor's.")
     dtype: str = setting("bf16", "Parameter and activation type of training.", choices=("bf16", "fp32"))
     fp32_head: bool = setting(
-        False,
-        "Compute logits in FP32, at twice their memory: bf16 rounds those above 16 by up to 1/16.",
+        False, "Compute logits in FP32, at twice their memory: bf16 rounds those above 16 by up to 1/16."
     )
     attn_implementation: str = setting(
         "auto",
@@ -50,7 +48,8 @@ class ModelConfig:
     )
     recompute_modules: list[str] = setting(
         ["core_attn"],
-        "What selective recompute runs again: core_attn, layernorm, mlp, moe, moe_act, mla_up_proj, shared_experts.",
+        "What selective recompute runs again.",
+        choices=("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj", "shared_experts"),
     )
     recompute_layers: int = setting(
         0, "Layers of each chunk that full recompute runs again, from the first; 0: all.", unit="layers", min=0
@@ -80,12 +79,7 @@ class OptimConfig:
         unit="trainer steps",
         min=0,
     )
-    min_lr_ratio: float = setting(
-        0.1,
-        "Learning rate of the last step as a fraction of the peak.",
-        min=0.0,
-        max=1.0,
-    )
+    min_lr_ratio: float = setting(0.1, "Learning rate of the last step as a fraction of the peak.", min=0.0, max=1.0)
     max_skipped_steps: int = setting(
         3,
         "Steps in a row that may be skipped for a gradient norm that is not finite; more end the run.",
@@ -123,10 +117,7 @@ class _Penalty(KlConfig):
         0, "The reference takes the policy's weights every N steps; 0: never.", unit="steps", min=0
     )
     reference_rate: float = setting(
-        1.0,
-        "Share of the policy in the reference's new weights; below 1 a moving average.",
-        above=0.0,
-        max=1.0,
+        1.0, "Share of the policy in the reference's new weights; below 1 a moving average.", above=0.0, max=1.0
     )
 
     def problems(self) -> Iterator[str]:
@@ -170,11 +161,7 @@ class AlgorithmConfig:
         "Weights of token losses if other weights or another engine sampled, also path/to/file.py:class. auto: tis "
         "for SGLang in bf16 or with older weights, icepop for mixtures of experts, else none.",
     )
-    entropy_coef: float = setting(
-        0.0,
-        "Weight of the entropy bonus; 0 computes no entropy.",
-        min=0.0,
-    )
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus; 0 computes no entropy.", min=0.0)
     loss_aggregation: str = setting(
         "token-mean",
         "How the policy's token losses become one number.",
@@ -206,8 +193,7 @@ class MicrobatchConfig:
     max_tokens: int = setting(8192, "Token budget of a packed micro-batch.", unit="tokens", min=1)
     size: int = setting(4, "Sequences per padded micro-batch.", unit="sequences", min=1)
     skip_zero_advantages: bool = setting(
-        False,
-        "Leave responses without advantages out of the policy's updates: equal gradient, metrics of the others.",
+        False, "Leave responses without advantages out of the policy's updates: equal gradient, metrics of the others."
     )
 
 
@@ -230,10 +216,7 @@ class TrainerConfig:
     run_dir: str = setting("runs/default", "Folder of everything the run writes.")
     steps: int = setting(100, "Trainer steps.", unit="steps", min=1)
     epochs: float = setting(
-        0.0,
-        "Length of the run in passes over the training prompts, instead of trainer.steps.",
-        unit="epochs",
-        min=0.0,
+        0.0, "Length of the run in passes over the training prompts, instead of trainer.steps.", unit="epochs", min=0.0
     )
     prompts_per_step: int = setting(64, "Prompts per step over all ranks.", unit="prompts", min=1)
     minibatch_size: int = setting(64, "Prompts per optimizer step over all ranks.", unit="prompts", min=1)
@@ -241,13 +224,7 @@ class TrainerConfig:
     val_interval: int = setting(
         0, "Validate every N steps, before the first and after the last; 0 never.", unit="steps", min=0
     )
-    async_steps: int = setting(
-        0,
-        "Steps that generation runs ahead of training.",
-        unit="steps",
-        min=0,
-        max=1,
-    )
+    async_steps: int = setting(0, "Steps that generation runs ahead of training.", unit="steps", min=0, max=1)
     device: str = setting("auto", "auto takes CUDA where there is one.", choices=("auto", "cuda", "cpu"))
     deterministic: bool = setting(False, "Use only algorithms that repeat their bits.")
     timeout_s: float = setting(600.0, "Deadline of every collective.", unit="seconds", above=0.0, max=604_800.0)

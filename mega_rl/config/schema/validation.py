@@ -19,10 +19,7 @@ class ValidationConfig:
         0, "Longest response of evaluations; 0 takes rollout.max_new_tokens.", unit="tokens", min=0
     )
     chunk: int = setting(
-        8192,
-        "Samples that are drawn and scored together; bounds memory and changes no number.",
-        unit="samples",
-        min=1,
+        8192, "Samples that are drawn and scored together; bounds memory and changes no number.", unit="samples", min=1
     )
     k: list[int] = setting([], "Values of k for pass@k and maj@k; empty takes 1 and n if n is above 1.")
     sets: dict[str, object] = setting(

@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from mega_rl.config.choices import DATA, chosen
 from mega_rl.config.keys import with_settings
 from mega_rl.config.rules import check
-from mega_rl.config.rules.validation import files_of
+from mega_rl.config.rules.data import files_of
 from mega_rl.config.schema import ChatConfig, Config, SourceConfig
 from mega_rl.config.user_files import users_code
 from mega_rl.config.values import shown

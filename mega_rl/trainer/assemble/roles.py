@@ -10,7 +10,7 @@ from mega_rl.algorithms.kl import KLController
 from mega_rl.config.attention import Role
 from mega_rl.config.choices import LOSS, reads_reference
 from mega_rl.config.needs import models_take_turns
-from mega_rl.config.rules.reference import has_own_layout
+from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.engines.base import ModelEngine
 from mega_rl.engines.build import build_engine
 from mega_rl.engines.models.build import DTYPES

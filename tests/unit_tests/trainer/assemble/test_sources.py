@@ -148,11 +148,11 @@ def test_a_rollout_source_has_its_methods(folder: Path) -> None:
         ("rollout.source=OWN:Rows rollout.backend=none rollout.hf.batch_size=3", "rollout.hf.batch_size=3 has no"),
         (
             "rollout.source=OWN:Rows rollout.backend=sglang trainer.async_steps=1 algorithm.correction=tis",
-            "trainer.async_steps=1 cannot run ahead: it needs rollout.source=single_turn",
+            "trainer.async_steps=1 has no effect: it needs rollout.backend=sglang and rollout.source=single_turn",
         ),
         ("data.source=OWN:Rows data.train_files=[a.jsonl]", "data.train_files=['a.jsonl'] has no effect"),
         ("data.source=OWN:Rows trainer.val_interval=1 data.val_size=2", "data.val_size=2 has no effect"),
-        ("data.source=OWN:bad trainer.val_interval=1", "trainer.val_interval=1 has no prompts to validate on"),
+        ("data.source=OWN:bad trainer.val_interval=1", "trainer.val_interval=1 has no effect: it needs data.val_files"),
         (
             "rollout.source=single_trun",
             "rollout.source='single_trun': legal: single_turn or path/to/file.py:class; did you mean single_turn?",
