@@ -88,9 +88,9 @@ def _parsed(text: str, create: Callable[[], Any]) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
         problem = str(getattr(error, "problem", None) or str(error).partition("\n")[0] or type(error).__name__)
-        if problem.startswith("found duplicate key"):
-            problem = f"{problem.removeprefix('found duplicate key ')} is given twice; keep one"
-        raise UserError(f"{where}not valid YAML: {problem}") from error
+        twice = problem.removeprefix("found duplicate key ")
+        what = f"not valid YAML: {problem}" if twice == problem else f"{twice} is given twice; keep one"
+        raise UserError(f"{where}{what}") from error
     line = 1 + anchor.start_mark.line if anchor.start_mark else 1
     raise UserError(f"line {line}: anchors (&) and aliases (*) are not read; write it out")
 

@@ -170,8 +170,8 @@ def use_trainers(rank: int, folder_text: str) -> dict[str, Any]:
     config = mega_rl.load_config(None, settings(folder, "first", steps=2))
     config = with_settings(config, {"data.chat.template": True})
     handler = signal.getsignal(signal.SIGTERM)
-    with mega_rl.build_trainer(config, reward=one) as trainer:
-        error("second", lambda: mega_rl.build_trainer(config))
+    with mega_rl.Trainer(config, reward=one) as trainer:
+        error("second", lambda: mega_rl.Trainer(config))
         outcome = trainer.fit()
         error("again", trainer.fit)
     error("closed", trainer.fit)
@@ -188,7 +188,7 @@ def use_trainers(rank: int, folder_text: str) -> dict[str, Any]:
     http = mega_rl.load_config(
         None, {**settings(folder, "third"), "reward": {"source": {"name": "http", "url": "http://[::1]/"}}}
     )
-    error("http", lambda: mega_rl.build_trainer(http, reward=one))
+    error("http", lambda: mega_rl.Trainer(http, reward=one))
     return seen
 
 

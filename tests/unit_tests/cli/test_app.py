@@ -77,9 +77,9 @@ BAD_CONFIGS: list[tuple[str, str]] = [
     ),
     (
         "optim.warmup_steps=500",
-        "optim.warmup_steps=500 has no effect: it needs trainer.steps above its sum with algorithm.critic_warmup_steps, "
-        "or it does not end within the run; set that or leave it "
-        "out (on a command line: optim.warmup_steps=null)",
+        "optim.warmup_steps=500 has no effect: it needs trainer.steps above its sum with "
+        "algorithm.critic_warmup_steps, or it does not end within the run; set that or leave it out (on a command "
+        "line: optim.warmup_steps=null)",
     ),
     ("data.train_files=[x.jsonl]", "data.train_files: x.jsonl: no such file (looked for FOLDER/x.jsonl)"),
     (

@@ -261,7 +261,7 @@ def test_a_broken_rule_is_named(world_size: int, overrides: str, line: str) -> N
 
 
 def test_most_mistakes_get_one_line() -> None:
-    assert sum(len(broken(text, world_size=world)) == 1 for world, text, _ in RULES) > len(RULES) - 8
+    assert sum(len(broken(text, world_size=world)) == 1 for world, text, _ in RULES) > 0.9 * len(RULES)
 
 
 @pytest.mark.parametrize(
@@ -431,8 +431,7 @@ def test_a_layout_of_the_references_own_that_runs(overrides: tuple[str, ...]) ->
         ((f"{_SIZES}.tp=8", f"{_SIZES}.pp=2"), f"{_SIZES}.tp*pp*cp=8*2*1=16"),
         ((f"{_SIZES}.pp=8",), f"{_SIZES}.pp*vpp=8*1=8 does not divide the 12 layers of model.path"),
         ((f"{_SIZES}.tp=8", "model.ref_path=x"), f"{_SIZES}.tp=8 does not divide the 4 attention heads of model.ref_"),
-        ((f"{_SIZES}.ep=2",), f"{_SIZES}.ep=2: model.path has no experts; set {_SIZES}.ep=1"),
-        ((f"{_SIZES}.tp=1",), f"{_SIZES}.tp=1 has no effect: it is the actor's already"),
+        ((f"{_SIZES}.ep=2",), f"{_SIZES}.ep has no effect: model.path has no experts"),
         (
             (f"{_SIZES}.tp=2", f"{_SIZES}.pipeline=Ett|L"),
             f"{_SIZES}.pipeline=Ett|L has no effect: it needs {_SIZES}.pp",
