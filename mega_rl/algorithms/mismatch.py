@@ -20,12 +20,8 @@ from torch import Tensor
 
 from mega_rl.algorithms.kl import LOG_RATIO_LIMIT
 
-# Lower ends of the histogram's bins in nats, from the second bin on: the first begins at 0, the last has no end. FP32
-# engines of one kind stay below 1e-5, most tokens of bf16 ones below 0.1.
-BIN_EDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-_NO_TOKENS = (0,) * (len(BIN_EDGES) + 1)
-_NUMBERS = 9  # numbers of a summary before its histogram
-SUMMARY_SIZE = _NUMBERS + len(_NO_TOKENS)
+LARGE = 1.0  # nats
+SUMMARY_SIZE = 10
 IMPORTANCE_SIZE = 15
 
 
@@ -42,7 +38,7 @@ class LogprobMismatch:
     token_id: int = -1
     rollout_logprob: float = 0.0
     trainer_logprob: float = 0.0
-    histogram: tuple[int, ...] = _NO_TOKENS  # tokens in [0, 1e-6), [1e-6, 1e-5), ... [1, inf] nats; see BIN_EDGES
+    large: int = 0  # tokens with a difference of LARGE or more
 
     @property
     def mean(self) -> float:
@@ -51,19 +47,12 @@ class LogprobMismatch:
 
     @property
     def share_of_large(self) -> float:
-        """Return the share of tokens with a difference of `BIN_EDGES[-1]` = 1 nat or more; 0 without tokens."""
-        return self.histogram[-1] / self.count if self.count else 0.0
+        """Return the share of tokens with a difference of `LARGE` or more; 0 without tokens."""
+        return self.large / self.count if self.count else 0.0
 
     def metrics(self, name: str = "rollout/logprob_diff") -> dict[str, float]:
-        """Return `<name>_max`, `<name>_mean`, and the histogram as the share of tokens in each bin.
-
-        The bins are `<name>_share_below_1e-06`, `<name>_share_from_1e-06`, ... `<name>_share_from_1e+00`, each up to
-        the next one's lower end.
-        """
-        bins = [f"below_{BIN_EDGES[0]:.0e}", *(f"from_{edge:.0e}" for edge in BIN_EDGES)]
-        tokens = max(self.count, 1)
-        shares = {f"{name}_share_{label}": n / tokens for label, n in zip(bins, self.histogram, strict=True)}
-        return {f"{name}_max": self.max, f"{name}_mean": self.mean} | shares
+        """Return `<name>_max`, `<name>_mean` and `<name>_large_fraction`."""
+        return {f"{name}_max": self.max, f"{name}_mean": self.mean, f"{name}_large_fraction": self.share_of_large}
 
     def describe_worst(self) -> str:
         """Describe the worst token, for the message that stops a run."""
@@ -81,7 +70,7 @@ class LogprobMismatch:
         packed = torch.zeros(size, SUMMARY_SIZE, dtype=torch.float64)
         values = (self.sum, self.count, self.max, self.prompt_index, self.sample_index, self.position, self.token_id)
         logprobs = self.rollout_logprob, self.trainer_logprob
-        packed[rank] = torch.tensor([*values, *logprobs, *self.histogram], dtype=torch.float64)
+        packed[rank] = torch.tensor([*values, *logprobs, self.large], dtype=torch.float64)
         return packed
 
 
@@ -116,15 +105,8 @@ def logprob_mismatch(
         token_id=int(tokens[row, column]),
         rollout_logprob=float(rollout_logprobs[row, column]),
         trainer_logprob=float(trainer_logprobs[row, column]),
-        histogram=_histogram(difference),
+        large=int((difference >= LARGE).sum()),
     )
-
-
-def _histogram(difference: Tensor) -> tuple[int, ...]:
-    """Return the number of tokens in each bin; difference: [N] float64, may be infinite."""
-    edges = torch.tensor(BIN_EDGES, dtype=torch.float64, device=difference.device)
-    bins = torch.bucketize(difference, edges, right=True)
-    return tuple(torch.bincount(bins, minlength=len(_NO_TOKENS)).tolist())
 
 
 def combine(packed: Tensor) -> LogprobMismatch:
@@ -142,15 +124,14 @@ def combine(packed: Tensor) -> LogprobMismatch:
         worst,
         sum=sum(row.sum for row in filled),
         count=sum(row.count for row in filled),
-        histogram=tuple(sum(bin_counts) for bin_counts in zip(*(row.histogram for row in filled), strict=True)),
+        large=sum(row.large for row in filled),
     )
 
 
 def _unpack(values: list[float]) -> LogprobMismatch:
-    total, count, largest, prompt_index, sample_index, position, token_id, rollout, trainer = values[:_NUMBERS]
+    total, count, largest, prompt_index, sample_index, position, token_id, rollout, trainer, large = values
     place = int(prompt_index), int(sample_index), int(position), int(token_id)
-    histogram = tuple(int(tokens) for tokens in values[_NUMBERS:])
-    return LogprobMismatch(total, int(count), largest, *place, rollout, trainer, histogram)
+    return LogprobMismatch(total, int(count), largest, *place, rollout, trainer, int(large))
 
 
 def importance_summary(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:

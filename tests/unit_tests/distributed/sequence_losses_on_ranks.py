@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_rl.algorithms.corrections import CORRECTIONS
 from mega_rl.algorithms.kl import k2
-from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.algorithms.policy_losses import LOSSES as OBJECTIVES
 from mega_rl.algorithms.sequences import Sequences
@@ -100,7 +100,9 @@ def run_case(checkpoint: str, name: str) -> dict[str, dict[str, Any]]:
     with running_engine(config) as engine:
         own = own_rows(random_experience(), engine)
         own.rows = row_numbers(own.loss_mask)  # as `build_experience` numbers the rows that this rank has sampled
-        plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=engine.data_parallel)
+        plan = MinibatchPlan(
+            4, 1, AGGREGATIONS["seq-mean-token-mean"], max_response_tokens=24, seed=0, ranks=engine.data_parallel
+        )
         (minibatch,) = plan.cut(own, num_prompts=4, step=0)
         for loss_name, loss in losses_of(name).items():
             result = {"metrics": engine.train_minibatch(minibatch, loss, lr=0.0)}

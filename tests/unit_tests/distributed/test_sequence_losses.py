@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mega_rl.algorithms.corrections import CORRECTIONS
-from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import TokenOutputs
@@ -83,7 +83,7 @@ def test_a_copied_number_of_a_row_is_our_own_bug() -> None:
 
 def test_the_reference_is_the_loss_of_a_loop() -> None:
     """Row by row in float64, at a uniform model's log-probs."""
-    plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=FakeRanks())
+    plan = MinibatchPlan(4, 1, AGGREGATIONS["seq-mean-token-mean"], max_response_tokens=24, seed=0, ranks=FakeRanks())
     (batch,) = plan.cut(random_experience(), num_prompts=4, step=0)
     logprobs = torch.full(batch.tokens.shape, -3.0)
     fields = {name: value for name, value in batch.items() if value is not None and value.dim() == 2}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience
 from tests.helpers.distributed import run_ranks
@@ -60,7 +60,7 @@ def in_float64(student_path: Path, teacher_path: Path) -> Expected:
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
         for path in (student_path, teacher_path)
     )
-    plan = MinibatchPlan(4, 1, sequence_mean_token_mean, max_response_tokens=24, seed=0, ranks=FakeRanks())
+    plan = MinibatchPlan(4, 1, AGGREGATIONS["seq-mean-token-mean"], max_response_tokens=24, seed=0, ranks=FakeRanks())
     (batch,) = plan.cut(random_experience(), num_prompts=4, step=0)
     reference: Expected = {}
     for name, (beta, _) in LOSSES.items():

@@ -13,7 +13,7 @@ import torch
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.returns import Distillation
 from mega_rl.algorithms.kl import KLController
-from mega_rl.algorithms.losses.aggregation import token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.rewards.role import AbsentScorer
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.loop import Event, StepLog
@@ -419,7 +419,7 @@ def test_minibatches_cover_the_batch_once_per_epoch() -> None:
         estimator=trainer.estimator,
         sum_over_ranks=FakeRanks().sum,
     )
-    plan = MinibatchPlan(2, 3, token_mean, max_response_tokens=4, seed=1, ranks=FakeRanks())
+    plan = MinibatchPlan(2, 3, AGGREGATIONS["token-mean"], max_response_tokens=4, seed=1, ranks=FakeRanks())
     cut = list(plan.cut(experience, num_prompts=4, step=0))
     assert len(cut) == 6
     for epoch in range(3):
