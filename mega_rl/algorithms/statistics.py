@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True)
+class Moments:
     """Count, mean and population variance of the masked elements of every rank; scalar float64 tensors."""
 
     count: Tensor

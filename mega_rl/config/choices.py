@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from mega_rl.config.keys import FIELDS, TAGGED, value_of
 from mega_rl.config.schema import Config
 from mega_rl.config.setting import Kind, OwnKind
 from mega_rl.config.user_files import load_from_file
-from mega_rl.config.values import BadValue, coerce, shown
+from mega_rl.config.values import settings_of, shown
 from mega_rl.errors import UserError
 
 # a class whose fields are settings, or a function
@@ -49,15 +49,7 @@ class Choice:
             if name not in self.registered and not (self.argument and ".py" in name):
                 problems.append(f"{self.key}={shown(name)}: {self._legal(name)}")
             return OwnKind(name, given)
-        fields, hints, settings = getattr(kind, "__dataclass_fields__", {}), get_type_hints(kind), {}
-        for setting, value in given.items():
-            try:
-                settings[setting] = coerce(value, hints[setting], fields[setting])
-            except KeyError:
-                problems.append(self._unknown(name, setting, fields))
-            except BadValue as error:
-                problems.append(f"{self.key}.{setting}={shown(value)}: {error}")
-        return kind(**settings)
+        return kind(**settings_of(kind, given, self.key, problems, lambda setting: self._unknown(kind, setting)))
 
     def register(self, name: str, chosen_by_it: Registered) -> None:
         """Let a recipe choose this class or function by name. Raises UserError for a name that is taken or none."""
@@ -121,12 +113,13 @@ class Choice:
         """Return the built-in choices that have a need, as one writes them: "algorithm.advantage=gae"."""
         return f"{self.key}=" + " or ".join(name for name, area in self.builtin.items() if getattr(area, need))
 
-    def _unknown(self, name: str, setting: str, fields: Mapping[str, object]) -> str:
+    def _unknown(self, kind: type[Kind], setting: str) -> str:
+        fields = list(getattr(kind, "__dataclass_fields__", ()))
         near = difflib.get_close_matches(setting, fields, n=1)
-        others = [kind.name for kind in self.builtin.values() if setting in getattr(kind, "__dataclass_fields__", ())]
+        others = [own.name for own in self.builtin.values() if setting in getattr(own, "__dataclass_fields__", ())]
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(fields) or 'none'}"
         hint = f"it belongs to {self.key}={' or '.join(others)}" if others else hint
-        return f"{self.key}.{setting} has no effect: {self.key}={name} has no such setting; {hint}"
+        return f"{self.key}.{setting} has no effect: {self.key}={kind.name} has no such setting; {hint}"
 
     def _legal(self, name: str) -> str:
         near = difflib.get_close_matches(name, [*self.builtin, *self.registered], n=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 
 from mega_rl.config.keys import FIELDS, SECTIONS
 from mega_rl.config.packaged import rows_of
@@ -60,15 +59,11 @@ def in_peers(key: str) -> str:
     The longest ending of the key that a peer has decides; dashes count as underscores.
     """
     words = key.replace("-", "_").split(".")
-    for start in range(len(words)):
-        name = ".".join(words[start:])
-        if answers := dict(_answers(name)):
-            return "; ".join(f"{' and '.join(peers)} {name} is {setting} here" for setting, peers in answers.items())
+    for name in (".".join(words[start:]) for start in range(len(words))):
+        owners: dict[str, list[str]] = {}  # setting -> peers in the genitive
+        for peer, names in NAMES.items():
+            if name in names:
+                owners.setdefault(names[name], []).append(f"{peer}'s")
+        if owners:
+            return "; ".join(f"{' and '.join(owners[own])} {name} is {own} here" for own in sorted(owners))
     return ""
-
-
-def _answers(name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the settings that peers' `name` stands for, each with the peers in the genitive."""
-    settings = {setting for names in NAMES.values() for own, setting in names.items() if own == name}
-    for setting in sorted(settings):
-        yield setting, [f"{peer}'s" for peer, names in NAMES.items() if names.get(name) == setting]

@@ -8,72 +8,82 @@ from typing import NamedTuple
 from mega_rl.config.choices import ADVANTAGE, DATA, corrects, has_reference, needs_critic, reads_reference
 from mega_rl.config.keys import SECTIONS, TAGGED, keys_below, open_ended, value_of
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.sandbox import runs_code
+from mega_rl.config.schema.rollout import runs_code
 
-_CRITIC = "model.critic_path model.critic_attn_implementation optim.critic_lr algorithm.value_clip "
-_REFERENCE = f"a reference: algorithm.kl=reward or loss, or {ADVANTAGE.with_need('needs_reference')}"
-_PASS = "a pass that computes old log-probs: algorithm.old_logprobs=recompute, or auto with several updates a step"
-_RATIO = "algorithm.old_logprobs=auto or recompute: with rollout the ratio itself is to what sampled"
-_HELD_OUT = "data.val_files, data.val_size, validation.sets, or a data.source with has_validation = True"
-_PARTS = "named parts: reward.source=http, reward.functions, or reward.function=path/to/file.py:function"
-_REPLAY = "engine.megatron.moe.routing_replay=true and rollout.source=single_turn"
-
-# Keys (a section stands for all keys in it), what they need as a user would write it, and whether a config has that.
+# Setting with a value -> keys that are read only then; a section stands for all keys in it.
+_EQUAL = {
+    "engine.backend=megatron": "engine.megatron model.recompute_layers",
+    "engine.backend=fsdp": "engine.fsdp",
+    "model.recompute=selective": "model.recompute_modules",
+    "model.recompute=full": "model.recompute_layers",
+    "reward.source=function": "reward.function reward.functions",
+    "algorithm.kl.control=adaptive": "algorithm.kl.target algorithm.kl.horizon",
+    "engine.megatron.ddp.overlap_grad_reduce=true": "engine.megatron.ddp.bucket_size "
+    "engine.megatron.ddp.overlap_param_gather",
+    "engine.megatron.optimizer.distributed=true": "engine.megatron.ddp.overlap_param_gather "
+    "engine.megatron.ddp.optimizer_instances engine.megatron.optimizer.precision_aware "
+    "engine.megatron.ddp.reduce_scatter_fp32_accumulation",
+    "engine.megatron.optimizer.precision_aware=true": "engine.megatron.optimizer.moment_dtype",
+    "trainer.microbatch.packing=true": "trainer.microbatch.max_tokens",
+    "trainer.microbatch.packing=false": "trainer.microbatch.size",
+    "data.chat.template=true": "data.chat.template_kwargs data.chat.system_prompt data.chat.date",
+    "checkpoint.resume=auto": "checkpoint.fallback",
+    "rollout.backend=hf": "rollout.hf",
+    "rollout.backend=sglang": "rollout.sglang trainer.async_steps",
+    "rollout.source=single_turn": "trainer.async_steps rollout.sglang.return_routing",
+    "engine.megatron.moe.routing_replay=true": "rollout.sglang.return_routing",
+    "trainer.async_steps=1": "rollout.sglang.partial_rollout",
+    "trainer.async_steps=0": "rollout.dynamic_sampling.max_generations",
+}
+# Setting that is given, or above 0 -> keys that are read only then.
+_GIVEN = {
+    "algorithm.kl.reference_interval": "algorithm.kl.reference_rate",
+    "engine.megatron.reference.pp": "engine.megatron.reference.pipeline",
+    "reward.overlong.buffer_tokens": "reward.overlong.penalty",
+    "trainer.val_interval": "data.val_files data.val_size validation",
+    "validation.temperature": "validation.top_p validation.top_k",
+    "data.stream.rows": "data.stream.timeout_s",
+    "data.mixture.sources": "data.mixture.temperature",
+    "reward.functions": "reward.sources",
+    "reward.sources": "data.source_key",
+    "checkpoint.save_interval": "checkpoint.keep_best checkpoint.keep_interval checkpoint.async_save",
+    "metrics.records.interval": "metrics.records.max_mib metrics.records.entropy metrics.records.weights",
+    "rollout.sglang.urls": "rollout.sglang.keys_file",
+    "rollout.dynamic_sampling.max_generations": "rollout.dynamic_sampling.prompts",
+}
+# Keys, their condition as a user would write it, and whether a config has that.
 _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
-    ("engine.megatron", "engine.backend=megatron", lambda c: c.engine.backend == "megatron"),
-    ("engine.fsdp", "engine.backend=fsdp", lambda c: c.engine.backend == "fsdp"),
-    ("model.recompute_modules", "model.recompute=selective", lambda c: c.model.recompute == "selective"),
-    ("model.recompute_layers", "model.recompute=full", lambda c: c.model.recompute == "full"),
-    ("model.recompute_layers", "engine.backend=megatron", lambda c: c.engine.backend == "megatron"),
-    ("reward.function reward.functions", "reward.source=function", lambda c: c.reward.source.name == "function"),
-    (f"{_CRITIC} algorithm.critic_warmup_steps", ADVANTAGE.with_need("needs_critic"), lambda c: needs_critic(c)),
-    ("model.ref_path model.ref_attn_implementation engine.megatron.reference", _REFERENCE, lambda c: has_reference(c)),
     (
-        "algorithm.kl.target algorithm.kl.horizon",
-        "algorithm.kl.control=adaptive",
-        lambda c: c.algorithm.kl.control == "adaptive",
+        "model.critic_path model.critic_attn_implementation optim.critic_lr algorithm.value_clip "
+        "algorithm.critic_warmup_steps",
+        ADVANTAGE.with_need("needs_critic"),
+        needs_critic,
     ),
     (
-        "algorithm.kl.reference_rate",
-        "algorithm.kl.reference_interval above 0",
-        lambda c: c.algorithm.kl.reference_interval > 0,
+        "model.ref_path model.ref_attn_implementation engine.megatron.reference",
+        f"a reference: algorithm.kl=reward or loss, or {ADVANTAGE.with_need('needs_reference')}",
+        has_reference,
     ),
     ("engine.megatron.sequence_parallel", "engine.megatron.tp above 1", lambda c: c.engine.megatron.tp > 1),
     ("engine.megatron.vpp engine.megatron.pipeline", "engine.megatron.pp above 1", lambda c: c.engine.megatron.pp > 1),
     ("engine.megatron.overlap_p2p", "engine.megatron.vpp above 1", lambda c: c.engine.megatron.vpp > 1),
     (
-        "engine.megatron.reference.pipeline",
-        "engine.megatron.reference.pp above 1",
-        lambda c: c.engine.megatron.reference.pp > 1,
+        "engine.megatron.moe.routing_replay",
+        "a pass that computes old log-probs: algorithm.old_logprobs=recompute, or auto with several updates a step",
+        lambda c: has_pass_for_old_logprobs(c),
     ),
     (
-        "engine.megatron.ddp.bucket_size engine.megatron.ddp.overlap_param_gather",
-        "engine.megatron.ddp.overlap_grad_reduce=true",
-        lambda c: c.engine.megatron.ddp.overlap_grad_reduce,
+        "algorithm.correction",
+        "algorithm.old_logprobs=auto or recompute: with rollout the ratio itself is to what sampled",
+        lambda c: c.algorithm.old_logprobs != "rollout" or not corrects(c),
     ),
-    (
-        "engine.megatron.ddp.overlap_param_gather engine.megatron.ddp.optimizer_instances "
-        "engine.megatron.optimizer.precision_aware engine.megatron.ddp.reduce_scatter_fp32_accumulation",
-        "engine.megatron.optimizer.distributed=true",
-        lambda c: c.engine.megatron.optimizer.distributed,
-    ),
-    (
-        "engine.megatron.optimizer.moment_dtype",
-        "engine.megatron.optimizer.precision_aware=true",
-        lambda c: c.engine.megatron.optimizer.precision_aware,
-    ),
-    ("engine.megatron.moe.routing_replay", _PASS, lambda c: has_pass_for_old_logprobs(c)),
-    ("algorithm.correction", _RATIO, lambda c: c.algorithm.old_logprobs != "rollout" or not corrects(c)),
     ("optim.min_lr_ratio", "optim.schedule=linear or cosine", lambda c: c.optim.schedule != "constant"),
-    ("trainer.microbatch.max_tokens", "trainer.microbatch.packing=true", lambda c: c.trainer.microbatch.packing),
-    ("trainer.microbatch.size", "trainer.microbatch.packing=false", lambda c: not c.trainer.microbatch.packing),
     (
         "reward.source.timeout_s reward.source.memory_mib",
         "reward.source.workers other than 0",
         lambda c: c.reward.source.name != "function" or c.reward.calls.workers != 0,
     ),
     ("reward.source.failure_score", "reward.source.on_failure=score", lambda c: c.reward.calls.on_failure == "score"),
-    ("reward.overlong.penalty", "reward.overlong.buffer_tokens above 0", lambda c: c.reward.overlong.buffer_tokens > 0),
     (
         "reward.overlong.buffer_tokens rollout.dynamic_sampling.max_generations",
         "rewards, which reward.source=none has not",
@@ -90,22 +100,10 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         lambda c: c.algorithm.critic_warmup_steps < c.trainer.steps,
     ),
     (
-        "trainer.async_steps",
-        "rollout.backend=sglang and rollout.source=single_turn: others generate in the trainer's processes",
-        lambda c: c.rollout.backend == "sglang" and c.rollout.source.name == "single_turn",
-    ),
-    (
-        "rollout.dynamic_sampling.max_generations",
-        "trainer.async_steps=0: the prompts of the next step are known when this one's are scored",
-        lambda c: c.trainer.async_steps == 0,
-    ),
-    (
         "trainer.val_interval",
-        _HELD_OUT,
+        "data.val_files, data.val_size, validation.sets, or a data.source with has_validation = True",
         lambda c: bool(c.data.val_files or c.data.val_size or c.validation.sets or DATA.needs(c, "has_validation")),
     ),
-    ("data.val_files data.val_size validation", "trainer.val_interval above 0", lambda c: c.trainer.val_interval > 0),
-    ("validation.top_p validation.top_k", "validation.temperature above 0", lambda c: c.validation.temperature > 0),
     (
         "data.val_files data.val_size",
         "a data.source without has_validation, which has held-out rows of its own",
@@ -114,54 +112,19 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
     ("data.val_size", "no data.val_files", lambda c: not c.data.val_files),
     ("trainer.steps", "no trainer.epochs", lambda c: not c.trainer.epochs),
     ("data.train_files", "data.source=files and no data.mixture", lambda c: c.data.reads_train_files),
-    ("data.stream.timeout_s", "data.stream.rows above 0", lambda c: c.data.stream.rows > 0),
-    ("data.mixture.temperature", "data.mixture.sources", lambda c: bool(c.data.mixture.sources)),
     ("reward.sandbox", "the reward function code_tests", lambda c: runs_code(c.reward)),
     ("reward.function", "no reward.functions", lambda c: not c.reward.functions),
-    ("reward.sources", "reward.functions", lambda c: bool(c.reward.functions)),
-    ("data.source_key", "reward.sources", lambda c: bool(c.reward.sources)),
-    ("reward.weights", _PARTS, lambda c: may_have_parts(c)),
     (
-        "data.chat.template_kwargs data.chat.system_prompt",
-        "data.chat.template=true",
-        lambda c: c.data.chat.template == "true",
-    ),
-    ("data.chat.date", "data.chat.template=true", lambda c: c.data.chat.template == "true"),
-    (
-        "checkpoint.keep_best checkpoint.keep_interval checkpoint.async_save",
-        "checkpoint.save_interval above 0",
-        lambda c: c.checkpoint.save_interval > 0,
-    ),
-    ("checkpoint.fallback", "checkpoint.resume=auto", lambda c: c.checkpoint.resume == "auto"),
-    (
-        "metrics.records.max_mib metrics.records.entropy metrics.records.weights",
-        "metrics.records.interval above 0",
-        lambda c: c.metrics.records.interval > 0,
+        "reward.weights",
+        "named parts: reward.source=http, reward.functions, or reward.function=path/to/file.py:function",
+        lambda c: may_have_parts(c),
     ),
     (
         "rollout.dtype rollout.verify_interval",
         "rollout.backend=hf or sglang: a source of one's own gets the weights as they train",
         lambda c: c.rollout.backend != "none",
     ),
-    ("rollout.hf", "rollout.backend=hf", lambda c: c.rollout.backend == "hf"),
-    ("rollout.sglang", "rollout.backend=sglang", lambda c: c.rollout.backend == "sglang"),
-    (
-        "rollout.sglang.server",
-        "servers that the run starts: no rollout.sglang.urls",
-        lambda c: not c.rollout.sglang.urls,
-    ),
-    ("rollout.sglang.keys_file", "rollout.sglang.urls", lambda c: bool(c.rollout.sglang.urls)),
-    (
-        "rollout.sglang.return_routing",
-        _REPLAY,
-        lambda c: c.engine.megatron.moe.routing_replay and c.rollout.source.name == "single_turn",
-    ),
-    ("rollout.sglang.partial_rollout", "trainer.async_steps=1", lambda c: c.trainer.async_steps == 1),
-    (
-        "rollout.dynamic_sampling.prompts",
-        "rollout.dynamic_sampling.max_generations above 0",
-        lambda c: c.rollout.dynamic_sampling.max_generations > 0,
-    ),
+    ("rollout.sglang.server", "no rollout.sglang.urls: servers that it starts", lambda c: not c.rollout.sglang.urls),
     (
         "rollout.dynamic_sampling.max_generations",
         "an estimator that compares samples of a prompt, as " + ADVANTAGE.with_need("needs_groups"),
@@ -186,10 +149,8 @@ class Unmet(NamedTuple):
 
 def unmet(config: Config) -> Iterator[Unmet]:
     """Yield every setting other than the default whose condition does not hold, each once, with its first condition."""
-    default, whole, found = Config(), open_ended(config), set[str]()
-    for keys, needs, holds in _NEEDS:
-        if holds(whole):
-            continue
+    default, found = Config(), set[str]()
+    for keys, needs in _missed(open_ended(config)):
         for key in (key for name in keys.split() for key in (keys_below(name) if name in SECTIONS else [name])):
             section, _, name = key.rpartition(".")
             usual = type(value_of(config, section))() if section in TAGGED else value_of(default, section)
@@ -197,6 +158,18 @@ def unmet(config: Config) -> Iterator[Unmet]:
             if key not in found and value is not None and value != getattr(usual, name):
                 found.add(key)
                 yield Unmet(key, value, needs)
+
+
+def _missed(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield keys and condition of each condition that does not hold."""
+    for needs, keys in _EQUAL.items():
+        key, _, value = needs.partition("=")
+        if str(value_of(config, key)).lower() != value:
+            yield keys, needs
+    for key, keys in _GIVEN.items():
+        if not value_of(config, key):
+            yield keys, key
+    yield from ((keys, needs) for keys, needs, holds in _NEEDS if not holds(config))
 
 
 def has_several_models(config: Config) -> bool:

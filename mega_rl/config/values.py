@@ -6,8 +6,10 @@ import dataclasses
 import math
 import reprlib
 import types
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
 
+Unknown = Callable[[str], str]
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 2, 160, 160, 40
 
@@ -40,6 +42,8 @@ def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
 
     An int given for a float becomes one, and a single item given for a list a list of one. Raises BadValue.
     """
+    if isinstance(kind, types.UnionType):  # a setting that may be None by default only
+        kind = kind.__args__[0]
     if isinstance(kind, types.GenericAlias):
         *_, item = kind.__args__
         return _coerce_mapping(value, item) if kind.__origin__ is dict else _coerce_list(value, item, field)
@@ -54,6 +58,21 @@ def coerce(value: object, kind: Any, field: dataclasses.Field[Any]) -> Any:
         unit = field.metadata["unit"]
         raise BadValue(f"must be {describe_range(field)}" + (f" ({unit})" if unit else ""))
     return value
+
+
+def settings_of(
+    area: Any, given: Mapping[str, object], place: str, problems: list[str], unknown: Unknown
+) -> dict[str, Any]:
+    """Return given settings as the types of a dataclass; mistakes go to `problems`. unknown: the line for a name."""
+    fields, hints, settings = getattr(area, "__dataclass_fields__", {}), get_type_hints(area), {}
+    for name, value in given.items():
+        try:
+            settings[name] = coerce(value, hints[name], fields[name])
+        except KeyError:
+            problems.append(unknown(name))
+        except BadValue as error:
+            problems.append(f"{place}.{name}={shown(value)}: {error}")
+    return settings
 
 
 def _needs(field: dataclasses.Field[Any], kind: type) -> str:

@@ -15,7 +15,7 @@ from mega_rl.config.rules.data import data, validation
 from mega_rl.config.rules.parallel import engine, fits_models, has_own_layout, layout
 from mega_rl.config.rules.rollout import rollouts
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.sandbox import runs_code
+from mega_rl.config.schema.rollout import runs_code
 
 
 def check(config: Config, *, world_size: int, models: Mapping[str, ModelFacts] | None = None) -> list[str]:
@@ -41,10 +41,8 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
     trainer, par = config.trainer, config.engine.megatron
     prompts, minibatch = trainer.prompts_per_step, trainer.minibatch_size
     if prompts % minibatch:
-        yield (
-            f"trainer.minibatch_size={minibatch} does not divide trainer.prompts_per_step={prompts}; "
-            f"legal: {listed(divisors(prompts))}"
-        )
+        legal = listed(divisors(prompts))
+        yield f"trainer.minibatch_size={minibatch} does not divide trainer.prompts_per_step={prompts}; legal: {legal}"
     size = par.tp * par.pp * par.cp
     dp = world_size // size
     if world_size % size == 0 and prompts % dp:
@@ -54,10 +52,7 @@ def _batches(config: Config, world_size: int) -> Iterator[str]:
         )
     samples = minibatch * config.rollout.n
     if world_size % size == 0 and samples < dp:
-        yield (
-            f"trainer.minibatch_size*rollout.n={samples} leaves some of the {dp} data-parallel ranks without a "
-            f"sequence; make it at least {dp}"
-        )
+        yield f"trainer.minibatch_size*rollout.n={samples}: needs a sequence for each of {dp} data-parallel ranks"
 
 
 def _lengths(config: Config) -> Iterator[str]:
@@ -155,10 +150,7 @@ def _zero_advantages(config: Config) -> Iterator[str]:
         return
     key = "trainer.microbatch.skip_zero_advantages=true"
     if not (ADVANTAGE.needs(config, "needs_groups") or ADVANTAGE.needs(config, "needs_greedy")):
-        yield (
-            f"{key} has no effect with algorithm.advantage={algorithm.advantage}, which does not compare rewards of "
-            "one prompt; set it to false"
-        )
+        yield f"{key} has no effect with algorithm.advantage={algorithm.advantage}, which compares no rewards"
     teaching = {
         f"algorithm.loss={algorithm.loss}": not LOSS.needs(config, "scales_with_advantage"),
         "algorithm.entropy_coef": algorithm.entropy_coef,
@@ -168,10 +160,7 @@ def _zero_advantages(config: Config) -> Iterator[str]:
         "engine.megatron.moe.expert_bias_update_rate": moe.expert_bias_update_rate,
     }
     if settings := [setting for setting, teaches in teaching.items() if teaches]:
-        yield (
-            f"{key} with {' and '.join(settings)}: responses whose advantages are 0 would give a gradient still; set "
-            "it to false"
-        )
+        yield f"{key} with {' and '.join(settings)}: advantages of 0 would give a gradient still; set it to false"
 
 
 def _reward(config: Config) -> Iterator[str]:

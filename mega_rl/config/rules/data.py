@@ -56,10 +56,7 @@ def validation(config: Config) -> Iterator[str]:
     """List what is wrong with the settings of validations."""
     val, best = config.validation, config.checkpoint.keep_best
     if val.n > 1 and val.temperature == 0:
-        yield (
-            f"validation.n={val.n} with validation.temperature=0: greedy samples of a prompt are all the same; set a "
-            "temperature above 0, or n=1"
-        )
+        yield f"validation.n={val.n} with validation.temperature=0: greedy samples are all the same; set n=1"
     if outside := [k for k in val.k if not 1 <= k <= val.n]:
         yield f"validation.k={val.k}: {outside[0]} is not among 1 to validation.n={val.n}, the samples of a prompt"
     for name, files in val.sets.items():

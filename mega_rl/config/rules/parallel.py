@@ -57,10 +57,7 @@ def fits_models(config: Config, world_size: int, models: Mapping[str, ModelFacts
             )
         tp = config.rollout.sglang.server.tp
         if sglang and key == "model.path" and facts.num_heads % tp:
-            yield (
-                f"rollout.sglang.server.tp={tp} does not divide the {facts.num_heads} attention heads of {key}; "
-                f"legal: {listed(divisors(facts.num_heads))}"
-            )
+            yield f"rollout.sglang.server.tp={tp} does not divide the {facts.num_heads} attention heads of {key}"
     key = "model.ref_path" if config.model.ref_path else "model.path"
     if has_own_layout(config):
         yield from layout(par.of_reference, world_size, section=REFERENCE)
@@ -101,10 +98,7 @@ def _fits_experts(par: MegatronConfig, key: str, facts: ModelFacts, section: str
             yield f"{setting} has no effect: {key} has no experts; {leave_out(setting)}"
         return
     if facts.num_experts % par.ep:
-        yield (
-            f"{section}.ep={par.ep} does not divide the {facts.num_experts} experts of {key}; "
-            f"legal: {listed(divisors(facts.num_experts))}"
-        )
+        yield f"{section}.ep={par.ep} does not divide the {facts.num_experts} experts of {key}"
     if facts.expert_ffn_hidden_size % etp:
         yield (
             f"{section}.etp={etp} does not divide the feed-forward size {facts.expert_ffn_hidden_size} of an "
@@ -140,15 +134,9 @@ def engine(config: Config, world_size: int) -> Iterator[str]:
             f"leave it out, or {_MOE}.routing_replay and trainer.deterministic"
         )
     if optimizer.precision_aware and optimizer.cpu_offload:
-        yield (
-            f"{_OPTIMIZER}.cpu_offload={optimizer.cpu_offload:g} with precision_aware=true: the host's Adam has FP32 "
-            "moments; use one of the two"
-        )
+        yield f"{_OPTIMIZER}.cpu_offload with precision_aware=true: the host's Adam has FP32 moments; use one of them"
     if ddp.reduce_scatter_fp32_accumulation and (ddp.grad_reduce_in_fp32 or config.model.dtype != "bf16"):
-        yield (
-            f"{_DDP}.reduce_scatter_fp32_accumulation=true sends bf16 gradients; set {_DDP}.grad_reduce_in_fp32=false "
-            "and model.dtype=bf16"
-        )
+        yield f"{_DDP}.reduce_scatter_fp32_accumulation=true needs grad_reduce_in_fp32=false and model.dtype=bf16"
     interval = config.algorithm.kl.reference_interval
     if interval and has_own_layout(config):
         yield (

@@ -35,10 +35,7 @@ def rollouts(config: Config) -> Iterator[str]:
             f"trains on trainer.prompts_per_step={per_step}; raise either"
         )
     if rollout.backend == "none" and rollout.source.name == "single_turn":
-        yield (
-            "rollout.backend=none with rollout.source=single_turn: it samples with an engine; set rollout.backend=hf "
-            "or sglang, or a rollout.source of your own"
-        )
+        yield "rollout.backend=none with rollout.source=single_turn: it samples with an engine; set rollout.backend=hf"
     if rollout.backend == "sglang":
         yield from _sglang(config)
         yield from _arguments(config)

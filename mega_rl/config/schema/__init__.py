@@ -11,7 +11,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega_rl.config.schema.data import ColumnCurriculum, MixtureConfig, SourceConfig, StreamConfig, SuccessCurriculum
+from mega_rl.config.schema.data import (
+    ColumnCurriculum,
+    MixtureConfig,
+    SourceConfig,
+    StreamConfig,
+    SuccessCurriculum,
+    ValidationConfig,
+)
 from mega_rl.config.schema.engine import (
     DataParallelConfig,
     DdpConfig,
@@ -30,18 +37,20 @@ from mega_rl.config.schema.rollout import (
     DataConfig,
     DynamicSamplingConfig,
     EmbeddedConfig,
+    LocalSandboxConfig,
     MismatchConfig,
     OverlongConfig,
+    RemoteSandboxConfig,
     RewardConfig,
     RewardFunctionConfig,
     RewardHttpConfig,
     RewardModelConfig,
+    RewardSandboxConfig,
     RolloutConfig,
     SglangConfig,
     SglangServerConfig,
     SglangSyncConfig,
 )
-from mega_rl.config.schema.sandbox import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
 from mega_rl.config.schema.training import (
     AlgorithmConfig,
     KlConfig,
@@ -53,7 +62,6 @@ from mega_rl.config.schema.training import (
     ProfileConfig,
     TrainerConfig,
 )
-from mega_rl.config.schema.validation import ValidationConfig
 from mega_rl.config.setting import ATTENTION
 
 Origin = str | list[str] | dict[str, object]  # pinned names in the form of their setting
