@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,12 @@ class Choice:
                 f"{self.argument}: {error}"
             ) from error
         return made
+
+    def maker(self, config: Config) -> Callable[[object], object] | None:
+        """Return the function that makes a user's source from its context; None for a built-in one. Raises UserError."""
+        if chosen(config, self) in self.builtin:
+            return None
+        return partial(self.own(config), **value_of(config, self.key).settings)
 
     def with_need(self, need: str) -> str:
         """Return the built-in choices that have a need, as one writes them: "algorithm.advantage=gae"."""

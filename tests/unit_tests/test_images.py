@@ -85,7 +85,7 @@ def test_versions_of_the_cuda_image_are_those_of_the_package(project: dict[str, 
     assert argument("EXTRAS") == "[sglang,gpu]"
     assert [str(one) for one in project["sglang"]] == [f"sglang=={SGLANG_VERSION}"]
     (engine,) = [one for one in project["gpu"] if one.name == "transformer-engine"]
-    assert argument("TE_VERSION") == TRANSFORMER_ENGINE.newest
+    assert argument("TE_VERSION") in TRANSFORMER_ENGINE.specifier
     assert argument("TE_VERSION") in engine.specifier
     assert megatron_core.release_of(constraints["megatron-core"]) is not None
     of_megatron = [Requirement(text) for text in importlib.metadata.requires("megatron-core") or ()]
@@ -110,13 +110,6 @@ def test_constraints_are_the_pins_of_sglang() -> None:
     named = {one.name: one.specifier for one in exact if canonicalize_name(one.name) in constraints}
     assert {"torch", "transformers", "tokenizers"} <= named.keys()
     assert [str(one) for name, one in named.items() if constraints[canonicalize_name(name)] not in one] == []
-
-
-def test_the_base_is_cudas_own_image_with_a_python_that_is_supported() -> None:
-    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-cudnn-devel-ubuntu24\.04", argument("BASE"))
-    assert re.fullmatch(r"[0-9a-f]{40}", argument("APEX_COMMIT"))
-    classifiers = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'"Programming Language :: Python :: {argument("PYTHON_VERSION")}"' in classifiers
 
 
 @images
@@ -198,10 +191,6 @@ def test_a_container_starts_only_with_what_it_requires(
     assert (done.returncode, done.stdout) == (code, output)
     assert done.stderr.startswith(error)
     assert ("MEGA_RL_REQUIRE=" in done.stderr) == bool(error)
-
-
-def test_start_is_a_program() -> None:
-    assert os.access(DOCKER / "start.sh", os.X_OK)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from mega_rl.algorithms.advantages.groups import GDPO, OPO
 from mega_rl.algorithms.statistics import SumOverRanks, identity
 from mega_rl.types import RewardParts
 from tests.helpers.advantages import advantages_of
-from tests.helpers.simulated_ranks import on_simulated_ranks
+from tests.helpers.threads import on_simulated_ranks
 
 GAMMA = 0.9
 
@@ -311,9 +311,8 @@ def test_a_rank_without_rows_and_a_batch_without_responses(name: str) -> None:
 def test_the_optimal_baseline_leaves_no_reward_by_length() -> None:
     """It is where the variance sum(l (r - b)^2) is smallest: its derivative sum(l (r - b)) is 0."""
     batch = batch_of([6, 5], seed=1, failures=0.0)
-    advantages = advantages_of(OPO(), batch.rewards, batch.group_ids, batch.mask).sum(
-        dim=1
-    )  # a row's tokens all have its number
+    rows = advantages_of(OPO(), batch.rewards, batch.group_ids, batch.mask)
+    advantages = rows.sum(dim=1)  # a row's tokens all have its number
     for group in (0, 10):
         assert float(advantages[batch.group_ids == group].sum()) == pytest.approx(0.0, abs=1e-5)
 

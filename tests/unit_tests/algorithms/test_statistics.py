@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mega_rl.algorithms.statistics import global_moments, whiten
-from tests.helpers.simulated_ranks import on_simulated_ranks
+from tests.helpers.threads import on_simulated_ranks
 
 
 def test_moments_by_hand() -> None:
