@@ -111,7 +111,7 @@ class Choice:
         return made
 
     def maker(self, config: Config) -> Callable[[object], object] | None:
-        """Return the function that makes a user's source from its context; None for a built-in one. Raises UserError."""
+        """Return the function that makes a user's source from its context; None for a built-in one."""
         if chosen(config, self) in self.builtin:
             return None
         return partial(self.own(config), **value_of(config, self.key).settings)
