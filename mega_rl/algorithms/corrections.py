@@ -52,10 +52,8 @@ class TIS(CorrectionKind):
         token:     w_t = min(pi_old / pi_rollout, cap)                  of each token
         sequence:  w   = min(prod_t pi_old / pi_rollout, cap)           of all tokens of a response
 
-    An expectation over sampled tokens with these weights is one over the old policy's, except for what the cap takes
-    off: it bounds the variance that a few large ratios would bring, at the price of a bias. Weights of tokens leave out
-    how likely the tokens before were; weights of sequences do not, and vary with the response's length. If the
-    log-probs are equal the weight is exactly 1 (for cap >= 1).
+    The cap bounds the variance that a few large ratios would bring, at the price of a bias. Weights of tokens leave out
+    how likely the tokens before were; weights of sequences do not, and vary with the response's length.
     Token mean: actor/tis_truncated_fraction (tokens whose ratio is above the cap).
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (truncated
     importance sampling for the mismatch of engines); Fu et al. 2025 (AReaL), arXiv:2505.24298, eq. 5 (decoupled PPO);
@@ -122,8 +120,7 @@ class GeometricRejection(Band):
         r   = exp(mean_t log(pi_old / pi_rollout))
         w_t = 1     on all tokens of a response where low <= r <= high, else 0
 
-    A response far off is left out as a whole, since a single token of it may have led all later ones astray. The
-    geometric mean does not depend on the length.
+    A single token may have led all later ones astray. The geometric mean does not depend on the length.
     Source: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
     Mismatch".
     """
@@ -166,8 +163,7 @@ class OPSM(CorrectionKind):
 
         w_t = 0   on all tokens of a response with A_t < 0 and mean_t log(pi_rollout / pi) > delta, else 1
 
-    pi is the policy now, so the distance holds staleness, mismatch and the updates of this step. A model learns from
-    its own mistakes; pushing down a response that it would hardly give any more only disturbs it. Good responses stay.
+    pi is the policy now: pushing down a response that it would hardly give any more only disturbs it.
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, section 3.1.
     """
 

@@ -43,9 +43,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Return q/p - 1 - log(q / p), at most 10: of low variance, never negative, unbiased while no token is cut.
 
-    Without the bound one token whose probability collapsed is the mean: e^20 nats weigh as much as 10^8 tokens. The
-    bound cuts tokens that the reference gives 2.6 nats more than the policy, or 11 less. There the derivative is 0, so
-    a loss takes its gradient from `kl_penalty`; k1 and k2 are not bounded. The field bounds k3 at 10, too.
+    Without the bound one token whose probability collapsed is the mean. Beyond it the derivative is 0, so a loss takes
+    its gradient from `kl_penalty`.
     """
     log_ratio = clamped_log_ratio(ref_logprobs, logprobs)
     estimate = torch.expm1(log_ratio) - log_ratio
@@ -62,10 +61,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, log_ratio: Tensor, est
         gradient  w * log(p / q) * grad log p       w = min(p / p_old, 10), a constant; log(p / q) within +-20 nats
 
     All tensors share one shape; log_ratio is log(p / p_old), and p_old sampled the tokens. Their mean gradient is that
-    of KL(p || q) at their prefixes: sum p grad(log p) log(p / q) = sum p_old w grad(log p) log(p / q). It is the
-    derivative of sg(w) * k2 and of w * k3 alike (sg: a constant), so k2 and k3 differ in value alone.
-    Derivatives of bare estimators are others: of k1 it is 0 on average, of k3 it is that of KL(q || p). The bounds act
-    on single tokens: one far from the reference is pulled back by 20 nats, not e^20, and never let go.
+    of KL(p || q) at their prefixes, so k2 and k3 differ in value alone. Derivatives of bare estimators are others: of
+    k1 it is 0 on average, of k3 it is that of KL(q || p).
     Source: Tang & Munos 2025, arXiv:2506.09477; docs/decisions.md has the numbers.
     """
     weight = log_ratio.detach().exp().clamp(max=WEIGHT_LIMIT)
@@ -104,8 +101,7 @@ class KLController:
         error = clip(kl / target - 1, -0.2, 0.2)
         value = value * (1 + error * min(num_sequences / horizon, 1))
 
-    target in nats per token, horizon in sequences. The fraction is capped at 1, so that a batch larger than the horizon
-    changes the coefficient by at most 20 % and can never make it negative.
+    target in nats per token, horizon in sequences. The cap at 1 keeps the coefficient of a large batch positive.
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
 

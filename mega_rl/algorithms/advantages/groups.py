@@ -24,11 +24,9 @@ class GRPO(AdvantageKind):
         A_i = c_i / (std(c of the batch) + eps)     std="batch", over the samples of all ranks
         A_i = c_i                                   std="none" (Dr. GRPO)
 
-    The standard deviation is the unbiased one (divided by n - 1), as in the implementations that published results
-    come from; the population's would scale every advantage by sqrt(n / (n - 1)).
+    The standard deviation is the unbiased one (divided by n - 1).
     Source: Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, section 4.1.2; Liu et al. 2025 (Dr. GRPO),
-    arXiv:2503.20783, section 3.2. "batch" is after Liu et al. 2025 (Lite PPO), arXiv:2508.08221, with the deviation of
-    centred rewards: that of the rewards themselves would grow with the difference between easy and hard prompts.
+    arXiv:2503.20783, section 3.2; "batch": Liu et al. 2025 (Lite PPO), arXiv:2508.08221, here of centred rewards.
     """
 
     name = "grpo"
@@ -81,9 +79,8 @@ class OPO(AdvantageKind):
 
         A_i = r_i - sum(l_j * r_j) / sum(l_j)      over the group's samples j, l_j response tokens of a sample
 
-    A constant baseline makes the variance of the policy gradient smallest when it weighs rewards by the squared norm
-    of grad log p; for tokens whose gradients are orthogonal and of equal norm that is the length. As in GRPO the
-    baseline holds the sample itself, which makes the gradient smaller: by (n - 1) / n if all lengths are equal.
+    The baseline of smallest variance if tokens' gradients are orthogonal and of equal norm. It holds the sample itself,
+    which makes the gradient smaller: by (n - 1) / n if all lengths are equal.
     Source: Hao et al. 2025 (OPO), arXiv:2505.23585.
     """
 
@@ -102,10 +99,9 @@ class GDPO(AdvantageKind):
         s_i = sum over parts k of w_k * (r_ik - mean_k(group)) / (std_k(group) + eps)
         A_i = s_i / (std(s of the batch) + eps)      over the samples of all ranks
 
-    The mean of s over the batch, which the paper takes off, is 0: that of each group is. Deviations are the unbiased
-    ones, as in `GRPO`. A part that is equal in all samples of a prompt adds exactly 0 to them. A part that is NaN,
-    because the data source of the prompt does not have it, is in none of the row's sums, and a row without any part in
-    no deviation of the batch.
+    Deviations are the unbiased ones. A part that is equal in all samples of a prompt adds exactly 0. A part that is
+    NaN, because the data source of the prompt does not have it, is in none of the row's sums, and a row without any
+    part in no deviation of the batch.
     Source: Liu et al. 2026 (GDPO, group reward-decoupled normalization policy optimization), arXiv:2601.05242,
     section 3.
     """
@@ -145,8 +141,7 @@ class PassAtK(AdvantageKind):
 
     Rewards above `right_above` are right; w are the wrong ones of a group. With std="none" the mean of
     A_i grad log p_i is (n - k) / (n * k) of the gradient of pass@k. A group of too few wrong samples for a set (w < k)
-    or without a right one gives exactly 0. With k = 1 these are GRPO's advantages of right and wrong, by the
-    population's deviation.
+    or without a right one gives exactly 0.
     Source: Chen et al. 2025 (Pass@k Training), arXiv:2508.10751, the form by analytical derivation.
     """
 

@@ -149,9 +149,8 @@ class Distillation(AdvantageKind):
         A_t = sum over k >= t of gamma^(k - t) * (log q(y_k) - log p(y_k))
 
     p is the student, q the teacher; k counts the response tokens of the row. With gamma 1 the mean of
-    A_t grad log p(y_t) is the descent of KL(p || q) over whole responses. With gamma 0 each token answers for itself:
-    that of the KL at the sampled prefixes, without the part that steers towards prefixes on which both agree, and of
-    far smaller variance.
+    A_t grad log p(y_t) is the descent of KL(p || q) over whole responses; with gamma 0 that of the KL at the sampled
+    prefixes, of far smaller variance.
     Source: Agarwal et al. 2023 (GKD), arXiv:2306.13649, on-policy with the reverse KL; Lu et al. 2025, "On-Policy
     Distillation" (Thinking Machines Lab), whose per-token form discounts by 0.
     """
