@@ -37,8 +37,8 @@ TABLE: Table = {
         ("GAE off by one token", "next_values[:, :-1] = values[:, 1:]", "next_values[:, :-1] = values[:, :-1]"),
         (
             "whitening over the local batch",
-            "advantages = whiten(advantages, mask, sum_over_ranks=inputs.sum_over_ranks)",
-            "advantages = whiten(advantages, mask)",
+            "return whiten(x, self.mask, sum_over_ranks=self.sum_over_ranks)",
+            "return whiten(x, self.mask)",
         ),
     ],
     ("algorithms", "algorithms/test_group_advantages.py"): [
@@ -91,8 +91,8 @@ TABLE: Table = {
     ("advantages", "algorithms/test_group_advantages.py"): [
         (
             "ReMax without its baseline",
-            "without_values(torch.where(known, returns - greedy[:, None], 0.0))",
-            "without_values(torch.where(known, returns, 0.0))",
+            "inputs.on_tokens(torch.where(known, returns - greedy[:, None], 0.0))",
+            "inputs.on_tokens(torch.where(known, returns, 0.0))",
         ),
         (
             "failed samples in the sums of a group",
@@ -129,8 +129,8 @@ TABLE: Table = {
         ("REINFORCE++ without the later tokens", "gamma=gamma, lam=1.0)", "gamma=gamma, lam=0.0)"),
         (
             "REINFORCE++ whitens the rank's own batch",
-            "whiten(returns, inputs.mask, sum_over_ranks=inputs.sum_over_ranks)",
-            "whiten(returns, inputs.mask)",
+            "return whiten(x, self.mask, sum_over_ranks=self.sum_over_ranks)",
+            "return whiten(x, self.mask)",
         ),
         (
             "REINFORCE++ without the baseline",

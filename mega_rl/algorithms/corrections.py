@@ -69,12 +69,10 @@ class TIS(CorrectionKind):
     cap: float = setting(2.0, "Each token's policy loss times min(ratio of pi_old to pi_rollout, cap).", above=0.0)
 
     def __call__(self, tokens: SampledTokens) -> TokenLoss:
-        from mega_rl.algorithms.kl import LOG_RATIO_LIMIT
-
         log_ratio = tokens.log_ratio
         if self.level == "sequence":
             log_ratio = tokens.sequences.spread(tokens.sequences.sum(log_ratio))
-        ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        ratio = tokens.ratio(log_ratio)
         return ratio.clamp(max=self.cap), {"actor/tis_truncated_fraction": tokens.mean((ratio > self.cap).float())}
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.statistics import SumOverRanks
+from mega_rl.algorithms.statistics import SumOverRanks, whiten
 from mega_rl.types import Experience, RewardParts
 
 Advantages = tuple[Tensor, Tensor]  # (advantages, value targets), [B, S] float32 each; targets are 0 without a critic
@@ -42,21 +42,33 @@ class AdvantageInputs:
         """Return the rows by prompt."""
         return PromptGroups.of(self.experience.prompt_index, self.mask)
 
+    def groups_where(self, chosen: Tensor) -> PromptGroups:
+        """Return the groups of only the rows that are chosen, [B] bool."""
+        return PromptGroups.of(self.experience.prompt_index, self.mask & chosen[:, None])
+
     def token_rewards(self, scores: Tensor) -> Tensor:
         """Return token rewards [B, S] of scores [B], less the KL penalty of each token."""
         return token_rewards(scores, self.mask, self.kl_penalty)
 
+    def returns(self, rewards: Tensor, *, gamma: float) -> Tensor:
+        """Return the discounted sums of token rewards [B, S] from each response token on; [B, S] float32."""
+        returns, _ = gae(rewards, torch.zeros_like(rewards), self.mask, gamma=gamma, lam=1.0)
+        return returns
+
+    def whitened(self, x: Tensor) -> Tensor:
+        """Return x [B, S] with mean 0 and variance 1 over the tokens of all ranks."""
+        return whiten(x, self.mask, sum_over_ranks=self.sum_over_ranks)
+
     def on_responses(self, advantages: Tensor) -> Advantages:
         """Return each row's number, [B] floating, on all of its response tokens, without value targets."""
-        return without_values(torch.where(self.mask, advantages.float()[:, None], 0.0))
+        return self.on_tokens(torch.where(self.mask, advantages.float()[:, None], 0.0))
+
+    def on_tokens(self, advantages: Tensor) -> Advantages:
+        """Return advantages [B, S] with value targets of 0, for an estimator that needs no critic."""
+        return advantages, torch.zeros_like(advantages)
 
 
 AdvantageEstimator = Callable[[AdvantageInputs], Advantages]
-
-
-def without_values(advantages: Tensor) -> Advantages:
-    """Return the advantages of an estimator that needs no critic, with value targets of 0."""
-    return advantages, torch.zeros_like(advantages)
 
 
 @dataclass(frozen=True)
@@ -177,9 +189,3 @@ def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
     """
     lengths = mask.sum(dim=1, keepdim=True).double().clamp(min=1)
     return (1 - 1 / (alpha * lengths)).clamp(min=0)
-
-
-def returns_of(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Return the discounted sums of a row's token rewards from each response token on; [B, S] float32."""
-    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
-    return returns

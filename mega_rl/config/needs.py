@@ -149,14 +149,14 @@ class Unmet(NamedTuple):
 
 def unmet(config: Config) -> Iterator[Unmet]:
     """Yield every setting other than the default whose condition does not hold, each once, with its first condition."""
-    default, found = Config(), set[str]()
+    default, listed = Config(), set[str]()
     for keys, needs in _missed(open_ended(config)):
         for key in (key for name in keys.split() for key in (keys_below(name) if name in SECTIONS else [name])):
             section, _, name = key.rpartition(".")
             usual = type(value_of(config, section))() if section in TAGGED else value_of(default, section)
             value = getattr(value_of(config, section), name, None)
-            if key not in found and value is not None and value != getattr(usual, name):
-                found.add(key)
+            if key not in listed and value is not None and value != getattr(usual, name):
+                listed.add(key)
                 yield Unmet(key, value, needs)
 
 

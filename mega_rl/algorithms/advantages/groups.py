@@ -114,14 +114,12 @@ class GDPO(AdvantageKind):
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         import torch
 
-        from mega_rl.algorithms.inputs import PromptGroups
-
-        parts, mask, prompts = inputs.reward_parts, inputs.mask, inputs.experience.prompt_index
+        parts, mask = inputs.reward_parts, inputs.mask
         assert parts is not None, "rewards without parts are refused before"
         scores = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
         present = mask.any(dim=1, keepdim=True) & ~parts.values.isnan()
         for weight, values, own in zip(parts.weights, parts.values.unbind(dim=1), present.unbind(dim=1), strict=True):
-            groups, rewards = PromptGroups.of(prompts, mask & own[:, None]), values.nan_to_num()
+            groups, rewards = inputs.groups_where(own), values.nan_to_num()
             centred = groups.centred(rewards)
             deviation = (groups.sum(centred.square()) / (groups.counts - 1).clamp(min=1)).sqrt()
             scores += weight * centred / (deviation + self.eps)

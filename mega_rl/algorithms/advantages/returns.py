@@ -11,8 +11,6 @@ from mega_rl.algorithms.advantages.groups import RLOO
 from mega_rl.config.setting import setting
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from mega_rl.algorithms.inputs import AdvantageInputs, Advantages
 
 
@@ -55,7 +53,6 @@ class GAE(AdvantageKind):
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         from mega_rl.algorithms.inputs import gae, length_adaptive_lambda
-        from mega_rl.algorithms.statistics import whiten
 
         mask, values, scores = inputs.mask, inputs.experience.values, inputs.token_rewards(inputs.rewards)
         advantages, returns = gae(scores, values, mask, gamma=self.gamma, lam=self.gae_lambda)
@@ -63,7 +60,7 @@ class GAE(AdvantageKind):
             lam = length_adaptive_lambda(mask, alpha=self.length_alpha) if self.length_alpha else self.policy_lambda
             advantages, _ = gae(scores, values, mask, gamma=self.gamma, lam=lam)
         if self.whiten:
-            advantages = whiten(advantages, mask, sum_over_ranks=inputs.sum_over_ranks)
+            advantages = inputs.whitened(advantages)
         return advantages, returns
 
 
@@ -86,13 +83,11 @@ class ReMax(AdvantageKind):
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         import torch
 
-        from mega_rl.algorithms.inputs import returns_of, without_values
-
         greedy = inputs.greedy_rewards
         assert greedy is not None, "greedy responses are sampled for an estimator that needs them"
-        returns = returns_of(inputs.token_rewards(inputs.rewards), inputs.mask, gamma=1.0)
+        returns = inputs.returns(inputs.token_rewards(inputs.rewards), gamma=1.0)
         known = inputs.mask & ~greedy.isnan()[:, None]
-        return without_values(torch.where(known, returns - greedy[:, None], 0.0))
+        return inputs.on_tokens(torch.where(known, returns - greedy[:, None], 0.0))
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,8 @@ class ReinforcePlusPlus(AdvantageKind):
     gamma: float = setting(1.0, "Discount per token.", min=0.0, max=1.0)
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
-        return _whitened_returns(inputs, inputs.rewards, gamma=self.gamma)
+        returns = inputs.returns(inputs.token_rewards(inputs.rewards), gamma=self.gamma)
+        return inputs.on_tokens(inputs.whitened(returns))
 
 
 @dataclass(frozen=True)
@@ -131,15 +127,8 @@ class ReinforcePlusPlusBaseline(AdvantageKind):
 
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         scores = inputs.groups.centred(inputs.rewards).float()
-        return _whitened_returns(inputs, scores, gamma=1.0)
-
-
-def _whitened_returns(inputs: AdvantageInputs, scores: Tensor, *, gamma: float) -> Advantages:
-    from mega_rl.algorithms.inputs import returns_of, without_values
-    from mega_rl.algorithms.statistics import whiten
-
-    returns = returns_of(inputs.token_rewards(scores), inputs.mask, gamma=gamma)
-    return without_values(whiten(returns, inputs.mask, sum_over_ranks=inputs.sum_over_ranks))
+        returns = inputs.returns(inputs.token_rewards(scores), gamma=1.0)
+        return inputs.on_tokens(inputs.whitened(returns))
 
 
 @dataclass(frozen=True)
@@ -169,11 +158,9 @@ class Distillation(AdvantageKind):
     def __call__(self, inputs: AdvantageInputs) -> Advantages:
         import torch
 
-        from mega_rl.algorithms.inputs import returns_of, without_values
-
         student, teacher = inputs.experience.old_logprobs, inputs.experience.ref_logprobs
         gaps = torch.where(inputs.mask, teacher.float() - student.float(), 0.0)
-        advantages = returns_of(gaps, inputs.mask, gamma=self.gamma)
+        advantages = inputs.returns(gaps, gamma=self.gamma)
         if self.reward_weight:
             advantages = advantages + self.reward_weight * RLOO()(inputs)[0]
-        return without_values(advantages)
+        return inputs.on_tokens(advantages)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.kl import clamped_log_ratio
+from mega_rl.algorithms.kl import LOG_RATIO_LIMIT, clamped_log_ratio
 from mega_rl.algorithms.sequences import Sequences
 
 
@@ -73,6 +73,11 @@ class SampledTokens:
     def log_ratio(self) -> Tensor:
         """Return log(pi_old / pi_rollout), clamped to +-20 nats; 0 on tokens that do not count."""
         return clamped_log_ratio(self.old_logprobs, self.rollout_logprobs).where(self.token_weights > 0, 0.0)
+
+    @staticmethod
+    def ratio(log_ratio: Tensor) -> Tensor:
+        """Return the exponential of log ratios, of responses too, clamped to +-20 nats."""
+        return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
     @property
     def log_distance(self) -> Tensor:

@@ -30,7 +30,7 @@ SECTIONS |= {"V.": "validation.", "D.": "data.", "SGLANG": "rollout.backend=sgla
 
 
 def whole(text: str) -> str:
-    return re.sub(r"\b([MSATRVD]\.|SGLANG)", lambda found: SECTIONS[found[0]], text)
+    return re.sub(r"\b([MSATRVD]\.|SGLANG)", lambda match: SECTIONS[match[0]], text)
 
 
 def broken(*overrides: str, world_size: int = 1, facts: ModelFacts = FACTS) -> list[str]:
