@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_rl.algorithms.advantages.groups import GRPO
 from mega_rl.algorithms.advantages.returns import GAE
 from mega_rl.algorithms.inputs import (
     AdvantageInputs,
@@ -21,7 +20,7 @@ from mega_rl.algorithms.inputs import (
     response_order,
     token_rewards,
 )
-from tests.helpers.advantages import advantages_of, inputs_of
+from tests.helpers.advantages import inputs_of
 
 
 def mask_of(rows: list[str]) -> Tensor:
@@ -160,19 +159,6 @@ def test_token_rewards_by_hand() -> None:
     penalised = token_rewards(rewards, mask, 0.1 * kl)
     expected = torch.tensor([[0, -0.05, 0.9, 0], [0, 0.1, 0, -2.2], [0, 0, 0, 0], [-0.1, 0, 3.8, 0]])
     torch.testing.assert_close(penalised, expected)
-
-
-def test_grpo_by_hand() -> None:
-    # Group 5: rewards 0, 1, 2: mean 1, unbiased variance 1. Group 2: rewards 3, 7: mean 5, unbiased variance 8.
-    rewards = torch.tensor([0.0, 3.0, 1.0, 7.0, 2.0])
-    groups = torch.tensor([5, 2, 5, 2, 5])
-    mask = mask_of([".x.", ".xx", ".x.", ".x.", ".xx"])
-    normalised = advantages_of(GRPO(std="group"), rewards, groups, mask)[:, 1]
-    torch.testing.assert_close(normalised, torch.tensor([-1.0, -(0.5**0.5), 0.0, 0.5**0.5, 1.0]), rtol=0, atol=2e-6)
-    centred = advantages_of(GRPO(std="none"), rewards, groups, mask)
-    torch.testing.assert_close(centred[:, 1], torch.tensor([-1.0, -2.0, 0.0, 2.0, 1.0]))
-    torch.testing.assert_close(centred[:, 2], torch.tensor([0.0, -2.0, 0.0, 0.0, 1.0]))
-    assert not centred[:, 0].any()
 
 
 def test_a_rank_without_rows() -> None:

@@ -110,3 +110,10 @@ def test_a_band_that_leaves_out_agreement_is_refused() -> None:
     area = CORRECTIONS["icepop"]
     assert list(area(low=1.1).problems()) == ["low=1.1, high=5: legal: low at most 1, high at least 1"]
     assert not list(area().problems())
+
+
+def test_extreme_ratios_stay_finite() -> None:
+    """A token that the sampler thought impossible, or that the old policy does."""
+    old, sampler = torch.tensor([0.0, -500.0, -torch.inf]), torch.tensor([-500.0, 0.0, 0.0])
+    tokens = SampledTokens(old, old, sampler, old, torch.ones(3), Sequences(torch.arange(1, 4), 3))
+    assert CORRECTIONS["tis"](cap=2.0)(tokens)[0].tolist() == pytest.approx([2.0, 0.0, 0.0], abs=1e-8)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_rl.algorithms.advantages import ESTIMATORS as REGISTRY
-from mega_rl.algorithms.advantages.groups import GDPO, OPO
+from mega_rl.algorithms.advantages.groups import GDPO
 from mega_rl.algorithms.statistics import SumOverRanks, identity
 from mega_rl.types import RewardParts
 from tests.helpers.advantages import advantages_of
@@ -306,15 +306,6 @@ def test_a_rank_without_rows_and_a_batch_without_responses(name: str) -> None:
     batch = batch_of([3, 2], seed=0, failures=1.0)
     assert not estimate(batch, identity).any()
     assert estimate(batch.rows(torch.zeros(5, dtype=torch.bool)), identity).shape == (0, 6)
-
-
-def test_the_optimal_baseline_leaves_no_reward_by_length() -> None:
-    """It is where the variance sum(l (r - b)^2) is smallest: its derivative sum(l (r - b)) is 0."""
-    batch = batch_of([6, 5], seed=1, failures=0.0)
-    rows = advantages_of(OPO(), batch.rewards, batch.group_ids, batch.mask)
-    advantages = rows.sum(dim=1)  # a row's tokens all have its number
-    for group in (0, 10):
-        assert float(advantages[batch.group_ids == group].sum()) == pytest.approx(0.0, abs=1e-5)
 
 
 def test_gdpo_normalises_a_part_where_it_is_present() -> None:
