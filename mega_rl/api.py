@@ -7,8 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, DATA, LOSS, ROLLOUT, Choice, Registered
 from mega_rl.config.loader import Overrides, load
@@ -31,12 +30,8 @@ Own = TypeVar("Own", bound=Registered)
 def load_config(recipe: str | Path | None = None, overrides: str | Overrides = ()) -> Config:
     """Return the config of a recipe with overrides, every value checked for type and range; nothing else is read.
 
-    recipe: path of a YAML file, name of a packaged recipe, or None for the defaults. overrides: `["optim.lr=1e-6"]` as
-    on the command line, a mapping, flat (`{"optim.lr": 1e-6}`) or by section (`{"optim": {"lr": 1e-6}}`), or a
-    DictConfig of OmegaConf.
-
-    Raises:
-        UserError: every mistake found, one line each.
+    Arguments as of `mega_rl.config.loader.load`; one override may stand without a list. Raises UserError with one line
+    for each mistake.
     """
     return load(recipe, [overrides] if isinstance(overrides, str) else overrides)
 
@@ -132,12 +127,10 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if Trainer._open is self:
             Trainer._open = None
-            self._resources.__exit__(kind, error, trace)
+            self._resources.__exit__(*error)
 
 
 def _registrar(choice: Choice) -> Callable[[str], Callable[[Own], Own]]:

@@ -68,16 +68,18 @@ def flat(config: Config) -> dict[str, Any]:
     return {key: value_of(config, key).plain if key in TAGGED else value_of(config, key) for key in FIELDS}
 
 
-def as_nested(config: Config) -> dict[str, Any]:
-    """Return every setting as plain values by section and name."""
-    nested: dict[str, Any] = {}
-    for key, value in flat(config).items():
-        *sections, name = key.split(".")
-        inside = nested
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[name] = copy.deepcopy(value)
-    return nested
+def as_nested(area: Any) -> dict[str, Any]:
+    """Return every setting of a config, or of a section, as plain values by section and name."""
+    entries = {field.name: getattr(area, field.name) for field in dataclasses.fields(area) if field.name != _NO_SETTING}
+    return {name: as_nested(value) if _is_section(value) else _plain(value) for name, value in entries.items()}
+
+
+def _is_section(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, Kind)
+
+
+def _plain(value: Any) -> Any:
+    return copy.deepcopy(value.plain if isinstance(value, Kind) else value)
 
 
 def flattened(nested: Mapping[str, object], section: str = "") -> dict[str, object]:

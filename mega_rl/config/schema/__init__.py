@@ -31,14 +31,11 @@ from mega_rl.config.schema.engine import (
     ReferenceLayoutConfig,
     TorchFsdpConfig,
 )
-from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig, RecordsConfig
+from mega_rl.config.schema.output import CheckpointConfig, MemoryCheckpointConfig, MetricsConfig
 from mega_rl.config.schema.rollout import (
     ChatConfig,
     DataConfig,
-    DynamicSamplingConfig,
-    EmbeddedConfig,
     LocalSandboxConfig,
-    MismatchConfig,
     OverlongConfig,
     RemoteSandboxConfig,
     RewardConfig,
@@ -59,7 +56,6 @@ from mega_rl.config.schema.training import (
     MicrobatchConfig,
     ModelConfig,
     OptimConfig,
-    ProfileConfig,
     TrainerConfig,
 )
 from mega_rl.config.setting import ATTENTION
