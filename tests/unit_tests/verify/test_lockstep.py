@@ -236,7 +236,7 @@ class NewSettings(OPO):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("new", {}, "algorithm.advantage=new: the independent trainer has no formula of it; legal: gae grpo "),
+        ("new", {}, "algorithm.advantage=new: the independent trainer has no formula of it; legal: grpo rloo "),
         ("opo", {"sharpness": 2.0}, "algorithm.advantage.sharpness=2.0: the independent trainer's opo has no"),
         ("opo", {}, ""),
         ("mine.py:Mine", {}, "algorithm.advantage=mine.py:Mine: the independent trainer is written from papers"),
