@@ -13,7 +13,7 @@ Log ratios, also of whole responses, are bounded by +-20 nats.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -68,9 +68,7 @@ class LogprobMismatch:
         The elementwise sum over the ranks is what `combine` takes: one collective for everything.
         """
         packed = torch.zeros(size, SUMMARY_SIZE, dtype=torch.float64)
-        values = (self.sum, self.count, self.max, self.prompt_index, self.sample_index, self.position, self.token_id)
-        logprobs = self.rollout_logprob, self.trainer_logprob
-        packed[rank] = torch.tensor([*values, *logprobs, self.large], dtype=torch.float64)
+        packed[rank] = torch.tensor(astuple(self), dtype=torch.float64)
         return packed
 
 
@@ -115,10 +113,12 @@ def combine(packed: Tensor) -> LogprobMismatch:
     packed: [ranks, SUMMARY_SIZE] float64, the sum over ranks of what each one's `LogprobMismatch.pack` returned. Equal
     worst differences are settled by (prompt, sample, position), so it does not matter which rank held which row.
     """
-    rows = [_unpack(values) for values in packed.tolist()]
+    empty = LogprobMismatch(sum=0.0, count=0, max=0.0)
+    kinds = [type(value) for value in astuple(empty)]
+    rows = [LogprobMismatch(*(kind(value) for kind, value in zip(kinds, own, strict=True))) for own in packed.tolist()]
     filled = [row for row in rows if row.count]
     if not filled:
-        return LogprobMismatch(sum=0.0, count=0, max=0.0)
+        return empty
     worst = min(filled, key=lambda row: (-row.max, row.prompt_index, row.sample_index, row.position))
     return replace(
         worst,
@@ -126,12 +126,6 @@ def combine(packed: Tensor) -> LogprobMismatch:
         count=sum(row.count for row in filled),
         large=sum(row.large for row in filled),
     )
-
-
-def _unpack(values: list[float]) -> LogprobMismatch:
-    total, count, largest, prompt_index, sample_index, position, token_id, rollout, trainer, large = values
-    place = int(prompt_index), int(sample_index), int(position), int(token_id)
-    return LogprobMismatch(total, int(count), largest, *place, rollout, trainer, int(large))
 
 
 def importance_summary(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
