@@ -13,8 +13,8 @@ EVALUATION: Table = {
         ),
         (
             "an answer with as many votes wins alone",
-            "        if taken < own:\n            joined",
-            "        if taken <= own:\n            joined",
+            "if vote is not None and count == most]",
+            "if vote is not None and count == most][:1]",
         ),
     ],
     ("evaluation", "workers/test_rollout.py"): [

@@ -12,7 +12,7 @@ from typing import Any
 from packaging.version import Version
 
 from mega_rl.config.choices import LOSS
-from mega_rl.config.rules.reference import has_own_layout
+from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import ChatConfig, Config, DataConfig
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES, TRAINED, KnownBug

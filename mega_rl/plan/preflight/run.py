@@ -13,9 +13,9 @@ from mega_rl.config.choices import OWN_CHOICES
 from mega_rl.config.keys import value_of, with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
-from mega_rl.config.rules.validation import files_of
+from mega_rl.config.rules.data import files_of
 from mega_rl.config.schema import Config, DataConfig, RemoteSandboxConfig, RewardHttpConfig, ValidationConfig
-from mega_rl.config.schema.sandbox import runs_code
+from mega_rl.config.schema.rollout import runs_code
 from mega_rl.config.user_files import missing_function
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of

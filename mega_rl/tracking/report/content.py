@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mega_rl import __version__
 from mega_rl.config.origins import as_record
-from mega_rl.config.recipe import parse_yaml
+from mega_rl.config.packaged import parse_yaml
 from mega_rl.config.schema import Config
 from mega_rl.errors import UserError
 from mega_rl.tracking.health.records import read_records

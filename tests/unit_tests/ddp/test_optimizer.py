@@ -95,7 +95,7 @@ def run_one_rank(rank: int, checkpoint: str) -> dict[str, Any]:
 
 def role_rates() -> dict[str, list[float]]:
     """Learning rates of the roles' updates over a run with a critic's warm-up, each on an engine that only listens."""
-    from mega_rl.algorithms.kl import FixedKL
+    from mega_rl.algorithms.kl import KLController
     from mega_rl.trainer.assemble.algorithms import build_actor_role, build_critic_role
     from tests.unit_tests.workers.test_models import BATCH, RecordingEngine
 
@@ -105,7 +105,10 @@ def role_rates() -> dict[str, list[float]]:
         trainer=TrainerConfig(steps=8),
     )
     engines = {"actor": RecordingEngine({"loss": 1.0}), "critic": RecordingEngine({"loss": 1.0})}
-    roles = [build_actor_role(config, engines["actor"], FixedKL(0.0)), build_critic_role(config, engines["critic"])]
+    roles = [
+        build_actor_role(config, engines["actor"], KLController(0.0)),
+        build_critic_role(config, engines["critic"]),
+    ]
     for step in range(config.trainer.steps):
         for role in roles:
             role.update(BATCH, step=step)

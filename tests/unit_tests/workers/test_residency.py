@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mega_rl.algorithms.kl import FixedKL, RewardKL, k1
+from mega_rl.algorithms.kl import KLController, RewardKL, k1
 from mega_rl.config.attention import Role
 from mega_rl.data.order import PromptSampler
 from mega_rl.errors import RunError
@@ -343,8 +343,8 @@ class Run:
             settings=RunSettings(steps=3, save_interval=2), rollout=self, sync=self, reward=self, checkpoints=self,
             actor=LearningWorker("actor", engines["actor"], LOSS, learning_rate=lambda _: 1.0),
             critic=LearningWorker("critic", engines["critic"], LOSS, learning_rate=lambda _: 1.0),
-            reference=ReferenceWorker(engines["reference"].forward), kl=FixedKL(0.1),
-            reward_kl=RewardKL(FixedKL(0.1), k1),
+            reference=ReferenceWorker(engines["reference"].forward), kl=KLController(0.1),
+            reward_kl=RewardKL(KLController(0.1), k1),
             devices=Residency(self.models, FakeRanks(), while_generating=while_generating),
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import mega_rl
-from mega_rl.config.rules.servers import is_loopback
+from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.environment import of_other_programs
 from mega_rl.errors import UserError
 from mega_rl.rollout.sglang.server import kept, launcher

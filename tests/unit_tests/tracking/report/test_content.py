@@ -171,7 +171,7 @@ def test_metrics_have_unit_meaning_and_theme() -> None:
     assert entry is not None
     assert entry["unit"] == "nats per token"
     assert "`" not in entry["meaning"]
-    for name in ("rollout/response_tokens_p90", "rollout/logprob_diff_share_below_1e-06", "reward/correct"):
+    for name in ("rollout/response_tokens_p90", "rollout/logprob_diff_large_fraction", "reward/correct"):
         assert explain(name) is not None, name
     assert explain("own/number") is None
     assert theme_of("rollout/logprob_diff_max") == "Importance"

@@ -113,7 +113,11 @@ def test_rows_of_a_source_are_prompts_of_each_split(folder: Path) -> None:
         ("endless", "", "data.source='{}:endless' (train): yields more than 50 rows; let it end"),
         ("number", "", "data.source='{}:number': made int, which yields no rows; give it __iter__"),
         ("refusing", "", "data.source='{}:refusing' cannot be made: OSError: no connection"),
-        ("three", "", "data.source='{}:three': is int; it must be a class or a function"),
+        (
+            "three",
+            "",
+            "data.source='{}:three': it is made or called with one DataContext and the settings {{}}, but 3 is not",
+        ),
         (
             "Without",
             "data.source.count=3",
@@ -139,11 +143,11 @@ def test_mistakes_in_rows_are_one_message(
         ("rollout.source=OWN:Rows rollout.backend=none rollout.hf.batch_size=3", "rollout.hf.batch_size=3 has no"),
         (
             "rollout.source=OWN:Rows rollout.backend=sglang trainer.async_steps=1 algorithm.correction=tis",
-            "trainer.async_steps=1 cannot run ahead: it needs rollout.source=single_turn",
+            "trainer.async_steps=1 has no effect: it needs rollout.source=single_turn",
         ),
         ("data.source=OWN:Rows data.train_files=[a.jsonl]", "data.train_files=['a.jsonl'] has no effect"),
         ("data.source=OWN:Rows trainer.val_interval=1 data.val_size=2", "data.val_size=2 has no effect"),
-        ("data.source=OWN:bad trainer.val_interval=1", "trainer.val_interval=1 has no prompts to validate on"),
+        ("data.source=OWN:bad trainer.val_interval=1", "trainer.val_interval=1 has no effect: it needs data.val_files"),
         (
             "rollout.source=single_trun",
             "rollout.source='single_trun': legal: single_turn or path/to/file.py:class; did you mean single_turn?",

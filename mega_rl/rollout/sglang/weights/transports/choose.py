@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from mega_rl.config.rules.servers import is_loopback
+from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.http.control import Control
