@@ -6,18 +6,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import raise_together
-from mega_rl.protocols import Ranks, RolloutSource, Samples, WeightSync
+from mega_rl.protocols import Ranks, RolloutSource, WeightSync
 from mega_rl.threads import Running
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
+
+Samples = TypeVar("Samples")  # an engine's record of a generation in progress
 
 CHECKED = "rollout/logprob_diff"  # metrics of a comparison
 

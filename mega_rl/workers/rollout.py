@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import share
-from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, Samples
+from mega_rl.protocols import Ranks, RolloutEngine
+from mega_rl.rollout.sglang.generation.engine import Sampled, SglangRolloutEngine
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 EVALUATION = 0x6576616C  # "eval": third word of the seeds of evaluations
@@ -70,17 +70,17 @@ class RolloutWorker:
 
 
 @dataclass
-class BackgroundRolloutWorker(RolloutWorker, Generic[Samples]):
+class BackgroundRolloutWorker(RolloutWorker):
     """Generation in two parts, for the background: `sample` may run on another thread, `collect` not."""
 
-    engine: BackgroundEngine[Samples]
+    engine: SglangRolloutEngine
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> Samples:
+    def sample(self, prompts: Sequence[Prompt], step: int) -> Sampled:
         """Generate this rank's samples of the step; no collective."""
         mine = self._own(prompts)
         return self.engine.sample([prompts[i] for i in mine], list(mine), n=self.n, seed=(self.seed, step))
 
-    def collect(self, samples: Samples) -> Rollout:
+    def collect(self, samples: Sampled) -> Rollout:
         """Return this replica's rows; collective over all ranks."""
         return self.replica.gather_rows(self.engine.collect(samples))
 

@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl.protocols import EmbeddedEngine
+from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.tracking import progress
 from mega_rl.types import Metrics
 
@@ -51,7 +51,7 @@ class EmbeddedWeightSync:
     def __init__(
         self,
         export: Callable[[], Iterator[tuple[str, Tensor]]],
-        engine: EmbeddedEngine,
+        engine: HFRolloutEngine,
         *,
         bucket_bytes: int,
         verify_interval: int,

@@ -125,13 +125,8 @@ def roles_of(config: Config) -> list[Role]:
 def checkpoint_of(config: Config, role: Role) -> Path:
     """Return the checkpoint that the model of a role comes from."""
     model = config.model
-    paths: dict[Role, str] = {
-        "actor": model.path,
-        "critic": model.critic_path or model.path,
-        "reference": model.ref_path or model.path,
-        "reward": config.reward.model_path,
-    }
-    return Path(paths[role])
+    own = {"critic": model.critic_path, "reference": model.ref_path, "reward": config.reward.model_path}
+    return Path(own.get(role) or model.path)
 
 
 @dataclass(frozen=True)
@@ -174,13 +169,9 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
         # Every role gets the rows of the actor's replicas.
         return RoleMeter(ModelWork(sharding.hf, head=sharding.head), work, actor.replica.size)
 
-    reference: TokenModel | None = None
-    lessons: Lessons | None = None
-    average: WeightAverage | None = None
-    updates = ReferenceUpdates()
+    reference, lessons, average, updates = None, None, None, ReferenceUpdates()
     if "reference" in engines:
-        frozen, counted = engines["reference"], meter("reference")
-        relaid = None
+        frozen, counted, relaid = engines["reference"], meter("reference"), None
         if frozen.groups is not actor.groups:
             relaid = OwnLayout(frozen, frozen, actor, DTYPES[config.model.dtype])
         if reads_reference(config):
