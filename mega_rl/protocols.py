@@ -227,6 +227,22 @@ class RankState(Protocol):
         """Restore the tensors of `state` of this rank; None when the layout has changed since; collective."""
 
 
+class CheckpointStore(Protocol):
+    """Store of everything a run needs to resume. All methods are collective."""
+
+    def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
+        """Begin to write models, optimizers and `state` after `step` steps, with the step's metrics."""
+
+    def save_in_memory(self, step: int, state: JsonObject) -> None:
+        """Write the same into the hosts' memory, where the run keeps checkpoints; complete when it returns."""
+
+    def poll(self) -> Metrics:
+        """Return metrics of the saves that ended since the last call; raises for a failure that ends the run."""
+
+    def finish(self) -> None:
+        """Wait for the save in progress, within its deadline; raises like `poll`."""
+
+
 class MetricsSink(Protocol):
     """Receiver of a run's metrics and sampled rollouts."""
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.config.schema import CheckpointConfig
-from mega_rl.protocols import MetricsSink
+from mega_rl.protocols import CheckpointStore, MetricsSink
 from mega_rl.trainer.loop import Event, Stages, StepLog
 from mega_rl.trainer.policy_gradient import Evaluated
 from mega_rl.trainer.recording import sample_rows
@@ -89,7 +88,7 @@ class Validate(Event):
 class SaveAndExport(Event):
     """Save and export when due; on a request to stop, save and end the run."""
 
-    checkpoints: RunCheckpoints
+    checkpoints: CheckpointStore
     export: Callable[[int], None]  # writes the actor as a Hugging Face checkpoint, given the steps done; collective
     state: Callable[[int], JsonObject]  # state of the loop's parts, given the steps done
     stop_requested: Callable[[], bool]  # collective
