@@ -11,6 +11,7 @@ from mega_rl.types import (
     Draws,
     EngineState,
     Experience,
+    JsonObject,
     Lesson,
     Metrics,
     Prompt,
