@@ -48,11 +48,7 @@ class SampleTable:
 
 
 def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix: str = "") -> Metrics:
-    """Return rewards, response lengths and how responses ended, over all ranks.
-
-    A metric of some kind of samples exists if the step has such samples. Failed samples are only in
-    `rollout/failed_samples`; numbers of rewards are of the samples that have one.
-    """
+    """Return rewards, response lengths and how responses ended, over all ranks."""
     failures: Metrics = {}
     if rollout.failed is not None:
         failures[f"{prefix}rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
@@ -141,10 +137,8 @@ def _extremes(rewards: Tensor, group: Tensor, count: int) -> tuple[Tensor, Tenso
 def right_and_wrong(prompt: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Return which samples are right and which are wrong, [N] bool each, only by rewards.
 
-    Rewards of two values in the step: the higher one is right, the lower one wrong. Of more values: above the mean of
-    the prompt's samples is right, below it wrong; where a prompt has one sample each, above or below the step's mean.
-    Neither: what is equal to that mean, and every sample of a step whose rewards are all equal.
-    prompt: [N], rewards: [N] float64.
+    Of two values in the step the higher one is right. Of more values, above the mean of the prompt's samples is right,
+    below it wrong; where prompts have one sample each, the step's mean. prompt: [N], rewards: [N] float64.
     """
     values = rewards.unique()
     if len(values) <= 2:
@@ -216,10 +210,7 @@ def repeated_fractions(tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: bool, has_critic: bool) -> Metrics:
-    """Return token means, spread and quantiles of the update's inputs, over all ranks.
-
-    An update that gives its own old log-probs replaces kl/ref and kl/ref_k1.
-    """
+    """Return token means, spread and quantiles of the update's inputs, over all ranks."""
     mask = experience.loss_mask
     columns = {"advantage/mean": experience.advantages, "advantage/abs_mean": experience.advantages.abs()}
     by_half = {"actor/entropy": -experience.old_logprobs}

@@ -76,10 +76,7 @@ class Evaluation:
     hold: Callable[[str], None] = lambda stage: None
 
     def run(self, step: int, *, each: Callable[[ScoredSamples], None] = lambda samples: None) -> list[SetOutcome]:
-        """Return the outcome on each set; collective over all ranks.
-
-        each: takes the samples in the order of sets and prompts; collective.
-        """
+        """Return the outcome on each set; collective over all ranks."""
         # With twice the replicas no replica is ever without a prompt.
         most, outcomes = max(self.plan.chunk // self.plan.n, 2 * self.ranks.size), []
         for one in self.sets:
@@ -143,10 +140,7 @@ def _judged_votes(samples: ScoredSamples) -> list[tuple[int, int, bool, str | No
 
 
 def right_samples(rows: Rollout, rewards: Rewards, *, above: float, part: str) -> list[bool | None]:
-    """Return [B]: whether each sample's reward or part is above a number; None without one.
-
-    Raises UserError where the reward lacks the part.
-    """
+    """Return [B]: whether each sample's reward or part is above a number; None without one."""
     judged, scored = judged_values(rewards, part), scored_rows(rows, rewards)
     known = (scored & ~judged.isnan().to(scored.device)).tolist()  # a data source may lack the part
     return [value > above if known else None for value, known in zip(judged.tolist(), known, strict=True)]

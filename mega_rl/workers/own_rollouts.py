@@ -242,10 +242,7 @@ class CheckedRollouts:
         return rollout
 
     def metrics(self) -> Metrics:
-        """Return the metrics of source and engine; collective.
-
-        Raises RunError on all ranks for a value that is not a number.
-        """
+        """Return the metrics of source and engine; collective."""
         metrics = self.source.metrics()
         numbers = [isinstance(value, (int, float)) and math.isfinite(value) for value in metrics.values()]
         right = all(numbers) and all(isinstance(name, str) for name in metrics)

@@ -29,11 +29,7 @@ def evaluation_stream(draws: Draws | None) -> tuple[int, ...]:
 
 @dataclass
 class RolloutWorker:
-    """Rollout role with an engine on every rank.
-
-    Data-parallel rank d owns a contiguous part of the prompts; the ranks of its replica share that part and then
-    exchange what they generated, so every rank generates and every rank of a replica holds the same rows.
-    """
+    """Rollout role with an engine on every rank."""
 
     engine: RolloutEngine
     data_parallel: Ranks
@@ -44,11 +40,7 @@ class RolloutWorker:
     def generate(
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
-        """Return this replica's rows: n samples of each prompt (greedy: one), by prompt and sample.
-
-        Samples of `draws` have random numbers of their own, which training and turns of a response never draw, and
-        which do not change when a set of prompts comes in parts.
-        """
+        """Return this replica's rows: n samples of each prompt (greedy: one), by prompt and sample."""
         mine = self._own(prompts)
         own = [prompts[i] for i in mine]
         if draws is not None:

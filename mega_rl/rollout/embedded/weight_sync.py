@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.tracking import progress
 from mega_rl.types import Metrics
+
+if TYPE_CHECKING:
+    from mega_rl.rollout.embedded.engine import HFRolloutEngine
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> str:

@@ -14,11 +14,7 @@ from mega_rl.errors import UserError
 
 
 def build_choice(config: Config, choice: Choice, builtin: Mapping[str, Callable[..., Any]]) -> Any:
-    """Return the chosen part of an algorithm with its settings.
-
-    builtin: makes the built-in ones. Raises UserError for a class that refuses its settings, or is not called with one
-    argument.
-    """
+    """Return the chosen part of an algorithm with its settings."""
     name, settings = chosen(config, choice), value_of(config, choice.key).settings
     if name in builtin:
         return builtin[name](**settings)
@@ -36,10 +32,7 @@ def build_choice(config: Config, choice: Choice, builtin: Mapping[str, Callable[
 
 
 def source_maker(config: Config, choice: Choice) -> Callable[[object], object] | None:
-    """Return the function that makes a user's source from its context; None for a built-in source.
-
-    Raises UserError as `Choice.own` does.
-    """
+    """Return the function that makes a user's source from its context; None for a built-in source."""
     if chosen(config, choice) in choice.builtin:
         return None
     made, settings = choice.own(config), value_of(config, choice.key).settings

@@ -94,10 +94,7 @@ ReadSource = Callable[[Tokens, Split], RowSource]
 
 
 def load_data_source(config: Config) -> ReadSource | None:
-    """Return the function that gives the user's rows of a split; None without a source.
-
-    Raises UserError as `source_maker` does; when rows are read, for code that raises.
-    """
+    """Return the function that gives the user's rows of a split; None without a source."""
     make = source_maker(config, DATA)
     if make is None:
         return None
@@ -130,10 +127,7 @@ class RunPrompts(NamedTuple):
 def build_prompts(
     config: Config, tokens: Tokens, rewards: RunRewards, source: ReadSource | None, vocab_size: int, world: Ranks
 ) -> RunPrompts:
-    """Read the prompts of a run, and check that its rewards can score them; collective.
-
-    Raises UserError and UserErrors on all ranks.
-    """
+    """Read the prompts of a run, and check that its rewards can score them; collective."""
     data, trainer = config.data, config.trainer
     columns = rewards.columns(data.answer_key)
     train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
@@ -230,10 +224,7 @@ def open_streams(
 
 
 def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:
-    """Return the fingerprint of the training prompts; collective.
-
-    Every rank reads the data and generates for its part of one list. Raises UserError on all ranks if lists differ.
-    """
+    """Return the fingerprint of the training prompts; collective."""
     own = [fingerprint(train), *(fingerprint(one.prompts) for one in held_out)]
     message = None
     if own != broadcast_json(own, ranks):
@@ -247,10 +238,7 @@ def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], r
 
 
 def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
-    """Return the config with trainer.steps computed from trainer.epochs.
-
-    Raises UserErrors for settings that do not fit this length, such as a warm-up that outlasts it.
-    """
+    """Return the config with trainer.steps computed from trainer.epochs."""
     trainer = config.trainer
     if not trainer.epochs:
         return config

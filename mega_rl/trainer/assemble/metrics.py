@@ -29,10 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def open_sink(run: LoadedRun, prompts: RunPrompts, *, done: int) -> MetricsSink:
-    """Write the run's config, show its start-up table, and return the sinks of its metrics.
-
-    done: steps of an earlier start, whose later metrics are removed.
-    """
+    """Write the run's config, show its start-up table, and return the sinks of its metrics."""
     config, is_writer = run.config, run.world.rank == 0
     run_dir, steps, saves = Path(config.trainer.run_dir), config.trainer.steps, config.checkpoint
     if is_writer:
@@ -81,10 +78,7 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
 
 
 def build_meter(run: LoadedRun, accelerator: Accelerator, *, done: int) -> StepMeter:
-    """Return the meter of steps; it has traces if this rank writes them.
-
-    Raises UserError for a history of a GPU's memory on a CPU.
-    """
+    """Return the meter of steps; it has traces if this rank writes them."""
     config, rank = run.config, run.world.rank
     profile = config.trainer.profile
     if profile.memory and accelerator.name != "cuda":

@@ -53,11 +53,7 @@ class RunPlan:
 
 
 def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
-    """Return the plan of a run on this machine.
-
-    Raises:
-        UserError: a model cannot run as the config asks, or not with the others in one process.
-    """
+    """Return the plan of a run on this machine."""
     settings, device_type = engine_settings(config), accelerator.device.type
     models = {role: _model_of(config, role, settings, device_type, _HEADS[role]) for role in roles_of(config)}
     if any(model.impl == "te" for model in models.values()):
