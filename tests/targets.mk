@@ -61,7 +61,7 @@ test-versions:
 special-distributed: setup
 	@bash tests/special_distributed/run_all.sh
 
-# Every kill, layout pair and damage of checkpoints, as a table; a quarter of an hour.
+# Every kill of a run that saves, as a table.
 campaign-checkpoint: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_campaign
 

@@ -12,17 +12,7 @@ import torch
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Inspect
 from mega_rl.trainer.validation import Evaluation, EvaluationPlan
-from mega_rl.types import (
-    Draws,
-    Experience,
-    Metrics,
-    Prompt,
-    PromptSet,
-    RewardParts,
-    Rewards,
-    Rollout,
-    TokenOutputs,
-)
+from mega_rl.types import Draws, Experience, Metrics, Prompt, PromptSet, RewardParts, Rewards, Rollout, TokenOutputs
 
 LONGEST = 6  # tokens: two of prompt, four of response
 

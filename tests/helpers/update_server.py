@@ -138,16 +138,10 @@ def _handler(server: UpdateServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
-            self._serve()
-
-        def do_POST(self) -> None:
-            self._serve()
-
         def log_message(self, *_: object) -> None:
             pass
 
-        def _serve(self) -> None:
+        def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             path = self.path.partition("?")[0]
@@ -161,6 +155,8 @@ def _handler(server: UpdateServer) -> type[BaseHTTPRequestHandler]:
                 self._misbehave(kind, path, body)
             else:
                 self._send(*server.answer(path, body))
+
+        do_POST = do_GET
 
         def _send(self, status: int, content: Any) -> None:
             data = (content if isinstance(content, str) else json.dumps(content)).encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,16 +65,6 @@ def test_the_reward_by_hand(learning: Any, response: str, reward: float) -> None
     assert learning.repeats("ab", response) == pytest.approx(reward)
 
 
-def test_a_seed_gives_one_model_and_one_order_of_prompts(learning: Any, tmp_path: Path) -> None:
-    for name, seed in (("a", 1), ("same", 1), ("other", 2)):
-        (tmp_path / name).mkdir()
-        learning.write_inputs(tmp_path / name, seed=seed, steps=2)
-    for file in ("model/model.safetensors", "train.jsonl"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "same" / file).read_bytes()
-        assert (tmp_path / "a" / file).read_bytes() != (tmp_path / "other" / file).read_bytes()
-    assert len((tmp_path / "a" / "train.jsonl").read_text().splitlines()) == 2 * learning.PROMPTS
-
-
 def runs_of(
     learning: Any, *, gain: float = 0.0, noise: tuple[float, ...] = (0.01, 0.0, -0.01), trl_step_s: float = 0.4
 ) -> list[Any]:
@@ -116,29 +105,3 @@ def test_a_difference_that_all_seeds_share_is_seen_where_bands_overlap(
     assert "missed: entropy of mega_rl less that of TRL is +0.003 in steps 1 to 20, not 0\n" in printed
     assert "overlapping windows: 3 of 3" in printed
     assert "the bands are apart" not in printed
-
-
-def test_curves_that_do_not_rise_or_lack_a_seed_compare_nothing(learning: Any) -> None:
-    flat = [
-        learning.Run(run.trainer, run.seed, [0.1 + 0.01 * run.seed] * 30, [0.1], [2.0] * 30)
-        for run in runs_of(learning)
-    ]
-    assert [line.split(":")[0] for line in learning.problems(flat, learning.compare(flat))] == [
-        "mega_rl does not learn",
-        "trl does not learn",
-    ]
-    (line,) = learning.problems(fewer := runs_of(learning)[1:], learning.compare(fewer))
-    assert line == "the seeds of both trainers differ: {'mega_rl': [1, 2], 'trl': [0, 1, 2]}"
-    assert learning.judge(fewer, None) == 1
-    with pytest.raises(SystemExit, match="of 1 seeds: give those of at least 2"):
-        learning.judge(runs_of(learning)[2:], None)
-
-
-def test_runs_that_are_there_already_are_joined(learning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / "mega_rl.json", tmp_path / "trl.json"]
-    runs = runs_of(learning)
-    for file, own in zip(files, (runs[:3], runs[3:]), strict=True):
-        file.write_text(json.dumps([vars(run) for run in own]))
-    monkeypatch.setattr(sys, "argv", ["learning.py", "--join", *map(str, files), "--json", str(tmp_path / "all.json")])
-    assert learning.main() == 0
-    assert learning.read_runs([tmp_path / "all.json"]) == runs

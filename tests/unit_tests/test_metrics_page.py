@@ -27,7 +27,7 @@ from tests.helpers.loops import FakeRun, RunSettings
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"[a-z]+/[a-z][a-z0-9_]*")
 # Packages in which a string of this form is a metric's name, and strings of it that are none.
-WRITERS = (
+WRITERS = [
     "algorithms",
     "checkpoint",
     "data",
@@ -37,7 +37,7 @@ WRITERS = (
     "rollout",
     "trainer",
     "workers",
-)
+]
 OTHERS = {
     "dev/shm",
     "application/json",

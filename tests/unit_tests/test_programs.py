@@ -30,7 +30,7 @@ PROGRAMS = (
 # holds nothing else.
 STARTS_PYTHON_ITSELF = ["cli/app.py", "environment.py", "rewards/sandbox/inside/harness.py"]
 # Modules that each program imports, and one that libraries try to.
-NAMES = (
+NAMES = [
     "argparse",
     "contextlib",
     "ctypes",
@@ -42,7 +42,7 @@ NAMES = (
     "signal",
     "socket",
     "subprocess",
-)
+]
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-import mega_rl
 from tests.helpers import makefile
 from tests.release.sources import ROOT
 
@@ -58,24 +57,6 @@ def test_every_supported_python_is_checked() -> None:
     supported = re.findall(r'Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     checked = re.findall(r'"(3\.\d+)"', (GITHUB / "workflows" / "wheel.yml").read_text(encoding="utf-8"))
     assert checked == supported
-
-
-def test_pre_commit_calls_the_projects_own_tools() -> None:
-    content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
-    (repository,) = content["repos"]
-    assert repository["repo"] == "local", "nothing is downloaded"
-    for hook in repository["hooks"]:
-        assert hook["language"] == "system"
-        tool = Path(hook["entry"].split()[0])
-        assert tool.parent == Path(".venv/bin")
-        assert f"$(BIN)/{tool.name}" in makefile.text()
-
-
-def test_the_citation_is_of_this_version() -> None:
-    content = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert content["version"] == mega_rl.__version__
-    assert content["license"] == "Apache-2.0"
-    assert content["authors"] == [{"name": "mega_rl developers"}]
 
 
 def test_files_named_by_makefile_targets_exist() -> None:

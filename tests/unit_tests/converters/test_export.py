@@ -93,14 +93,6 @@ def test_tensors_belong_to_the_consumer() -> None:
         assert not tensor.requires_grad
 
 
-def test_value_head() -> None:
-    hf = small_config(tied=True)
-    state = hf_state(hf, value_head=True)
-    _, exported = one_rank(hf, state, head="value")
-    assert exported.keys() == state.keys()
-    assert torch.equal(exported["score.weight"], state["score.weight"])
-
-
 # Checkpoints as transformers writes them.
 
 

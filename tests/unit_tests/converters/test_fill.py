@@ -97,9 +97,3 @@ def test_the_first_error_of_a_thread_is_raised_and_the_rest_is_left() -> None:
     with pytest.raises(UserError, match="task 0"):
         in_threads(range(1000), work, threads=2)
     assert 0 < len(done) < 900
-
-
-def test_every_task_is_done_once() -> None:
-    done: list[int] = []
-    in_threads(range(1000), done.append, threads=4)
-    assert sorted(done) == list(range(1000))

@@ -95,18 +95,6 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error(tmp_path: Path) 
     assert f"{file}: model.layers.4.input_layernorm.weight [10] is not part of" in text
 
 
-def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
-    hf, layout = small_config(), LAYOUTS["tp2-pp2"]
-    state = hf_state(hf)
-    write(tmp_path, {name: t for name, t in state.items() if "layers.3" not in name})
-    messages = set()
-    for at in ranks(layout):
-        with pytest.raises(UserErrors) as caught:
-            load_hf(chunks_of_rank(hf, state, layout, at), tmp_path, sharding=Sharding(hf, layout), coordinates=at)
-        messages.add(str(caught.value))
-    assert len(messages) == 1
-
-
 # Heads.
 
 
@@ -143,14 +131,6 @@ def test_value_head_from_a_language_model_keeps_its_init(tmp_path: Path, layout:
         assert report.ignored == (() if tied else ("lm_head.weight",))
         if last:
             assert torch.equal(chunks[-1].get_parameter("output_layer.weight"), torch.full((1, 10), 3.0))
-
-
-def test_a_score_of_several_labels_is_left_aside(tmp_path: Path) -> None:
-    hf = small_config()
-    state = hf_state(hf, value_head=True)
-    write(tmp_path, state | {"score.weight": torch.zeros(5, 10)})
-    report = load_one(tmp_path, hf, state, head="value")
-    assert (report.kept_init, report.ignored) == (("output_layer.weight",), ("score.weight",))
 
 
 @pytest.mark.parametrize("name", VALUE_HEADS)

@@ -11,11 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.converters.live.model_config import (
-    extra_config_attributes,
-    transformer_config_kwargs,
-    unfused,
-)
+from mega_rl.converters.live.model_config import extra_config_attributes, transformer_config_kwargs, unfused
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY
 

@@ -35,15 +35,15 @@ def _world(timeout_s: float) -> GroupRanks:
 
 
 def _long_work(rank: int) -> object:
-    ranks = _world(timeout_s=5.0)
+    ranks = _world(timeout_s=2.0)
 
     def work() -> object:
         assert rank == 1
         assert threading.current_thread().name == "run_on_one"
-        time.sleep(7)
+        time.sleep(3.5)
         return {"port": 31000}
 
-    return run_on_one(work, ranks, source=1, beat_s=1.0)
+    return run_on_one(work, ranks, source=1, beat_s=0.5)
 
 
 def test_all_ranks_get_what_one_worked_out_though_it_took_longer_than_a_collective_may() -> None:

@@ -16,7 +16,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
 from mega_rl.types import Rollout
 from tests.helpers.counting import CollectiveRecorder
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import initialized, run_ranks
 
 BATCHES = {2: [3, 0], 4: [2, 0, 5, 1]}  # rows of each rank
 LENGTHS = {2: [4, 7], 4: [6, 9, 3, 6]}  # padded length of each rank
@@ -119,14 +119,8 @@ def refusals(ranks: GroupRanks) -> None:
 
 
 def ranks_compare(rank: int) -> None:
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups
-    from mega_rl.parallel.layout import ParallelLayout
-
     size = int(os.environ["WORLD_SIZE"])
-    built = groups.initialize(ParallelLayout(world_size=size), accelerator=accelerator, timeout_s=60)
+    built, _ = initialized()
     ranks = ranks_of(built.dp)
     assert isinstance(ranks, GroupRanks)
     assert (ranks.rank, ranks.size) == (rank, size)
@@ -179,13 +173,7 @@ class Allocated(TorchDispatchMode):
 
 def bytes_of_a_gather(rank: int) -> tuple[int, int, dict[str, int]]:
     """(allocated, result, sent by operation) of rows of which rank 0 has most."""
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups
-    from mega_rl.parallel.layout import ParallelLayout
-
-    built = groups.initialize(ParallelLayout(world_size=4), accelerator=accelerator, timeout_s=60)
+    built, _ = initialized()
     ranks = GroupRanks(built.dp)
     count = 5 if rank == 0 else 1
     batch = TensorDict({"tokens": torch.full((count, 1000 + rank, 3), rank)}, batch_size=[count])
@@ -213,13 +201,7 @@ def test_ranks_equal_one_process(size: int) -> None:
 
 def one_rank_compares(rank: int) -> None:
     """Every collective of a group of one, with torch.distributed and without: equal to the bit, in layout and graph."""
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups
-    from mega_rl.parallel.layout import ParallelLayout
-
-    built = groups.initialize(ParallelLayout(world_size=1), accelerator=accelerator, timeout_s=60)
+    built, _ = initialized()
     real = GroupRanks(built.dp)
     reductions(real)
     with CollectiveRecorder() as recorder:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import initialized, run_ranks
 
 F32 = "torch.float32"
 
@@ -15,14 +15,11 @@ def collectives(rank: int) -> list[list[Any]]:
     """Each kind of collective once; (op, size, dtype, bytes) as recorded."""
     import torch.distributed as dist
 
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups as process_groups
-    from mega_rl.parallel.layout import ParallelLayout
     from tests.helpers.counting import CollectiveRecorder, total_bytes
 
-    groups = process_groups.initialize(ParallelLayout(world_size=2), accelerator=accelerator, timeout_s=60.0)
+    groups, accelerator = initialized()
+    from mega_rl.parallel import groups as process_groups
+
     try:
         eight = torch.ones(8, device=accelerator.device)
         four = torch.ones(4, device=accelerator.device)

@@ -16,13 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core, prepare
-from mega_rl.parallel.accelerator.megatron_core import (
-    RELEASES,
-    advice,
-    installed_version,
-    problem,
-    release_of,
-)
+from mega_rl.parallel.accelerator.megatron_core import RELEASES, advice, installed_version, problem, release_of
 
 ROOT = Path(__file__).parents[4]
 
