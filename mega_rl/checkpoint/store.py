@@ -50,7 +50,7 @@ class _Save:
 
 
 class RunCheckpoints:
-    """`protocols.CheckpointStore`: one folder per step under `root`, complete or ignored.
+    """Checkpoints of a run: one folder per step under `root`, complete or ignored.
 
     At most one save is pending. A failed save is reported on all ranks, its folder removed and the last good checkpoint
     kept; `settings.on_error` decides whether the run then continues.

@@ -36,18 +36,15 @@ class StreamShard(Protocol):
     @property
     def name(self) -> str:
         """Name for people."""
-        ...
 
     def identity(self) -> str:
         """Return text that changes with the content. Raises UserError if it cannot be read."""
-        ...
 
     def rows(self, columns: RowColumns, *, skip: int) -> Iterator[tuple[str, object]]:
         """Yield (place, row) from row `skip` on, counted from 0; a RowProblem for an unreadable row.
 
         Raises UserError if the shard cannot be read.
         """
-        ...
 
 
 @dataclass(frozen=True)

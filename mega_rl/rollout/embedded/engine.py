@@ -231,7 +231,7 @@ class HFRolloutEngine:
 
     @torch.no_grad()
     def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite the named weights; see `protocols.EmbeddedEngine`.
+        """Overwrite the named weights: full tensors, Hugging Face names and shapes.
 
         Raises ValueError that lists every unknown name and every wrong shape of the bucket; then nothing is written.
         """

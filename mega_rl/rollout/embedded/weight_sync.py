@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl.protocols import EmbeddedEngine
 from mega_rl.tracking import progress
 from mega_rl.types import Metrics
+
+if TYPE_CHECKING:
+    from mega_rl.rollout.embedded.engine import HFRolloutEngine
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
@@ -51,7 +54,7 @@ class EmbeddedWeightSync:
     def __init__(
         self,
         export: Callable[[], Iterator[tuple[str, Tensor]]],
-        engine: EmbeddedEngine,
+        engine: HFRolloutEngine,
         *,
         bucket_bytes: int,
         verify_interval: int,

@@ -57,10 +57,7 @@ def read_inputs(
     reward_function: RewardFunction | None = None,
     trains: bool = True,
 ) -> Inputs:
-    """Return the inputs of a run. Raises UserError and UserErrors before any weight is loaded.
-
-    resources: ends the workers of rewards. trains: an evaluation has no optimizer, and uses no source of the user.
-    """
+    """Return the inputs of a run. Raises UserError and UserErrors before any weight is loaded."""
     plan = plan_run(config, accelerator)
     if not trains:
         plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
@@ -72,11 +69,7 @@ def read_inputs(
 
 
 def _read_rows_as(config: Config, tokens: Tokens) -> TokenRows | None:
-    """Return how a reward model reads rollouts.
-
-    It reads the actor's tokens under the same tokenizer, else its own. None without a reward model. Raises UserError
-    for a tokenizer that cannot be loaded.
-    """
+    """Return how a reward model reads rollouts."""
     if config.reward.source.name != "model":
         return None
     path = Path(config.reward.model_path)

@@ -23,7 +23,7 @@ from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
 from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.build import Connection, connect
-from mega_rl.rollout.sglang.generation.engine import FailedSamples, Sampled, SglangRolloutEngine, SglangRolloutSettings
+from mega_rl.rollout.sglang.generation.engine import FailedSamples, SglangRolloutEngine, SglangRolloutSettings
 from mega_rl.rollout.sglang.generation.samples import Progress, RoutedLayers, Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
@@ -71,35 +71,28 @@ def build_rollouts(
         return Rollouts(made, to_source, Residency(roles.models, world), _pending(made))
     if servers is None:
         embedded = _embedded_engine(plan, accelerator)
-        sync = EmbeddedWeightSync(
-            actor.export_weights,
-            embedded,
-            bucket_bytes=rollout.bucket_mib << 20,
-            verify_interval=rollout.verify_interval,
+        bucket_bytes, interval = rollout.bucket_mib << 20, rollout.verify_interval
+        sync: WeightSync = EmbeddedWeightSync(
+            actor.export_weights, embedded, bucket_bytes=bucket_bytes, verify_interval=interval
         )
-        source = _source(inputs, roles, RolloutWorker(embedded, *own), sync)
-        return Rollouts(source, sync, Residency(roles.models, world), _pending(source))
-    servers.wait_ready()
-    hidden = plan.engine.hidden_tokens
-    connection = connect(rollout, plan.rollout_dtype, servers, actor=actor, world=world, hidden_tokens=hidden)
-    resources.enter_context(connection)
-    engine = build_sglang_engine(plan, world, connection)
-    worker = BackgroundRolloutWorker(engine, *own)
-    if config.trainer.async_steps:
-        ahead = _ahead(inputs, worker, engine, connection.sync, prompts)
-        resources.callback(ahead.close)
-        return Rollouts(ahead, ahead, Residency(roles.models, world, while_generating=PARAMETERS), ahead)
-    source = _source(inputs, roles, worker, connection.sync)
-    shared = connection.memory if servers.colocated else None
-    devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
-    if shared is not None:
-        connection.sync.add_listener(devices.after_send)
-    return Rollouts(source, connection.sync, devices, _pending(source))
-
-
-def _source(inputs: Inputs, roles: Roles, worker: RolloutWorker, sync: WeightSync) -> RolloutSource:
-    """Return the worker, or the user's source over its engine."""
-    return worker if inputs.rollouts is None else _make_source(inputs, roles, worker.engine, sync)
+        worker, devices = RolloutWorker(embedded, *own), Residency(roles.models, world)
+    else:
+        servers.wait_ready()
+        hidden = plan.engine.hidden_tokens
+        connection = connect(rollout, plan.rollout_dtype, servers, actor=actor, world=world, hidden_tokens=hidden)
+        resources.enter_context(connection)
+        engine, sync = build_sglang_engine(plan, world, connection), connection.sync
+        worker = BackgroundRolloutWorker(engine, *own)
+        shared = connection.memory if servers.colocated else None
+        devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
+        if config.trainer.async_steps:
+            ahead = _ahead(inputs, worker, engine, sync, prompts)
+            resources.callback(ahead.close)
+            return Rollouts(ahead, ahead, devices, ahead)
+        if shared is not None:
+            connection.sync.add_listener(devices.after_send)
+    source = worker if inputs.rollouts is None else _make_source(inputs, roles, worker.engine, sync)
+    return Rollouts(source, sync, devices, _pending(source))
 
 
 def _pending(source: RolloutSource) -> RankState | None:
@@ -191,7 +184,7 @@ def build_sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> 
             routed=None if moe is None or not sglang.return_routing else RoutedLayers(moe.layers, moe.top_k),
             token_versions=sglang.partial_rollout,
         ),
-        progress=_ShownSamples(),
+        progress=_show_samples(),
     )
 
 
@@ -200,25 +193,23 @@ def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
     return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop_ids)
 
 
-class _ShownSamples:
-    """Shows a generation of servers as a phase, next to the work of the trainer."""
+def _show_samples() -> Callable[[Progress], None]:
+    """Return the function that shows a generation of servers as a phase, next to the work of the trainer."""
+    phases: list[progress.Phase] = []
 
-    def __init__(self) -> None:
-        self._phase: progress.Phase | None = None
-
-    def __call__(self, generation: Progress) -> None:
-        """Take one report; all of a generation come from the same thread."""
-        if self._phase is None:
-            self._phase = progress.begin("samples")
-        self._phase.report(generation.done, generation.total, note=f"{generation.tokens_per_second:.0f} tok/s")
+    def show(generation: Progress) -> None:
+        if not phases:
+            phases.append(progress.begin("samples"))
+        phases[0].report(generation.done, generation.total, note=f"{generation.tokens_per_second:.0f} tok/s")
         if generation.ended:
-            self._phase.end()
-            self._phase = None
+            phases.pop().end()
+
+    return show
 
 
 def _ahead(
     inputs: Inputs,
-    worker: BackgroundRolloutWorker[Sampled],
+    worker: BackgroundRolloutWorker,
     engine: SglangRolloutEngine,
     sync: WeightSync,
     prompts: Callable[[int], Sequence[Prompt]],

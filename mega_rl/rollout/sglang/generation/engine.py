@@ -74,7 +74,7 @@ class Sampled:
 
 
 class SglangRolloutEngine:
-    """`protocols.BackgroundEngine` over a `ServerRouter`. Every rank is a client and asks for its own prompts' samples.
+    """Rollout engine over a `ServerRouter`. Every rank is a client and asks for its own prompts' samples.
 
     `sample` talks to servers and does no collective, so it may run next to training; `collect` is collective over all
     ranks: where a rank lost servers, all ranks bring them back and send them the weights before they get requests.
