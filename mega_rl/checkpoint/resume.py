@@ -19,8 +19,7 @@ from torch import Tensor
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint.format.manifest import COMMIT_FILE, Manifest
 from mega_rl.checkpoint.format.reader import Checkpoint, PieceCopy, StoredPiece
-from mega_rl.checkpoint.identity import changes, differences, in_words
-from mega_rl.checkpoint.previous import PREVIOUS
+from mega_rl.checkpoint.identity import changes, differences
 from mega_rl.checkpoint.run_state import ORDER, RunState, rank_prefix
 from mega_rl.config.schema import CheckpointConfig
 from mega_rl.converters.safetensors.reader import DTYPE_NAMES, DTYPES
@@ -35,7 +34,7 @@ from mega_rl.untrusted import limited
 log = logging.getLogger(__name__)
 
 RESUME_HINT = "set checkpoint.fallback=true to resume from an older checkpoint, or checkpoint.resume to another one"
-NEW_RUN_HINT = f"set checkpoint.resume=never to start anew (old files are kept, in {PREVIOUS}/)"
+NEW_RUN_HINT = "set checkpoint.resume=never to start anew (old files are kept, in previous/)"
 
 # Fetches the bytes that the pieces need and this host lacks, before they are read; collective.
 Fetch = Callable[[Checkpoint, Sequence[Piece]], None]
@@ -154,17 +153,8 @@ def _check_run(folder: Path, manifest: Manifest, run: RunState) -> None:
 
 def report_changes(manifest: Manifest, config: Mapping[str, Any]) -> None:
     """Log the settings that differ from those of the checkpoint's run."""
-    changed = changes(manifest.config, config)
-    mattering = [change for change in changed if change.matters]
-    others = [change for change in changed if not change.matters]
-    if mattering:
-        log.warning(
-            "settings differ from the checkpoint's: %s; the run continues with the new ones, so it is not the run that "
-            "never stopped",
-            in_words(mattering),
-        )
-    if others:
-        log.info("settings differ from the checkpoint's: %s", in_words(others))
+    if changed := changes(manifest.config, config):
+        log.warning("settings differ from the checkpoint's: %s; the run continues with the new ones", changed)
 
 
 _ANOTHER_MODEL = (

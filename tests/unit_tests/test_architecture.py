@@ -50,7 +50,6 @@ MANY_METHODS: dict[str, int] = {
 
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.
 READ_THE_ENVIRONMENT = [
-    "checkpoint/saving/writer.py",
     "cli/app.py",
     "cli/launcher.py",
     "cli/output.py",

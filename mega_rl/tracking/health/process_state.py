@@ -74,13 +74,24 @@ def catches(pid: int, number: int) -> bool:
 
 
 def memory_limit() -> tuple[int, int]:
-    """Return (used, limit) bytes of this process's control group; (0, 0) without a limit."""
-    folder = _cgroup_folder()
-    for used, limit in (("memory.current", "memory.max"), ("memory.usage_in_bytes", "memory.limit_in_bytes")):
-        texts = [_read(folder / name).strip() for name in (used, limit)]
-        if all(text.isdigit() for text in texts) and int(texts[1]) < 1 << 60:
-            return int(texts[0]), int(texts[1])
-    return 0, 0
+    """Return (used, limit) bytes of this process's control group with the least left; (0, 0) without a limit.
+
+    File cache does not count as used, as the kernel frees it first; a tmpfs does.
+    """
+    own = _cgroup_folder()
+    limits = []
+    for folder in (own, *own.parents):
+        for used, limit in (("memory.current", "memory.max"), ("memory.usage_in_bytes", "memory.limit_in_bytes")):
+            texts = [_read(folder / name).strip() for name in (used, limit)]
+            if all(text.isdigit() for text in texts) and int(texts[1]) < 1 << 60:
+                limits.append((int(texts[0]) - _file_cache(folder), int(texts[1])))
+    return min(limits, key=lambda each: each[1] - each[0], default=(0, 0))
+
+
+def _file_cache(group: Path) -> int:
+    lines = _read(group / "memory.stat").splitlines()
+    counts = {name: int(value) for name, value in (line.split() for line in lines)}
+    return max(0, counts.get("file", counts.get("cache", 0)) - counts.get("shmem", 0))
 
 
 def memory_full() -> bool:

@@ -42,7 +42,7 @@ def save(root: Path, tensors: Mapping[str, Tensor], cuts: Mapping[str, Sequence[
         specs = [PieceSpec(name, DTYPE_NAMES[tensors[name].dtype], *box) for name, box in parts]
         data = (data_of(cut(tensors[parts[i][0]], parts[i][1])) for i in order(specs))
         records.append(write_shard(work / shard_name(rank), specs, data))
-    return folders.publish(root, 1, manifest_of(1, tensors, records))
+    return folders.publish(root, manifest_of(1, tensors, records))
 
 
 def piece(tensor: Tensor, box: Box | None = None, *, name: str = NAME, resizable: bool = False) -> Piece:

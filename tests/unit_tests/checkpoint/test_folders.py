@@ -23,7 +23,7 @@ from mega_rl.checkpoint.folders import complete, torn
 from mega_rl.checkpoint.format.reader import Checkpoint
 from mega_rl.checkpoint.lock import RunLock
 from mega_rl.errors import UserError
-from tests.unit_tests.checkpoint.lethal_writer import instrumented
+from tests.unit_tests.checkpoint.watching import instrumented
 from tests.unit_tests.checkpoint.written import manifest_of, save, tensors, write_shards
 
 WAIT_S = 30.0
@@ -77,7 +77,7 @@ class Killing:
 
 def save_and_retire(root: Path, step: int) -> None:
     work, whole = folders.begin(root, step), tensors()
-    folders.publish(root, step, manifest_of(step, whole, write_shards(work, whole)))
+    folders.publish(root, manifest_of(step, whole, write_shards(work, whole)))
     keep(root, step, keep=1)
 
 
@@ -97,7 +97,7 @@ def test_checkpoint_is_flushed_before_it_is_renamed(root: Path, monkeypatch: pyt
 
     for name in ("write_text", "sync_folder", "rename"):
         monkeypatch.setattr(disk, name, recording(name))
-    folders.publish(root, 10, manifest)
+    folders.publish(root, manifest)
     assert done[:5] == [
         ("write_text", "manifest.json"),
         ("write_text", "COMMIT"),
@@ -304,3 +304,81 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path) -> None:
     with RunLock(root):
         (root / "step_000001").mkdir()
     assert (root / ".lock").exists()
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """The folder of a run of nine steps, and what a save that was cut short has left."""
+    run = tmp_path / "run"
+    for step in (8, 9):
+        save(run / "checkpoints", step)
+    (run / "checkpoints" / ".step_000010.tmp").mkdir()
+    for name in ("metrics.jsonl", "config.yaml", "rollouts/step_000005.jsonl", "tensorboard/events", "notes.txt"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(name)
+    return run
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file by its path, except the newest checkpoint's name."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != "latest")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_new_history_moves_old_one_aside(earlier: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of it is lost, what no run has written stays, and one line says where the rest is."""
+    before = files(earlier)
+    folders.begin_history(earlier, None)
+    aside = earlier / "previous" / "001"
+    assert {**files(aside), "notes.txt": b"notes.txt"} == before
+    assert (steps(aside / "checkpoints"), steps(earlier / "checkpoints")) == ([8, 9], [])
+    assert caplog.messages == [
+        f"{earlier} held files of an earlier run (step_000008, step_000009, config.yaml, metrics.jsonl, rollouts, "
+        f"tensorboard): moved to {aside}"
+    ]
+    save(earlier / "checkpoints", 1)
+    folders.begin_history(earlier, None)
+    assert steps(earlier / "previous" / "002" / "checkpoints") == [1]
+
+
+def test_going_back_keeps_later_checkpoints(earlier: Path) -> None:
+    """Metrics stay: their later lines are of steps that are done again. Going on moves nothing."""
+    before, root = files(earlier), earlier / "checkpoints"
+    folders.begin_history(earlier, root / "step_000009")
+    folders.begin_history(earlier, None, step_in_memory=9)
+    assert files(earlier) == before
+    folders.begin_history(earlier, root / "step_000008")
+    assert (steps(root), steps(earlier / "previous" / "001" / "checkpoints")) == ([8], [9])
+    assert (root / "latest").read_text() == "step_000008\n"
+    assert (earlier / "metrics.jsonl").exists()
+
+
+def test_run_without_step_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("x")
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints").mkdir()
+    folders.begin_history(tmp_path, None)
+    assert not (tmp_path / "previous").exists()
+
+
+def test_kill_at_any_rename_loses_no_file(earlier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later start that begins another history moves the rest."""
+    before, original, real = files(earlier), earlier.with_name("original"), disk.rename
+    shutil.copytree(earlier, original)
+    for left in range(6):
+        shutil.rmtree(earlier)
+        shutil.copytree(original, earlier)
+        allowed = iter(range(left))
+
+        def rename(source: Path, target: Path, allowed: Any = allowed) -> None:
+            if next(allowed, None) is None:
+                raise Killed
+            real(source, target)
+
+        monkeypatch.setattr(disk, "rename", rename)
+        with pytest.raises(Killed):
+            folders.begin_history(earlier, None)
+        monkeypatch.setattr(disk, "rename", real)
+        folders.begin_history(earlier, None)
+        moved = {path: data for aside in (earlier / "previous").iterdir() for path, data in files(aside).items()}
+        assert {**moved, "notes.txt": b"notes.txt"} == before, left

@@ -19,8 +19,8 @@ from mega_rl.checkpoint.store import RunCheckpoints
 from mega_rl.errors import RunError, UserError
 from mega_rl.types import Box, EngineState, Piece
 from tests.helpers.distributed import run_ranks
-from tests.unit_tests.checkpoint.lethal_writer import instrumented
 from tests.unit_tests.checkpoint.stores import Kept, SmallEngine, names, settings, steps, store, values
+from tests.unit_tests.checkpoint.watching import instrumented
 
 
 def refusal(actual: RunCheckpoints) -> str:
@@ -96,8 +96,8 @@ def test_a_path_without_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     store(tmp_path).save(1, {})
-    message = refusal(store(tmp_path, identity={"seed": 8, "data": "abc", "model": "m"}))
-    assert "(seed: 7 -> 8, model: None -> 'm')" in message
+    message = refusal(store(tmp_path, identity={"seed": 8, "data": "abc", "engine": "fsdp"}))
+    assert "(seed: 7 -> 8, engine: None -> 'fsdp')" in message
     assert "set checkpoint.resume=never to start anew (old files are kept, in previous/)" in message
     assert "abc" not in message
 

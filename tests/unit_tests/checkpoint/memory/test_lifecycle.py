@@ -185,19 +185,18 @@ def test_a_damaged_one_falls_back_to_disk(tmp_path: Path, shm: Path, caplog: pyt
     second.close()
 
 
-def refuse(shm: Path, kind: str) -> str:
-    """Make the user's folder one that is not this user's alone; the reason."""
+def refuse(shm: Path, kind: str) -> None:
+    """Make the user's folder one that is not this user's alone."""
     folder = user_folder(shm)
     if kind == "link":
         (shm / "elsewhere").mkdir(mode=0o700)
         folder.symlink_to(shm / "elsewhere")
-        return "is a link"
+        return
     folder.mkdir(mode=0o700)
     if kind == "owner":
         os.chown(folder, 12345, -1)
-        return "belongs to the user with number 12345"
-    folder.chmod(0o755)
-    return "admits other users (mode 755)"
+    else:
+        folder.chmod(0o755)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,8 @@ def test_anothers_folder_is_refused(
     tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture, kind: str, on_error: str
 ) -> None:
     """One line; nothing is written into it."""
-    why = refuse(shm, kind)
+    why = "is not a folder that only this user may enter"
+    refuse(shm, kind)
     saving = run(tmp_path, 1, on_error=on_error)
     if on_error == "stop":
         with pytest.raises(RunError) as raised:
@@ -230,7 +230,7 @@ def test_memory_in_anothers_folder_is_not_loaded(tmp_path: Path, shm: Path, capl
     user_folder(shm).symlink_to(shm / "elsewhere")
     second = run(tmp_path, 9, on_error="continue")
     assert start(second, tmp_path) == (1, "disk")
-    assert f"ignored: {user_folder(shm)}: is a link" in caplog.text
+    assert f"ignored: {user_folder(shm)}: is not a folder" in caplog.text
     assert len(list(shm.glob("elsewhere/*/step_*"))) == 1, "nothing there is touched"
     second.close()
 

@@ -99,7 +99,7 @@ def save_in_memory(run_dir: Path, step: int, *, history: str = "a" * 16) -> None
     place.write_history(run_dir / "checkpoints", history)
     (run_dir / "shm").mkdir(exist_ok=True)
     folder = place.folder_of(run_dir / "shm", str(run_dir.resolve()), history)
-    place.make(folder, str(run_dir.resolve()))
+    place.make(folder)
     save_in(folder, step)
 
 
