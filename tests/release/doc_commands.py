@@ -124,7 +124,6 @@ HOW: dict[str, How] = {
     "mega-rl replay runs/a/records/step_000051 --layout tp2pp2,fsdp2": How(
         "mega-rl replay runs/p/records/step_000001 --layout tp2pp2,fsdp2"
     ),
-    "mega-rl view RUN": How(apart="by tests/unit_tests/tracking/report/test_server.py: it serves until it is ended"),
     "mega-rl data gsm8k data/gsm8k": How("mega-rl data gsm8k data/gsm8k --force"),
     f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main": How(
         f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main {SMALL} trainer.run_dir=runs/e"
