@@ -81,7 +81,7 @@ def test_full_disk_loses_only_lines(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert "from step 4 on" in end
 
 
-def test_deleted_file_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_deleted_file_begins_again(tmp_path: Path) -> None:
     """A run whose folder was deleted continues, and loses no later step."""
     path = tmp_path / "run" / "metrics.jsonl"
     sink = JsonlSink(path, resume_step=1)
@@ -90,9 +90,6 @@ def test_deleted_file_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for step in (2, 3):
         sink.log(step, {"reward/mean": 2.0})
     assert steps_of(path) == [2, 3]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{path} is gone with the metrics before step 2: a new one begins"
-    ]
 
 
 # -- TensorBoard ------------------------------------------------------------------------------------------------------
@@ -150,10 +147,8 @@ def test_lost_events_cost_tensorboard_one_line(
     for step in (2, 3):
         sink.log(step, {"reward/mean": 1.0})
     sink.close()
-    assert caplog.messages == [
+    assert caplog.messages == full * [
         "TensorBoardSink failed and is off for the rest of the run: OSError: [Errno 28] No space left on device"
-        if full
-        else f"{folder} is gone with the events before step 2: new ones begin"
     ]
     assert not died
     assert steps_of(tmp_path / "m.jsonl") == [1, 2, 3]

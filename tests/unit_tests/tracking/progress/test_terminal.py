@@ -153,8 +153,7 @@ def test_a_silent_phase_shows_that_time_passes_and_log_lines_stand_above_the_lin
     assert re.search(r"step 2/3 · generate 0/8 rows 0:0\d · ~0:0\d left", recording.text)
     kept = recording.screen()
     assert "a line above the live one, longer than the terminal is wide: /a/path/to/keep" in kept
-    (frame,) = [line for line in kept.splitlines() if "┏" in line]
-    assert frame.startswith("┏"), "a table begins on a line of its own"
+    assert "\nrole   trains  model" in kept, "a table begins on a line of its own"
     assert kept.rstrip().endswith("the end"), "the line is gone at the end"
 
 
@@ -180,7 +179,7 @@ def test_control_characters_are_escaped_in_the_log(capsys: pytest.CaptureFixture
     finally:
         progress.close()
     written = capsys.readouterr().err
-    shown = "a\\x1b[2J\\x1b]0;title\\x07b\\r\\n17:00:00 step 99\\u009bm\\u202eevil\\u2028 kept: é 日\u3000本 \U0001f600"
+    shown = "a\\x1b[2J\\x1b]0;title\\x07b\\r\\n17:00:00 step 99\\x9bm\\u202eevil\\u2028 kept: é 日\u3000本 \U0001f600"
     assert shown in written
     assert not [line for line in written.splitlines() if line.startswith("17:00:00 step")]
     assert not set(written) & set("\x1b\x07\r\x9b\u202e\u2028")
