@@ -53,8 +53,8 @@ def measure(road: str, files: list[str], rows: int) -> dict[str, float]:
     import datasets  # noqa: F401 both roads have it loaded, as a run has
 
     from mega_rl.data.columns import RowColumns
+    from mega_rl.data.order import PromptSampler, StepOrder
     from mega_rl.data.prompts import PromptReading, load_prompts
-    from mega_rl.data.sampling.epochs import PromptSampler, StepOrder
     from mega_rl.data.stream import FileShard, StreamPlan, StreamReader, StreamSampler
 
     reading = PromptReading(Words(), 50_000, RowColumns("prompt", "answer"), None, 1000)

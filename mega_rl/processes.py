@@ -27,7 +27,7 @@ from mega_rl.errors import RunError, name_of_signal
 Stream: TypeAlias = int | IO[bytes] | None
 
 DEVNULL, PIPE, STDOUT = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 KILL_S = 10.0  # from SIGKILL to the end; a process in a file system or a driver that does not answer takes longer
 POLL_S = 0.02
 
@@ -209,6 +209,11 @@ def die_with_parent(parent: int, number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(128 + number)
+
+
+def let_parent_trace() -> None:
+    """Let this process's parent, and its other children, read its stacks where the kernel (Yama) restricts it."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PTRACER, os.getppid(), 0, 0, 0)
 
 
 def dying_with_parent(command: Sequence[str], number: int) -> list[str]:

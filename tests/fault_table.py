@@ -3,1003 +3,701 @@
 from __future__ import annotations
 
 from tests.evaluation_faults import EVALUATION
-from tests.fault import Fault, fault
+from tests.fault import UNIT, Fault, Table
 from tests.order_faults import ORDER
 from tests.part_faults import PARTS
 from tests.reference_faults import REFERENCE
-from tests.rl_faults import CORRECTIONS, EXPERIENCE, LOSSES
+from tests.rl_faults import RL
 from tests.sandbox_faults import SANDBOX
 
-MATRIX = "verify/test_matrix.py"
-RESUME = "checkpoint/test_resume.py"
-POOL = "rewards/test_pool.py"
-REWARDS = "rewards/test_role.py"
-INVARIANCE = "distributed/test_layout_invariance.py"
-
-
-ALGORITHMS = (
-    fault(
-        "algorithms",
-        "k1 with the wrong sign",
-        "return logprobs - ref_logprobs",
-        "return ref_logprobs - logprobs",
-        "algorithms/test_kl.py",
-    ),
-    fault(
-        "algorithms",
-        "k3 adds the log ratio",
-        "estimate = torch.expm1(log_ratio) - log_ratio",
-        "estimate = torch.expm1(log_ratio) + log_ratio",
-        "algorithms/test_kl.py",
-    ),
-    fault(
-        "algorithms",
-        "KL in the loss not weighted by the ratio",
-        "weight = log_ratio.detach().exp().clamp(max=WEIGHT_LIMIT)",
-        "weight = torch.ones_like(log_ratio)",
-        "algorithms/test_kl_gradients.py",
-    ),
-    fault(
-        "algorithms",
-        "KL coefficient adapted while the policy stands still",
-        "        if moved:\n            sequences",
-        "        if True:\n            sequences",
-        "trainer/test_loop.py",
-    ),
-    fault(
-        "algorithms",
-        "GAE off by one token",
-        "next_values[:, :-1] = values[:, 1:]",
-        "next_values[:, :-1] = values[:, :-1]",
-        "algorithms/test_advantages.py",
-    ),
-    fault(
-        "algorithms",
-        "whitening over the local batch",
-        "advantages = whiten(advantages, mask, sum_over_ranks=inputs.sum_over_ranks)",
-        "advantages = whiten(advantages, mask)",
-        "algorithms/test_advantages.py",
-    ),
-    fault(
-        "algorithms",
-        "GRPO's deviation over the batch",
-        'if std == "batch":',
-        'if std != "none":',
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "algorithms",
-        "clip takes the better of two losses",
-        "token_loss = torch.maximum(unclipped, clipped)",
-        "token_loss = torch.minimum(unclipped, clipped)",
-        "algorithms/test_policy_loss.py",
-    ),
-    fault(
-        "algorithms",
-        "value clip ignored",
-        "token_loss = 0.5 * torch.maximum(error, near_error)",
-        "token_loss = 0.5 * error",
-        "algorithms/test_value_loss.py",
-    ),
-    fault(
-        "algorithms",
-        "loss weights over the rank's own tokens",
-        "max(global_tokens, 1.0), max(",
-        "max(float(mask.sum()), 1.0), max(",
-        "algorithms/test_aggregation.py",
-    ),
-)
-ADVANTAGES = (
-    fault(
-        "advantages",
-        "a tool's tokens are steps of GAE",
-        "return torch.argsort(~mask, dim=1, stable=True)",
-        "return torch.arange(mask.shape[1]).expand_as(mask).contiguous()",
-        "algorithms/test_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "response tokens in another order",
-        "return torch.argsort(~mask, dim=1, stable=True)",
-        "return torch.argsort(~mask, dim=1, stable=True).flip(1)",
-        "algorithms/test_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "a score at the end of every turn",
-        "return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))",
-        "return mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))",
-        "algorithms/test_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "lambda by the length of the longest",
-        "lengths = mask.sum(dim=1, keepdim=True).double().clamp(min=1)",
-        "lengths = mask.sum(dim=1, keepdim=True).double().max().clamp(min=1)",
-        "algorithms/test_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "the critic learns from the policy's lambda",
-        "advantages, _ = gae(scores, experience.values, mask, gamma=self.gamma, lam=lam)",
-        "advantages, returns = gae(scores, experience.values, mask, gamma=self.gamma, lam=lam)",
-        "algorithms/test_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "ReMax without its baseline",
-        "return torch.where(known, returns - greedy_rewards[:, None], 0.0)",
-        "return torch.where(known, returns, 0.0)",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "greedy rewards of other prompts",
-        "greedy_rewards=greedy[rollout.prompt_index]",
-        "greedy_rewards=greedy[rollout.prompt_index - 1]",
-        "trainer/test_greedy.py",
-    ),
-    fault(
-        "advantages",
-        "failed samples in the sums of a group",
-        "torch.where(self.answered, x.double(), 0.0))[self.index]",
-        "x.double())[self.index]",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "sums of a group in float32",
-        "torch.where(self.answered, x.double(), 0.0))[self.index]",
-        "torch.where(self.answered, x.double(), 0.0))[self.index].float()",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "a deviation of the rank's own batch",
-        "count, squares = sum_over_ranks(torch.stack(",
-        "count, squares = (torch.stack(",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "RLOO's baseline holds the sample",
-        "groups.centred(rewards) * n / (n - 1).clamp(min=1)",
-        "groups.centred(rewards)",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "OPO's baseline without lengths",
-        "centred(rewards, weights=lengths)",
-        "centred(rewards)",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "sets of pass@k with a sample twice",
-        "for j in range(1, k):",
-        "for j in range(k):",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "pass@k's deviation without a root",
-        "(all_missed * (1 - all_missed)).sqrt() if normalize",
-        "(all_missed * (1 - all_missed)) if normalize",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "a right sample gains what all gain",
-        "advantages = torch.where(right, all_missed, all_missed - missed)",
-        "advantages = torch.where(right, 1 - all_missed, all_missed - missed)",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "REINFORCE++ without the later tokens",
-        "gamma=gamma, lam=1.0)",
-        "gamma=gamma, lam=0.0)",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "REINFORCE++ whitens the rank's own batch",
-        "return whiten(returns, mask, sum_over_ranks=sum_over_ranks)",
-        "return whiten(returns, mask)",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "REINFORCE++ without the baseline",
-        "scores = PromptGroups.of(inputs.experience.prompt_index, mask).centred(inputs.rewards).float()",
-        "scores = inputs.rewards",
-        "algorithms/test_group_advantages.py",
-    ),
-    fault(
-        "advantages",
-        "lengths of responses with a tool's answers",
-        "response = rollout.loss_mask.sum(dim=1).double()",
-        "response = (rollout.lengths - rollout.prompt_lengths).double()",
-        "trainer/test_step_metrics.py",
-    ),
-)
-DATA = (
-    fault(
-        "data",
-        "prompts in two mini-batches",
-        "order[first : first + minibatch_size]",
-        "order[first : first + minibatch_size + 1]",
-        "data/test_minibatches.py",
-    ),
-    fault(
-        "data",
-        "sampler starts again after a resume",
-        "return done * self._batch_size",
-        "return 0 * self._batch_size",
-        "data/test_prompts.py",
-    ),
-    fault(
-        "data",
-        "every epoch in the same order",
-        "key=(self._seed, EPOCH, epoch, *self._key)",
-        "key=(self._seed, EPOCH, 0, *self._key)",
-        "data/test_prompts.py",
-    ),
-    fault(
-        "data",
-        "positions run on across packed sequences",
-        "position_ids=places.column.unsqueeze(0)",
-        "position_ids=places.flat.unsqueeze(0)",
-        "data/test_packing.py",
-    ),
-    fault(
-        "data",
-        "context-parallel slices in the wrong order",
-        "2 * (cp_size - 1 - cp_rank) * second",
-        "(cp_size - 1) * second",
-        "data/test_zigzag.py",
-    ),
-    fault(
-        "data",
-        "outputs written one token early",
-        "row=cells.row, column=cells.column + 1)",
-        "row=cells.row, column=cells.column)",
-        "data/test_packing.py",
-    ),
-)
-PARALLEL = (
-    fault(
-        "parallel",
-        "vocab-parallel log-probs without the maximum over ranks",
-        "local_maximum = maximum.clone()\n        dist.all_reduce(maximum, op",
-        "local_maximum = maximum.clone()\n        dist.all_reduce(maximum.clone(), op",
-        "parallel/test_vocab.py",
-    ),
-    fault(
-        "parallel",
-        "log-probs not divided by the temperature",
-        "scale=1.0 / temperature,",
-        "scale=1.0,",
-        "parallel/test_vocab.py",
-    ),
-    fault(
-        "parallel",
-        "padding of the vocabulary counts",
-        "count=min(max(vocab_size - first, 0), width)",
-        "count=width",
-        "parallel/test_vocab.py",
-    ),
-)
-ROLLOUT = (
-    fault(
-        "rollout",
-        "hidden tokens are sampled",
-        "hide(output.logits[:, -1], self._hidden)",
-        "output.logits[:, -1]",
-        "rollout/test_hidden_tokens.py",
-    ),
-    fault(
-        "rollout",
-        "top-p keeps one token too many",
-        "(above < self.top_p * mass[:, None])",
-        "(above - ranked < self.top_p * mass[:, None])",
-        "rollout/test_sampling.py",
-    ),
-    fault(
-        "rollout",
-        "sampled log-probs not divided by the temperature",
-        "return exponents, exponents.exp()",
-        "return exponents * self.temperature, exponents.exp()",
-        "rollout/test_sampling.py",
-    ),
-    fault(
-        "rollout",
-        "random numbers depend on the place in the batch",
-        "uniform_at(self._keys[rows], step)",
-        "uniform_at(self._keys[: len(rows)], step)",
-        "rollout/test_hf.py",
-    ),
-    fault(
-        "rollout",
-        "stop token outside the response",
-        "torch.where(newly, step + 1, lengths[rows])",
-        "torch.where(newly, step, lengths[rows])",
-        "rollout/test_hf.py",
-    ),
-    fault(
-        "rollout",
-        "version of the engine's weights not raised",
-        "self._engine.finish_update(self._weight_version + 1)",
-        "self._engine.finish_update(self._weight_version)",
-        "rollout/test_weight_sync.py",
-    ),
-    fault(
-        "rollout",
-        "reported version is ahead of the engine's weights",
-        'the engine holds; 0 before the first publish."""\n        return self._weight_version\n',
-        'the engine holds; 0 before the first publish."""\n        return self._weight_version + 1\n',
-        "rollout/test_weight_sync.py",
-    ),
-    fault(
-        "rollout",
-        "last bucket of a sync left out",
-        "        size += tensor.nbytes\n    if bucket:\n",
-        "        size += tensor.nbytes\n    if not size:\n",
-        "rollout/test_weight_sync.py",
-    ),
-    fault(
-        "rollout",
-        "probes not compared",
-        "if mean > self.limits[0] or largest > self.limits[1]:",
-        "if False:",
-        "rollout/sglang/test_sync.py -k probe",
-    ),
-    fault(
-        "rollout",
-        "checksums of a sync not compared",
-        "            if received[name] != total\n",
-        "            if not received[name]\n",
-        "rollout/test_weight_sync.py",
-    ),
-)
-TRAINER = (
-    fault(
-        "trainer",
-        "stale samples accepted",
-        "if oldest > self.limit:",
-        "if oldest > self.limit + 1:",
-        "trainer/test_staleness.py",
-    ),
-    fault(
-        "trainer",
-        "metrics averaged without the mask",
-        "*((column.double() * mask).sum() for column in columns.values())",
-        "*(column.double().sum() for column in columns.values())",
-        "trainer/test_step_metrics.py",
-    ),
-    fault(
-        "trainer",
-        "metrics averaged over padding, too",
-        "{name: total / max(count, 1.0) for name, total",
-        "{name: total / mask.numel() for name, total",
-        "trainer/test_step_metrics.py",
-    ),
-    fault(
-        "trainer",
-        "resume repeats a step",
-        "done, stopping = self.start, self._after(self.start, None)",
-        "done, stopping = max(self.start - 1, 0), self._after(self.start, None)",
-        "trainer/test_loop.py",
-    ),
-    fault(
-        "trainer",
-        "all dumped samples of one prompt",
-        "groups[position * len(groups) // taken]",
-        "groups[0]",
-        "trainer/test_dumps.py",
-    ),
-    fault(
-        "trainer",
-        "weights not sent after an update",
-        "self.log.add(self.stage.publish(self.sync))",
-        "self.log.add({})",
-        "trainer/test_loop.py",
-    ),
-    fault(
-        "trainer",
-        "an event that ends the run keeps later ones from acting",
-        "return any([event.after(done, evaluated) for event in self.events])",
-        "return any(event.after(done, evaluated) for event in self.events)",
-        "trainer/test_loop.py",
-    ),
-    fault(
-        "trainer",
-        "metrics of the step before stay in a record",
-        "        self.metrics = {}\n        self.timer.reset()\n",
-        "        self.timer.reset()\n",
-        "trainer/test_loop.py",
-    ),
-)
-STEPS = (
-    fault(
-        "steps",
-        "the critic's warm-up uses up the actor's",
-        "lr = self.learning_rate(step - self.first_step)",
-        "lr = self.learning_rate(step)",
-        "workers/test_models.py",
-    ),
-    fault(
-        "steps",
-        "skipped steps counted over the whole run",
-        "                self._skipped = 0\n",
-        "                pass\n",
-        "workers/test_models.py",
-    ),
-)
-STORAGE = (
-    fault(
-        "storage",
-        "gaps in a safetensors header accepted",
-        "if entry.offset != at:",
-        "if entry.offset < at:",
-        "converters/safetensors/test_reader.py",
-    ),
-    fault(
-        "storage",
-        "sizes in a safetensors header accepted",
-        "if nbytes == need:",
-        "if nbytes >= need:",
-        "converters/safetensors/test_reader.py",
-    ),
-    fault(
-        "storage",
-        "lock not exclusive",
-        "fcntl.LOCK_EX | fcntl.LOCK_NB",
-        "fcntl.LOCK_SH | fcntl.LOCK_NB",
-        "test_disk.py",
-    ),
-)
-CHECKPOINT = (
-    fault(
-        "checkpoint",
-        "manifest's checksum not verified",
-        "(len(manifest), checksum(manifest))",
-        '(len(manifest), raw["manifest"])',
-        "checkpoint/test_manifest.py",
-        "checkpoint/test_damage.py",
-    ),
-    fault(
-        "checkpoint",
-        "COMMIT and manifest without fsync of their folder",
-        "    disk.sync_folder(work)\n",
-        "",
-        "checkpoint/test_folders.py",
-        "checkpoint/test_shards.py",
-    ),
-    fault(
-        "checkpoint",
-        "overlapping pieces accepted",
-        "if missing or overlap(pieces[name]) is not None:",
-        "if missing:",
-        "checkpoint/test_store.py",
-        "checkpoint/test_manifest.py",
-    ),
-    fault(
-        "checkpoint",
-        "second moment saved as the first",
-        "trained.state[name] for name in MOMENTS",
-        "trained.state[MOMENTS[0]] for name in MOMENTS",
-        "ddp/test_state.py",
-    ),
-    fault(
-        "checkpoint",
-        "pieces read from the wrong offset",
-        "PieceCopy(source, within(box, common), target)",
-        "PieceCopy(source, within(piece.box, common), target)",
-        "checkpoint/test_fill.py",
-    ),
-    fault(
-        "checkpoint",
-        "random state not restored",
-        "rank_state.restore(kept[name] or None)",
-        "rank_state.restore(None)",
-        "checkpoint/test_random_state.py",
-        RESUME,
-    ),
-    fault(
-        "checkpoint",
-        "checkpoint of another run accepted",
-        "        if differing:\n",
-        "        if len(differing) > 9:\n",
-        RESUME,
-    ),
-    fault(
-        "checkpoint",
-        "optimizer's steps start again after a resume",
-        "engine.resume_from(manifest.numbers[name])",
-        "engine.resume_from(dict.fromkeys(manifest.numbers[name], 0))",
-        RESUME,
-    ),
-)
-CONVERTERS = (
-    fault(
-        "converters",
-        "k and v swapped in the fused rows",
-        'parts = {"q": "q", "k": "kv", "v": "kv"}',
-        'parts = {"q": "q", "v": "kv", "k": "kv"}',
-        "converters/test_plan.py",
-    ),
-    fault(
-        "converters",
-        "rotary base ignored",
-        'theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))',
-        "theta = 1e4",
-        "converters/test_hf_config.py",
-    ),
-    fault(
-        "converters",
-        "padding of the vocabulary exported",
-        "blocks.append(Block(None, rows[0], padded_vocab - rows[0]))",
-        "blocks.append(blocks[0]._replace(dst_row=rows[0], rows=padded_vocab - rows[0]))",
-        "converters/test_plan.py",
-        "converters/test_export.py",
-    ),
-    fault(
-        "converters",
-        "router's bias not exported",
-        '    copy("mlp.router.bias", "mlp.router.bias", "experts", when=["router_bias"]),\n',
-        "",
-        "converters/test_families.py",
-    ),
-    fault(
-        "converters",
-        "expert-parallel ranks hold the wrong experts",
-        "return range(ep_rank * count, (ep_rank + 1) * count)",
-        "return range((layout.ep - 1 - ep_rank) * count, (layout.ep - ep_rank) * count)",
-        "converters/test_plan.py",
-    ),
-    fault(
-        "converters",
-        "gate and up swapped",
-        "blocks = [first, *(block._replace(dst_row=first.rows) for block, _ in pieces[1:])]",
-        "blocks = [first._replace(dst_row=first.rows), *(block for block, _ in pieces[1:])]",
-        "converters/test_families.py",
-        "converters/test_plan.py",
-    ),
-)
-DDP = (
-    fault(
-        "ddp",
-        "weight decay on norms",
-        'config.weight_decay * group["wd_mult"]',
-        "config.weight_decay",
-        "ddp/test_optimizer.py",
-    ),
-    fault(
-        "ddp",
-        "sum of gradients over sequence parallelism left out",
-        "config.sequence_parallel  # type: ignore[attr-defined]\n\n    def forward(self, x",
-        "False  # type: ignore[attr-defined]\n\n    def forward(self, x",
-        MATRIX + " -k tp2+sp",
-    ),
-    fault(
-        "ddp",
-        "gradients of experts scaled wrongly",
-        "gradients *= bucket.gradient_scaling_factor",
-        "gradients *= 2 * bucket.gradient_scaling_factor",
-        "distributed/test_distributed_data_parallel.py",
-    ),
-    fault(
-        "ddp",
-        "gradients of a tied embedding not summed over the pipeline",
-        '{"pg_collection": pg_collection, "force',
-        '{"pg_collection": type("Groups", (), vars(pg_collection) | {"embd": None}), "force',
-        "distributed/test_finalize_model_grads.py",
-    ),
-    fault(
-        "ddp",
-        "gradients of virtual stages not finalised",
-        "finalize_model_grads(model, None, **kwargs)",
-        "finalize_model_grads(model[-1:], None, **kwargs)",
-        "distributed/test_finalize_model_grads.py",
-    ),
-)
-ENGINES = (
-    fault(
-        "engines",
-        "clipping by the local norm",
-        "return math.sqrt(float(ranks.sum(squares.cpu())))",
-        "return math.sqrt(float(squares.cpu()))",
-        "engines/test_fsdp.py",
-    ),
-    fault(
-        "engines",
-        "clipping by half the norm",
-        "max_norm=config.clip_grad, total_norm=norm",
-        "max_norm=config.clip_grad, total_norm=norm / 2",
-        "ddp/test_optimizer.py",
-    ),
-    fault(
-        "engines",
-        "average over micro-batches not undone",
-        "self.config.calculate_per_token_loss else len(micros) * ",
-        "self.config.calculate_per_token_loss else 1 * ",
-        "distributed/test_distributed_data_parallel.py",
-    ),
-    fault(
-        "engines",
-        "temperature of the model ignored",
-        "temperature = self.groups.tp, self.sharding.hf.vocab_size, self.temperature",
-        "temperature = self.groups.tp, self.sharding.hf.vocab_size, 1.0",
-        INVARIANCE,
-    ),
-    fault(
-        "engines",
-        "hidden tokens of the first rank on every rank",
-        "hide(logits, self.hidden_tokens, first=group.rank() * logits.shape[1])",
-        "hide(logits, self.hidden_tokens)",
-        "rollout/test_hidden_tokens.py",
-    ),
-    fault(
-        "engines",
-        "a mini-batch without a token makes an optimizer step",
-        "if not metrics[TRAINED_TOKENS]:\n            return {TRAINED_TOKENS: 0.0}\n        if inspect",
-        "if inspect",
-        "engines/test_fsdp.py",
-    ),
-    fault(
-        "engines",
-        "updates weigh alike, whatever their tokens",
-        "in PER_UPDATE else tokens))",
-        "in PER_UPDATE else 1.0))",
-        "trainer/test_step_metrics.py",
-    ),
-    fault(
-        "engines",
-        "metrics of the last micro-batch alone",
-        "torch.stack([loss.sums[name] for loss in losses]).sum()",
-        "losses[-1].sums[name]",
-        "distributed/test_engine_parity.py",
-    ),
-)
-TURNS = (
-    fault(
-        "turns",
-        "discarded gradients return as whatever the memory held",
-        "cast(Any, storage).fill_(0)",
-        "cast(Any, storage)",
-        "engines/test_offload.py",
-    ),
-    fault(
-        "turns",
-        "an update is undone by the host's earlier copy",
-        "self._memory.changed()\n        for chunk in self.chunks:",
-        "for chunk in self.chunks:",
-        "engines/test_offload.py",
-    ),
-    fault(
-        "turns",
-        "a model stays while others have their turns",
-        "for role, parts in leaving.items() if parts)",
-        'for role, parts in leaving.items() if parts and role != "reference")',
-        "workers/test_residency.py",
-    ),
-    fault(
-        "turns",
-        "servers resume memory that models still hold",
-        "        offloaded = models.hold(self._residents(layout))\n",
-        "        coming = [tag for tag in TAGS if tag in set(layout.servers) - set(now.servers)]\n"
-        "        self._ask(self.servers.resume, coming)\n"
-        "        now, offloaded = layout, models.hold(self._residents(layout))\n",
-        "workers/test_residency.py",
-    ),
-    fault(
-        "turns",
-        "a failed step leaves the trainer's state on the host",
-        "            self.models.hold(self._residents(TRAINING))\n",
-        "            pass\n",
-        "workers/test_residency.py",
-    ),
-    fault(
-        "turns",
-        "a reward model scores beside the servers' cache",
-        '    "reward": SCORING,\n',
-        '    "reward": GENERATING,\n',
-        "workers/test_residency.py",
-    ),
-)
-REWARDS = (
-    fault(
-        "rewards",
-        "scores out of their rows",
-        "columns[rows] = torch.tensor(numbers, dtype=torch.float32)",
-        "columns[: len(rows)] = torch.tensor(numbers, dtype=torch.float32)",
-        REWARDS,
-    ),
-    fault(
-        "rewards",
-        "a run without a reward reports zeros",
-        "device=rollout.tokens.device), scored=False)",
-        "device=rollout.tokens.device))",
-        "trainer/test_loop.py",
-    ),
-    fault(
-        "rewards",
-        "hung work is interrupted when it has ended, too",
-        "        signal.signal(INTERRUPT, previous)\n",
-        "        pass\n",
-        "parallel/test_agreement.py -k interrupted",
-    ),
-    fault(
-        "rewards",
-        "numbers are computed that nobody can compute",
-        "if any(num_digits(expression) > MOST_DIGITS for expression in parsed):",
-        "if any(num_digits(expression) < 0 for expression in parsed):",
-        "rewards/test_builtin.py -k nobody",
-    ),
-    fault(
-        "rewards",
-        "a lost worker gets the next responses",
-        "                    worker = self._workers[number] = None\n",
-        "                    pass\n",
-        POOL + " -k guilty",
-    ),
-    fault(
-        "rewards",
-        "both sides of a fork answer",
-        "if os.getpid() != self._pid:",
-        "if os.getpid() < 0:",
-        POOL,
-    ),
-    fault(
-        "rewards",
-        "processes of a response stay",
-        "        if self._cleans_up:\n",
-        "        if not self._cleans_up:\n",
-        POOL + " -k leaves",
-    ),
-    fault(
-        "rewards",
-        "processes that fork on and on are killed one by one",
-        "            os.killpg(worker, signal.SIGKILL)\n",
-        "            os.kill(worker, signal.SIGKILL)\n",
-        POOL + " -k as_a_group",
-    ),
-    fault(
-        "rewards",
-        "a batch that fails costs all of its responses",
-        "        if len(rows) == 1:\n            return [result]\n",
-        "        if rows:\n            return [result] * len(rows)\n",
-        POOL + " -k one_by_one",
-    ),
-    fault(
-        "rewards",
-        "responses sent ahead are lost with their worker",
-        "batch.put_back([row for row in group if row in left and row not in suspects])",
-        "batch.put_back([])",
-        POOL + " -k ahead",
-    ),
-    fault(
-        "rewards",
-        "a deadline is not of the function that was running",
-        'running |= {group[place]: str(message["function"])',
-        'running |= {group[place]: ""',
-        POOL + " -k running",
-    ),
-    fault(
-        "rewards",
-        "workers outlive their rank",
-        "if sys.stdin.fileno() in ready or signal.SIGTERM in numbers:",
-        "if sys.stdin.fileno() in ready and os.getppid() < 0:",
-        POOL + " -k killing_the_rank",
-    ),
-    fault(
-        "rewards",
-        "a response without a score is not counted",
-        "            self._counts[outcome.kind] += 1\n",
-        "",
-        REWARDS,
-    ),
-    fault(
-        "rewards",
-        "failed responses counted on one rank",
-        "sum(failed) > self._rule.max_share * total",
-        "sum(failed) > self._rule.max_share * sum(own)",
-        REWARDS,
-    ),
-    fault(
-        "rewards",
-        "the stop token is not counted",
-        "return Response(text, sum(own), finish, token_ids=kept)",
-        "return Response(text, len(kept), finish, token_ids=kept)",
-        REWARDS,
-    ),
-    fault(
-        "rewards",
-        "ranks do not meet while one scores",
-        "running = not ended.wait(beat_s)",
-        "running = not ended.wait()",
-        "parallel/test_agreement.py",
-    ),
-)
-GPU = (
-    fault(
-        "gpu",
-        "every rank shares every bucket",
-        "own = device.handle(data) if any(self._world.rank in ranks for ranks in opening) else None",
-        "own = device.handle(data)",
-        "distributed/test_weight_resharding.py -k fails",
-    ),
-    fault(
-        "gpu",
-        "senders of weights meet and the others do not",
-        "new_subgroups_by_enumeration(list(map(list, parts)),",
-        "new_subgroups_by_enumeration([list(parts[0])],",
-        "parallel/test_strict_nccl.py -k transports",
-    ),
-    fault(
-        "gpu",
-        "the world is bound to a device, whose communicator each group splits",
-        "rank=rank, world_size=world_size, timeout=timeout)\n",
-        "rank=rank, world_size=world_size, timeout=timeout, device_id=accelerator.device)\n",
-        "parallel/test_groups.py -k bound",
-    ),
-    fault(
-        "gpu",
-        "servers of all hosts are asked alike",
-        "near = [replica for replica in replicas if replica.near] or replicas",
-        "near = replicas",
-        "trainer/assemble/test_packaged_hosts.py",
-    ),
-    fault(
-        "gpu",
-        "one seed for all servers of a run",
-        "seed=settings.seed + index,",
-        "seed=settings.seed,",
-        "trainer/assemble/test_packaged_hosts.py",
-    ),
-    fault(
-        "gpu",
-        "one server by default, the other devices idle",
-        "count = server.count or devices // tp_here",
-        "count = server.count or 1",
-        "trainer/assemble/test_memory_turns.py",
-    ),
-    fault(
-        "gpu",
-        "a window one token too wide in the kernel for variable lengths",
-        "window_size=(-1 if window is None else window - 1, 0)",
-        "window_size=(-1 if window is None else window, 0)",
-        "engines/models/test_varlen.py",
-    ),
-    fault(
-        "gpu",
-        "fused permutation of tokens where bits must repeat",
-        "te and moe.permute_fusion and not settings.deterministic",
-        "te and moe.permute_fusion",
-        "engines/models/test_moe.py",
-    ),
-    fault(
-        "gpu",
-        "servers inherit the trainer's allocator",
-        "if name not in _set_by_run and name not in _ALLOCATOR}",
-        "if name not in _set_by_run}",
-        "test_environment.py",
-    ),
-    fault(
-        "gpu",
-        "the embedded cache doubles beyond the longest sequence",
-        "room = max(min(self.num_tokens + max(first, _FIRST_RESERVE), self._max_tokens), self.num_tokens)",
-        "room = self.num_tokens + max(first, _FIRST_RESERVE)",
-        "rollout/test_hf.py",
-    ),
-    fault(
-        "gpu",
-        "the host asks at every token who is finished",
-        "CHECK_TOKENS.get(device.type, _CHECK_TOKENS_ON_DEVICE)",
-        "1",
-        "rollout/test_hf.py",
-    ),
-    fault(
-        "gpu",
-        "one bfloat16 part of the head's float32 gradient",
-        "yield torch.sub(grad, part, out=part)",
-        "yield part.zero_()",
-        "parallel/test_fp32_linear.py",
-    ),
-    fault(
-        "gpu",
-        "no sum over the columns of a tensor-parallel float32 head",
-        "reduce = partial(reduce_from_tensor_model_parallel_region, group=tp_group)",
-        "reduce = None",
-        "distributed/test_fp32_head.py",
-    ),
-    fault(
-        "gpu",
-        "no sum over the columns of a sequence-parallel float32 head",
-        "reduce = partial(reduce_scatter_to_sequence_parallel_region, group=tp_group)",
-        "reduce = lambda grad: grad.chunk(tp_group.size())[tp_group.rank()]",
-        "distributed/test_fp32_head.py",
-    ),
-    fault(
-        "gpu",
-        "float32 logits of FSDP rounded to bfloat16",
-        "head.forward = lambda hidden: fp32_linear(hidden, head.weight)",
-        "head.forward = lambda hidden: fp32_linear(hidden, head.weight).bfloat16()",
-        "distributed/test_fp32_head.py",
-    ),
-    fault(
-        "gpu",
-        "the plan counts bfloat16 logits under a float32 head",
-        'return _BYTES["fp32"] if self.config.model.fp32_head else self.itemsize',
-        "return self.itemsize",
-        "plan/test_plan.py",
-    ),
-    fault(
-        "gpu",
-        "server arguments do not reach the server",
-        "for part in pair), *flags, *command_line(settings.args)]",
-        "for part in pair), *flags]",
-        "config/test_server_arguments.py",
-    ),
-)
-TRANSFORMER_ENGINE = (
-    fault(
-        "Transformer Engine",
-        "whole weights stay marked as cut",
-        'vars(parameter)["tensor_model_parallel"] = False',
-        'vars(parameter)["tensor_model_parallel"] = True',
-        "engines/models/test_transformer_engine.py",
-    ),
-    fault(
-        "Transformer Engine",
-        "weight gradients are rounded and added by a hook",
-        "setattr(module, FUSED, True)",
-        "setattr(module, FUSED, False)",
-        "engines/models/test_transformer_engine.py",
-    ),
-)
-LAUNCHER = (
-    fault(
-        "launcher",
-        "exit code 0 believed without the rank's last word",
-        "if code in MEANINGFUL and os.pread(self._last_words, 1, rank) != bytes([code + 1]):",
-        "if code in MEANINGFUL[1:] and os.pread(self._last_words, 1, rank) != bytes([code + 1]):",
-        "operations/launcher/test_launch.py -k too_early",
-    ),
-    fault(
-        "launcher",
-        "the working folder first on the path of programs",
-        'return [python, "-P", "-m", module, *arguments]',
-        'return [python, "-m", module, *arguments]',
-        "test_programs.py",
-    ),
-)
-FAULTS: tuple[Fault, ...] = (
-    *ALGORITHMS,
-    *ADVANTAGES,
-    *LOSSES,
-    *CORRECTIONS,
-    *EXPERIENCE,
-    *REFERENCE,
-    *PARTS,
-    *DATA,
-    *ORDER,
-    *PARALLEL,
-    *ROLLOUT,
-    *TRAINER,
-    *EVALUATION,
-    *SANDBOX,
-    *STEPS,
-    *STORAGE,
-    *CHECKPOINT,
-    *CONVERTERS,
-    *DDP,
-    *ENGINES,
-    *TURNS,
-    *REWARDS,
-    *GPU,
-    *TRANSFORMER_ENGINE,
-    *LAUNCHER,
-)
+TABLE: Table = {
+    ("algorithms", "algorithms/test_kl.py"): [
+        ("k1 with the wrong sign", "return logprobs - ref_logprobs", "return ref_logprobs - logprobs"),
+        (
+            "k3 adds the log ratio",
+            "estimate = torch.expm1(log_ratio) - log_ratio",
+            "estimate = torch.expm1(log_ratio) + log_ratio",
+        ),
+    ],
+    ("algorithms", "algorithms/test_kl_gradients.py"): [
+        (
+            "KL in the loss not weighted by the ratio",
+            "weight = log_ratio.detach().exp().clamp(max=WEIGHT_LIMIT)",
+            "weight = torch.ones_like(log_ratio)",
+        )
+    ],
+    ("algorithms", "trainer/test_loop.py"): [
+        (
+            "KL coefficient adapted while the policy stands still",
+            "        if moved:\n            sequences",
+            "        if True:\n            sequences",
+        )
+    ],
+    ("algorithms", "algorithms/test_advantages.py"): [
+        ("GAE off by one token", "next_values[:, :-1] = values[:, 1:]", "next_values[:, :-1] = values[:, :-1]"),
+        (
+            "whitening over the local batch",
+            "advantages = whiten(advantages, mask, sum_over_ranks=inputs.sum_over_ranks)",
+            "advantages = whiten(advantages, mask)",
+        ),
+    ],
+    ("algorithms", "algorithms/test_group_advantages.py"): [
+        ("GRPO's deviation over the batch", 'if std == "batch":', 'if std != "none":')
+    ],
+    ("algorithms", "algorithms/test_policy_loss.py"): [
+        (
+            "clip takes the better of two losses",
+            "token_loss = torch.maximum(unclipped, clipped)",
+            "token_loss = torch.minimum(unclipped, clipped)",
+        )
+    ],
+    ("algorithms", "algorithms/test_value_loss.py"): [
+        ("value clip ignored", "token_loss = 0.5 * torch.maximum(error, near_error)", "token_loss = 0.5 * error")
+    ],
+    ("algorithms", "algorithms/test_aggregation.py"): [
+        (
+            "loss weights over the rank's own tokens",
+            "max(global_tokens, 1.0), max(",
+            "max(float(mask.sum()), 1.0), max(",
+        )
+    ],
+    ("advantages", "algorithms/test_advantages.py"): [
+        (
+            "a tool's tokens are steps of GAE",
+            "return torch.argsort(~mask, dim=1, stable=True)",
+            "return torch.arange(mask.shape[1]).expand_as(mask).contiguous()",
+        ),
+        (
+            "response tokens in another order",
+            "return torch.argsort(~mask, dim=1, stable=True)",
+            "return torch.argsort(~mask, dim=1, stable=True).flip(1)",
+        ),
+        (
+            "a score at the end of every turn",
+            "return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))",
+            "return mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))",
+        ),
+        (
+            "lambda by the length of the longest",
+            "lengths = mask.sum(dim=1, keepdim=True).double().clamp(min=1)",
+            "lengths = mask.sum(dim=1, keepdim=True).double().max().clamp(min=1)",
+        ),
+        (
+            "the critic learns from the policy's lambda",
+            "advantages, _ = gae(scores, experience.values, mask, gamma=self.gamma, lam=lam)",
+            "advantages, returns = gae(scores, experience.values, mask, gamma=self.gamma, lam=lam)",
+        ),
+    ],
+    ("advantages", "algorithms/test_group_advantages.py"): [
+        (
+            "ReMax without its baseline",
+            "return torch.where(known, returns - greedy_rewards[:, None], 0.0)",
+            "return torch.where(known, returns, 0.0)",
+        ),
+        (
+            "failed samples in the sums of a group",
+            "torch.where(self.answered, x.double(), 0.0))[self.index]",
+            "x.double())[self.index]",
+        ),
+        (
+            "sums of a group in float32",
+            "torch.where(self.answered, x.double(), 0.0))[self.index]",
+            "torch.where(self.answered, x.double(), 0.0))[self.index].float()",
+        ),
+        (
+            "a deviation of the rank's own batch",
+            "count, squares = sum_over_ranks(torch.stack(",
+            "count, squares = (torch.stack(",
+        ),
+        (
+            "RLOO's baseline holds the sample",
+            "groups.centred(rewards) * n / (n - 1).clamp(min=1)",
+            "groups.centred(rewards)",
+        ),
+        ("OPO's baseline without lengths", "centred(rewards, weights=lengths)", "centred(rewards)"),
+        ("sets of pass@k with a sample twice", "for j in range(1, k):", "for j in range(k):"),
+        (
+            "pass@k's deviation without a root",
+            "(all_missed * (1 - all_missed)).sqrt() if normalize",
+            "(all_missed * (1 - all_missed)) if normalize",
+        ),
+        (
+            "a right sample gains what all gain",
+            "advantages = torch.where(right, all_missed, all_missed - missed)",
+            "advantages = torch.where(right, 1 - all_missed, all_missed - missed)",
+        ),
+        ("REINFORCE++ without the later tokens", "gamma=gamma, lam=1.0)", "gamma=gamma, lam=0.0)"),
+        (
+            "REINFORCE++ whitens the rank's own batch",
+            "return whiten(returns, mask, sum_over_ranks=sum_over_ranks)",
+            "return whiten(returns, mask)",
+        ),
+        (
+            "REINFORCE++ without the baseline",
+            "scores = PromptGroups.of(inputs.experience.prompt_index, mask).centred(inputs.rewards).float()",
+            "scores = inputs.rewards",
+        ),
+    ],
+    ("advantages", "trainer/test_greedy.py"): [
+        (
+            "greedy rewards of other prompts",
+            "greedy_rewards=greedy[rollout.prompt_index]",
+            "greedy_rewards=greedy[rollout.prompt_index - 1]",
+        )
+    ],
+    ("advantages", "trainer/test_step_metrics.py"): [
+        (
+            "lengths of responses with a tool's answers",
+            "response = rollout.loss_mask.sum(dim=1).double()",
+            "response = (rollout.lengths - rollout.prompt_lengths).double()",
+        )
+    ],
+    ("data", "data/test_minibatches.py"): [
+        (
+            "prompts in two mini-batches",
+            "order[first : first + minibatch_size]",
+            "order[first : first + minibatch_size + 1]",
+        )
+    ],
+    ("data", "data/test_prompts.py"): [
+        ("sampler starts again after a resume", "return done * self._batch_size", "return 0 * self._batch_size"),
+        (
+            "every epoch in the same order",
+            "key=(self._seed, EPOCH, epoch, *self._key)",
+            "key=(self._seed, EPOCH, 0, *self._key)",
+        ),
+    ],
+    ("data", "data/test_packing.py"): [
+        (
+            "positions run on across packed sequences",
+            "position_ids=places.column.unsqueeze(0)",
+            "position_ids=places.flat.unsqueeze(0)",
+        ),
+        (
+            "outputs written one token early",
+            "row=cells.row, column=cells.column + 1)",
+            "row=cells.row, column=cells.column)",
+        ),
+    ],
+    ("data", "data/test_zigzag.py"): [
+        ("context-parallel slices in the wrong order", "2 * (cp_size - 1 - cp_rank) * second", "(cp_size - 1) * second")
+    ],
+    ("parallel", "parallel/test_vocab.py"): [
+        (
+            "vocab-parallel log-probs without the maximum over ranks",
+            "local_maximum = maximum.clone()\n        dist.all_reduce(maximum, op",
+            "local_maximum = maximum.clone()\n        dist.all_reduce(maximum.clone(), op",
+        ),
+        ("log-probs not divided by the temperature", "scale=1.0 / temperature,", "scale=1.0,"),
+        ("padding of the vocabulary counts", "count=min(max(vocab_size - first, 0), width)", "count=width"),
+    ],
+    ("rollout", "rollout/test_hidden_tokens.py"): [
+        ("hidden tokens are sampled", "hide(output.logits[:, -1], self._hidden)", "output.logits[:, -1]")
+    ],
+    ("rollout", "rollout/test_sampling.py"): [
+        (
+            "top-p keeps one token too many",
+            "(above < self.top_p * mass[:, None])",
+            "(above - ranked < self.top_p * mass[:, None])",
+        ),
+        (
+            "sampled log-probs not divided by the temperature",
+            "return exponents, exponents.exp()",
+            "return exponents * self.temperature, exponents.exp()",
+        ),
+    ],
+    ("rollout", "rollout/test_hf.py"): [
+        (
+            "random numbers depend on the place in the batch",
+            "uniform_at(self._keys[rows], step)",
+            "uniform_at(self._keys[: len(rows)], step)",
+        ),
+        (
+            "stop token outside the response",
+            "torch.where(newly, step + 1, lengths[rows])",
+            "torch.where(newly, step, lengths[rows])",
+        ),
+    ],
+    ("rollout", "rollout/test_weight_sync.py"): [
+        (
+            "version of the engine's weights not raised",
+            "self._engine.finish_update(self._weight_version + 1)",
+            "self._engine.finish_update(self._weight_version)",
+        ),
+        (
+            "reported version is ahead of the engine's weights",
+            'the engine holds; 0 before the first publish."""\n        return self._weight_version\n',
+            'the engine holds; 0 before the first publish."""\n        return self._weight_version + 1\n',
+        ),
+        (
+            "last bucket of a sync left out",
+            "        size += tensor.nbytes\n    if bucket:\n",
+            "        size += tensor.nbytes\n    if not size:\n",
+        ),
+        (
+            "checksums of a sync not compared",
+            "            if received[name] != total\n",
+            "            if not received[name]\n",
+        ),
+    ],
+    ("rollout", "rollout/sglang/test_sync.py -k probe"): [
+        ("probes not compared", "if mean > self.limits[0] or largest > self.limits[1]:", "if False:")
+    ],
+    ("trainer", "trainer/test_staleness.py"): [
+        ("stale samples accepted", "if oldest > self.limit:", "if oldest > self.limit + 1:")
+    ],
+    ("trainer", "trainer/test_step_metrics.py"): [
+        (
+            "metrics averaged without the mask",
+            "*((column.double() * mask).sum() for column in columns.values())",
+            "*(column.double().sum() for column in columns.values())",
+        ),
+        (
+            "metrics averaged over padding, too",
+            "{name: total / max(count, 1.0) for name, total",
+            "{name: total / mask.numel() for name, total",
+        ),
+    ],
+    ("trainer", "trainer/test_loop.py"): [
+        (
+            "resume repeats a step",
+            "done, stopping = self.start, self._after(self.start, None)",
+            "done, stopping = max(self.start - 1, 0), self._after(self.start, None)",
+        ),
+        ("weights not sent after an update", "self.log.add(self.stage.publish(self.sync))", "self.log.add({})"),
+        (
+            "an event that ends the run keeps later ones from acting",
+            "return any([event.after(done, evaluated) for event in self.events])",
+            "return any(event.after(done, evaluated) for event in self.events)",
+        ),
+        (
+            "metrics of the step before stay in a record",
+            "        self.metrics = {}\n        self.timer.reset()\n",
+            "        self.timer.reset()\n",
+        ),
+    ],
+    ("trainer", "trainer/test_dumps.py"): [
+        ("all dumped samples of one prompt", "groups[position * len(groups) // taken]", "groups[0]")
+    ],
+    ("steps", "workers/test_models.py"): [
+        (
+            "the critic's warm-up uses up the actor's",
+            "lr = self.learning_rate(step - self.first_step)",
+            "lr = self.learning_rate(step)",
+        ),
+        ("skipped steps counted over the whole run", "                self._skipped = 0\n", "                pass\n"),
+    ],
+    ("storage", "converters/safetensors/test_reader.py"): [
+        ("gaps in a safetensors header accepted", "if entry.offset != at:", "if entry.offset < at:"),
+        ("sizes in a safetensors header accepted", "if nbytes == need:", "if nbytes >= need:"),
+    ],
+    ("storage", "test_disk.py"): [
+        ("lock not exclusive", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB")
+    ],
+    ("checkpoint", "checkpoint/test_manifest.py", "checkpoint/test_damage.py"): [
+        ("manifest's checksum not verified", "(len(manifest), checksum(manifest))", '(len(manifest), raw["manifest"])')
+    ],
+    ("checkpoint", "checkpoint/test_folders.py", "checkpoint/test_shards.py"): [
+        ("COMMIT and manifest without fsync of their folder", "    disk.sync_folder(work)\n", "")
+    ],
+    ("checkpoint", "checkpoint/test_store.py", "checkpoint/test_manifest.py"): [
+        ("overlapping pieces accepted", "if missing or overlap(pieces[name]) is not None:", "if missing:")
+    ],
+    ("checkpoint", "ddp/test_state.py"): [
+        (
+            "second moment saved as the first",
+            "trained.state[name] for name in MOMENTS",
+            "trained.state[MOMENTS[0]] for name in MOMENTS",
+        )
+    ],
+    ("checkpoint", "checkpoint/test_fill.py"): [
+        (
+            "pieces read from the wrong offset",
+            "PieceCopy(source, within(box, common), target)",
+            "PieceCopy(source, within(piece.box, common), target)",
+        )
+    ],
+    ("checkpoint", "checkpoint/test_random_state.py", "checkpoint/test_resume.py"): [
+        ("random state not restored", "rank_state.restore(kept[name] or None)", "rank_state.restore(None)")
+    ],
+    ("checkpoint", "checkpoint/test_resume.py"): [
+        ("checkpoint of another run accepted", "        if differing:\n", "        if len(differing) > 9:\n"),
+        (
+            "optimizer's steps start again after a resume",
+            "engine.resume_from(manifest.numbers[name])",
+            "engine.resume_from(dict.fromkeys(manifest.numbers[name], 0))",
+        ),
+    ],
+    ("converters", "converters/test_plan.py"): [
+        (
+            "k and v swapped in the fused rows",
+            'parts = {"q": "q", "k": "kv", "v": "kv"}',
+            'parts = {"q": "q", "v": "kv", "k": "kv"}',
+        ),
+        (
+            "expert-parallel ranks hold the wrong experts",
+            "return range(ep_rank * count, (ep_rank + 1) * count)",
+            "return range((layout.ep - 1 - ep_rank) * count, (layout.ep - ep_rank) * count)",
+        ),
+    ],
+    ("converters", "converters/test_hf_config.py"): [
+        (
+            "rotary base ignored",
+            'theta = rope.number("rope_theta", default=fields.number("rope_theta", default=1e4))',
+            "theta = 1e4",
+        )
+    ],
+    ("converters", "converters/test_plan.py", "converters/test_export.py"): [
+        (
+            "padding of the vocabulary exported",
+            "blocks.append(Block(None, rows[0], padded_vocab - rows[0]))",
+            "blocks.append(blocks[0]._replace(dst_row=rows[0], rows=padded_vocab - rows[0]))",
+        )
+    ],
+    ("converters", "converters/test_families.py"): [
+        (
+            "router's bias not exported",
+            '    copy("mlp.router.bias", "mlp.router.bias", "experts", when=["router_bias"]),\n',
+            "",
+        )
+    ],
+    ("converters", "converters/test_families.py", "converters/test_plan.py"): [
+        (
+            "gate and up swapped",
+            "blocks = [first, *(block._replace(dst_row=first.rows) for block, _ in pieces[1:])]",
+            "blocks = [first._replace(dst_row=first.rows), *(block for block, _ in pieces[1:])]",
+        )
+    ],
+    ("ddp", "ddp/test_optimizer.py"): [
+        ("weight decay on norms", 'config.weight_decay * group["wd_mult"]', "config.weight_decay")
+    ],
+    ("ddp", "verify/test_matrix.py -k tp2+sp"): [
+        (
+            "sum of gradients over sequence parallelism left out",
+            "config.sequence_parallel  # type: ignore[attr-defined]\n\n    def forward(self, x",
+            "False  # type: ignore[attr-defined]\n\n    def forward(self, x",
+        )
+    ],
+    ("ddp", "distributed/test_distributed_data_parallel.py"): [
+        (
+            "gradients of experts scaled wrongly",
+            "gradients *= bucket.gradient_scaling_factor",
+            "gradients *= 2 * bucket.gradient_scaling_factor",
+        )
+    ],
+    ("ddp", "distributed/test_finalize_model_grads.py"): [
+        (
+            "gradients of a tied embedding not summed over the pipeline",
+            '{"pg_collection": pg_collection, "force',
+            '{"pg_collection": type("Groups", (), vars(pg_collection) | {"embd": None}), "force',
+        ),
+        (
+            "gradients of virtual stages not finalised",
+            "finalize_model_grads(model, None, **kwargs)",
+            "finalize_model_grads(model[-1:], None, **kwargs)",
+        ),
+    ],
+    ("engines", "engines/test_fsdp.py"): [
+        (
+            "clipping by the local norm",
+            "return math.sqrt(float(ranks.sum(squares.cpu())))",
+            "return math.sqrt(float(squares.cpu()))",
+        ),
+        (
+            "a mini-batch without a token makes an optimizer step",
+            "if not metrics[TRAINED_TOKENS]:\n            return {TRAINED_TOKENS: 0.0}\n        if inspect",
+            "if inspect",
+        ),
+    ],
+    ("engines", "ddp/test_optimizer.py"): [
+        (
+            "clipping by half the norm",
+            "max_norm=config.clip_grad, total_norm=norm",
+            "max_norm=config.clip_grad, total_norm=norm / 2",
+        )
+    ],
+    ("engines", "distributed/test_distributed_data_parallel.py"): [
+        (
+            "average over micro-batches not undone",
+            "self.config.calculate_per_token_loss else len(micros) * ",
+            "self.config.calculate_per_token_loss else 1 * ",
+        )
+    ],
+    ("engines", "distributed/test_layout_invariance.py"): [
+        (
+            "temperature of the model ignored",
+            "temperature = self.groups.tp, self.sharding.hf.vocab_size, self.temperature",
+            "temperature = self.groups.tp, self.sharding.hf.vocab_size, 1.0",
+        )
+    ],
+    ("engines", "rollout/test_hidden_tokens.py"): [
+        (
+            "hidden tokens of the first rank on every rank",
+            "hide(logits, self.hidden_tokens, first=group.rank() * logits.shape[1])",
+            "hide(logits, self.hidden_tokens)",
+        )
+    ],
+    ("engines", "trainer/test_step_metrics.py"): [
+        ("updates weigh alike, whatever their tokens", "in PER_UPDATE else tokens))", "in PER_UPDATE else 1.0))")
+    ],
+    ("engines", "distributed/test_engine_parity.py"): [
+        (
+            "metrics of the last micro-batch alone",
+            "torch.stack([loss.sums[name] for loss in losses]).sum()",
+            "losses[-1].sums[name]",
+        )
+    ],
+    ("turns", "engines/test_offload.py"): [
+        ("discarded gradients return as whatever the memory held", "cast(Any, storage).fill_(0)", "cast(Any, storage)"),
+        (
+            "an update is undone by the host's earlier copy",
+            "self._memory.changed()\n        for chunk in self.chunks:",
+            "for chunk in self.chunks:",
+        ),
+    ],
+    ("turns", "workers/test_residency.py"): [
+        (
+            "a model stays while others have their turns",
+            "for role, parts in leaving.items() if parts)",
+            'for role, parts in leaving.items() if parts and role != "reference")',
+        ),
+        (
+            "servers resume memory that models still hold",
+            "        offloaded = models.hold(self._residents(layout))\n",
+            "        coming = [tag for tag in TAGS if tag in set(layout.servers) - set(now.servers)]\n"
+            "        self._ask(self.servers.resume, coming)\n"
+            "        now, offloaded = layout, models.hold(self._residents(layout))\n",
+        ),
+        (
+            "a failed step leaves the trainer's state on the host",
+            "            self.models.hold(self._residents(TRAINING))\n",
+            "            pass\n",
+        ),
+        ("a reward model scores beside the servers' cache", '    "reward": SCORING,\n', '    "reward": GENERATING,\n'),
+    ],
+    ("rewards", "rewards/test_role.py"): [
+        (
+            "scores out of their rows",
+            "columns[rows] = torch.tensor(numbers, dtype=torch.float32)",
+            "columns[: len(rows)] = torch.tensor(numbers, dtype=torch.float32)",
+        ),
+        ("a response without a score is not counted", "            self._counts[outcome.kind] += 1\n", ""),
+        (
+            "failed responses counted on one rank",
+            "sum(failed) > self._rule.max_share * total",
+            "sum(failed) > self._rule.max_share * sum(own)",
+        ),
+        (
+            "the stop token is not counted",
+            "return Response(text, sum(own), finish, token_ids=kept)",
+            "return Response(text, len(kept), finish, token_ids=kept)",
+        ),
+    ],
+    ("rewards", "trainer/test_loop.py"): [
+        (
+            "a run without a reward reports zeros",
+            "device=rollout.tokens.device), scored=False)",
+            "device=rollout.tokens.device))",
+        )
+    ],
+    ("rewards", "parallel/test_agreement.py -k interrupted"): [
+        (
+            "hung work is interrupted when it has ended, too",
+            "        signal.signal(INTERRUPT, previous)\n",
+            "        pass\n",
+        )
+    ],
+    ("rewards", "rewards/test_builtin.py -k nobody"): [
+        (
+            "numbers are computed that nobody can compute",
+            "if any(num_digits(expression) > MOST_DIGITS for expression in parsed):",
+            "if any(num_digits(expression) < 0 for expression in parsed):",
+        )
+    ],
+    ("rewards", "rewards/test_pool.py -k guilty"): [
+        (
+            "a lost worker gets the next responses",
+            "                    worker = self._workers[number] = None\n",
+            "                    pass\n",
+        )
+    ],
+    ("rewards", "rewards/test_pool.py"): [
+        ("both sides of a fork answer", "if os.getpid() != self._pid:", "if os.getpid() < 0:")
+    ],
+    ("rewards", "rewards/test_pool.py -k leaves"): [
+        ("processes of a response stay", "        if self._cleans_up:\n", "        if not self._cleans_up:\n")
+    ],
+    ("rewards", "rewards/test_pool.py -k as_a_group"): [
+        (
+            "processes that fork on and on are killed one by one",
+            "            os.killpg(worker, signal.SIGKILL)\n",
+            "            os.kill(worker, signal.SIGKILL)\n",
+        )
+    ],
+    ("rewards", "rewards/test_pool.py -k one_by_one"): [
+        (
+            "a batch that fails costs all of its responses",
+            "        if len(rows) == 1:\n            return [result]\n",
+            "        if rows:\n            return [result] * len(rows)\n",
+        )
+    ],
+    ("rewards", "rewards/test_pool.py -k ahead"): [
+        (
+            "responses sent ahead are lost with their worker",
+            "batch.put_back([row for row in group if row in left and row not in suspects])",
+            "batch.put_back([])",
+        )
+    ],
+    ("rewards", "rewards/test_pool.py -k running"): [
+        (
+            "a deadline is not of the function that was running",
+            'running |= {group[place]: str(message["function"])',
+            'running |= {group[place]: ""',
+        )
+    ],
+    ("rewards", "rewards/test_pool.py -k killing_the_rank"): [
+        (
+            "workers outlive their rank",
+            "if sys.stdin.fileno() in ready or signal.SIGTERM in numbers:",
+            "if sys.stdin.fileno() in ready and os.getppid() < 0:",
+        )
+    ],
+    ("rewards", "parallel/test_agreement.py"): [
+        ("ranks do not meet while one scores", "running = not ended.wait(beat_s)", "running = not ended.wait()")
+    ],
+    ("gpu", "distributed/test_weight_resharding.py -k fails"): [
+        (
+            "every rank shares every bucket",
+            "own = device.handle(data) if any(self._world.rank in ranks for ranks in opening) else None",
+            "own = device.handle(data)",
+        )
+    ],
+    ("gpu", "parallel/test_strict_nccl.py -k transports"): [
+        (
+            "senders of weights meet and the others do not",
+            "new_subgroups_by_enumeration(list(map(list, parts)),",
+            "new_subgroups_by_enumeration([list(parts[0])],",
+        )
+    ],
+    ("gpu", "parallel/test_groups.py -k bound"): [
+        (
+            "the world is bound to a device, whose communicator each group splits",
+            "rank=rank, world_size=world_size, timeout=timeout)\n",
+            "rank=rank, world_size=world_size, timeout=timeout, device_id=accelerator.device)\n",
+        )
+    ],
+    ("gpu", "trainer/assemble/test_packaged_hosts.py"): [
+        (
+            "servers of all hosts are asked alike",
+            "near = [replica for replica in replicas if replica.near] or replicas",
+            "near = replicas",
+        ),
+        ("one seed for all servers of a run", "seed=settings.seed + index,", "seed=settings.seed,"),
+    ],
+    ("gpu", "trainer/assemble/test_memory_turns.py"): [
+        (
+            "one server by default, the other devices idle",
+            "count = server.count or devices // tp_here",
+            "count = server.count or 1",
+        )
+    ],
+    ("gpu", "engines/models/test_varlen.py"): [
+        (
+            "a window one token too wide in the kernel for variable lengths",
+            "window_size=(-1 if window is None else window - 1, 0)",
+            "window_size=(-1 if window is None else window, 0)",
+        )
+    ],
+    ("gpu", "engines/models/test_moe.py"): [
+        (
+            "fused permutation of tokens where bits must repeat",
+            "te and moe.permute_fusion and not settings.deterministic",
+            "te and moe.permute_fusion",
+        )
+    ],
+    ("gpu", "test_environment.py"): [
+        (
+            "servers inherit the trainer's allocator",
+            "if name not in _set_by_run and name not in _ALLOCATOR}",
+            "if name not in _set_by_run}",
+        )
+    ],
+    ("gpu", "rollout/test_hf.py"): [
+        (
+            "the embedded cache doubles beyond the longest sequence",
+            "room = max(min(self.num_tokens + max(first, _FIRST_RESERVE), self._max_tokens), self.num_tokens)",
+            "room = self.num_tokens + max(first, _FIRST_RESERVE)",
+        ),
+        ("the host asks at every token who is finished", "CHECK_TOKENS.get(device.type, _CHECK_TOKENS_ON_DEVICE)", "1"),
+    ],
+    ("gpu", "parallel/test_fp32_linear.py"): [
+        (
+            "one bfloat16 part of the head's float32 gradient",
+            "yield torch.sub(grad, part, out=part)",
+            "yield part.zero_()",
+        )
+    ],
+    ("gpu", "distributed/test_fp32_head.py"): [
+        (
+            "no sum over the columns of a tensor-parallel float32 head",
+            "reduce = partial(reduce_from_tensor_model_parallel_region, group=tp_group)",
+            "reduce = None",
+        ),
+        (
+            "no sum over the columns of a sequence-parallel float32 head",
+            "reduce = partial(reduce_scatter_to_sequence_parallel_region, group=tp_group)",
+            "reduce = lambda grad: grad.chunk(tp_group.size())[tp_group.rank()]",
+        ),
+        (
+            "float32 logits of FSDP rounded to bfloat16",
+            "head.forward = lambda hidden: fp32_linear(hidden, head.weight)",
+            "head.forward = lambda hidden: fp32_linear(hidden, head.weight).bfloat16()",
+        ),
+    ],
+    ("gpu", "plan/test_plan.py"): [
+        (
+            "the plan counts bfloat16 logits under a float32 head",
+            'return _BYTES["fp32"] if self.config.model.fp32_head else self.itemsize',
+            "return self.itemsize",
+        )
+    ],
+    ("gpu", "config/test_server_arguments.py"): [
+        (
+            "server arguments do not reach the server",
+            "for part in pair), *flags, *command_line(settings.args)]",
+            "for part in pair), *flags]",
+        )
+    ],
+    ("Transformer Engine", "engines/models/test_transformer_engine.py"): [
+        (
+            "whole weights stay marked as cut",
+            'vars(parameter)["tensor_model_parallel"] = False',
+            'vars(parameter)["tensor_model_parallel"] = True',
+        ),
+        (
+            "weight gradients are rounded and added by a hook",
+            "setattr(module, FUSED, True)",
+            "setattr(module, FUSED, False)",
+        ),
+    ],
+    ("launcher", "operations/launcher/test_launch.py -k too_early"): [
+        (
+            "exit code 0 believed without the rank's last word",
+            "if code in MEANINGFUL and os.pread(self._last_words, 1, rank) != bytes([code + 1]):",
+            "if code in MEANINGFUL[1:] and os.pread(self._last_words, 1, rank) != bytes([code + 1]):",
+        )
+    ],
+    ("launcher", "test_programs.py"): [
+        (
+            "the working folder first on the path of programs",
+            'return [python, "-P", "-m", module, *arguments]',
+            'return [python, "-m", module, *arguments]',
+        )
+    ],
+}
+FAULTS = [
+    Fault(area, *row, tuple(UNIT + target for target in targets))
+    for table in (RL, REFERENCE, PARTS, ORDER, EVALUATION, SANDBOX, TABLE)
+    for (area, *targets), rows in table.items()
+    for row in rows
+]

@@ -1,6 +1,15 @@
 """Prints the oldest release of every dependency that was tested, as pip takes them."""
 
-from mega_rl.versions import PACKAGES
+import re
+from pathlib import Path
+
+TABLE = re.compile(r"^\| ([\w-]+) \| `([^`]+)` \| (\S+) \| (\S+) \|", re.MULTILINE)
+
+
+def tested() -> list[tuple[str, str, str, str]]:
+    """Return (package, allowed, oldest, newest) of each row in docs/versions.md."""
+    return TABLE.findall((Path(__file__).parents[1] / "docs/versions.md").read_text(encoding="utf-8"))
+
 
 if __name__ == "__main__":
-    print("megatron-core==0.16.1", *(f"{package.name}=={package.oldest}" for package in PACKAGES))
+    print("megatron-core==0.16.1", *(f"{name}=={oldest}" for name, _, oldest, _ in tested()))

@@ -2,95 +2,69 @@
 
 from __future__ import annotations
 
-from tests.fault import fault
+from tests.fault import Table
 
-ESTIMATORS = "algorithms/test_group_advantages.py"
-WORKER = "rewards/test_role.py"
-SAMPLING = "trainer/test_dynamic_sampling.py"
-
-PARTS = (
-    fault(
-        "parts",
-        "GDPO's parts without their deviations",
-        "scores += weight * centred / (deviation + eps)",
-        "scores += weight * centred",
-        ESTIMATORS,
-    ),
-    fault(
-        "parts",
-        "GDPO's parts without their weights",
-        "scores += weight * centred / (deviation + eps)",
-        "scores += centred / (deviation + eps)",
-        ESTIMATORS,
-    ),
-    fault(
-        "parts",
-        "GDPO's sum over the deviation of the rank's own batch",
-        "sums = sum_over_ranks(torch.stack(",
-        "sums = (torch.stack(",
-        ESTIMATORS,
-    ),
-    fault(
-        "parts",
-        "a reward without the weights of its parts",
-        "sum(self._weights.get(name, 1.0) * values[name] for name in own)",
-        "sum(values[name] for name in own)",
-        WORKER,
-    ),
-    fault(
-        "parts",
-        "parts in the order of the function's mapping",
-        "for name in sorted(value)}",
-        "for name in value}",
-        "rewards/test_call.py",
-    ),
-    fault(
-        "parts",
-        "parts of the row before",
-        "columns[rows] = torch.tensor(numbers, dtype=torch.float32)",
-        "columns[[row - 1 for row in rows]] = torch.tensor(numbers, dtype=torch.float32)",
-        WORKER,
-    ),
-    fault(
-        "parts",
-        "a part that others lack is dropped",
-        "new = [name for name in names if name not in settled]",
-        "new: list[str] = []",
-        WORKER,
-    ),
-    fault(
-        "parts",
-        "what a tool wrote is the policy's answer",
-        'return Response("\\n".join(texts), sum(own)',
-        "return Response(text, sum(own)",
-        WORKER,
-    ),
-    fault(
-        "parts",
-        "a tool's tokens count as sampled",
-        "sum(own), finish, turns=texts",
-        "len(own), finish, turns=texts",
-        WORKER,
-    ),
-    fault(
-        "parts",
-        "dynamic sampling drops prompts that differ in parts",
-        "if by_parts and rewards.parts is not None:",
-        "if not by_parts and rewards.parts is not None:",
-        SAMPLING,
-    ),
-    fault(
-        "parts",
-        "rewards of other samples after dynamic sampling",
-        "columns = gather_column(rewards.columns(), ranks)[keys.argsort()]",
-        "columns = gather_column(rewards.columns(), ranks)",
-        SAMPLING,
-    ),
-    fault(
-        "parts",
-        "the punishment of length is no part",
-        'parts = RewardParts((*parts.names, "overlong"), (*parts.weights, self.penalty), values)',
-        "pass",
-        "trainer/test_overlong.py",
-    ),
-)
+PARTS: Table = {
+    ("parts", "algorithms/test_group_advantages.py"): [
+        (
+            "GDPO's parts without their deviations",
+            "scores += weight * centred / (deviation + eps)",
+            "scores += weight * centred",
+        ),
+        (
+            "GDPO's parts without their weights",
+            "scores += weight * centred / (deviation + eps)",
+            "scores += centred / (deviation + eps)",
+        ),
+        (
+            "GDPO's sum over the deviation of the rank's own batch",
+            "sums = sum_over_ranks(torch.stack(",
+            "sums = (torch.stack(",
+        ),
+    ],
+    ("parts", "rewards/test_role.py"): [
+        (
+            "a reward without the weights of its parts",
+            "sum(self._weights.get(name, 1.0) * values[name] for name in own)",
+            "sum(values[name] for name in own)",
+        ),
+        (
+            "parts of the row before",
+            "columns[rows] = torch.tensor(numbers, dtype=torch.float32)",
+            "columns[[row - 1 for row in rows]] = torch.tensor(numbers, dtype=torch.float32)",
+        ),
+        (
+            "a part that others lack is dropped",
+            "new = [name for name in names if name not in settled]",
+            "new: list[str] = []",
+        ),
+        (
+            "what a tool wrote is the policy's answer",
+            'return Response("\\n".join(texts), sum(own)',
+            "return Response(text, sum(own)",
+        ),
+        ("a tool's tokens count as sampled", "sum(own), finish, turns=texts", "len(own), finish, turns=texts"),
+    ],
+    ("parts", "rewards/test_call.py"): [
+        ("parts in the order of the function's mapping", "for name in sorted(value)}", "for name in value}")
+    ],
+    ("parts", "trainer/test_dynamic_sampling.py"): [
+        (
+            "dynamic sampling drops prompts that differ in parts",
+            "if by_parts and rewards.parts is not None:",
+            "if not by_parts and rewards.parts is not None:",
+        ),
+        (
+            "rewards of other samples after dynamic sampling",
+            "columns = gather_column(rewards.columns(), ranks)[keys.argsort()]",
+            "columns = gather_column(rewards.columns(), ranks)",
+        ),
+    ],
+    ("parts", "trainer/test_overlong.py"): [
+        (
+            "the punishment of length is no part",
+            'parts = RewardParts((*parts.names, "overlong"), (*parts.weights, self.penalty), values)',
+            "pass",
+        )
+    ],
+}

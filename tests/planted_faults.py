@@ -122,18 +122,15 @@ def broken_targets(tree: Path, faults: Sequence[Fault]) -> list[str]:
 
 
 def try_fault(fault: Fault, tree: Path) -> tuple[list[str], bool]:
-    """Plant one fault and run its tests; return its row of the table, and whether the outcome is the expected one."""
+    """Plant one fault and run its tests; return its row of the table, and whether a test found it."""
     try:
         with planted(fault, tree) as path:
             result = run_tests(tree, fault.targets)
     except ValueError as error:
         return [fault.area, fault.name, "-", str(error), "-"], False
-    if result.passed:
-        ending = f"NOT FOUND, a known gap: {fault.gap}" if fault.gap else "NOT FOUND"
-    else:
-        ending = result.test or f"NOT FOUND: {result.reason}"
+    ending = result.test or f"NOT FOUND: {result.reason or 'all tests passed'}"
     row = [fault.area, fault.name, str(path.relative_to(tree / PACKAGE)), ending, f"{result.seconds:.0f}"]
-    return row, bool(result.test) or (result.passed and bool(fault.gap))
+    return row, bool(result.test)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -158,12 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(*lines, sep="\n", file=sys.stderr)
             return 1
         for fault in chosen:
-            row, as_expected = try_fault(fault, Path(folder))
+            row, is_found = try_fault(fault, Path(folder))
             print(" | ".join(row), file=sys.stderr, flush=True)
             table.add_row(*row)
-            missed += not as_expected
+            missed += not is_found
     Console(width=200).print(table)
-    print(f"{len(chosen) - missed} of {len(chosen)} faults ended as expected")
+    print(f"{len(chosen) - missed} of {len(chosen)} faults found")
     return 1 if missed else 0
 
 

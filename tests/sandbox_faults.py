@@ -2,91 +2,57 @@
 
 from __future__ import annotations
 
-from tests.fault import fault
+from tests.fault import Table
 
-LOCAL = "rewards/sandbox/test_local.py"
-CASES = "rewards/test_code.py"
-SUITES = "rewards/sandbox/test_suites.py"
-
-SANDBOX = (
-    fault(
-        "sandbox",
-        "namespaces may be made by clone",
-        "yield _IF_BITS, 0, 1, NEW_NAMESPACES",
-        "yield _IF_BITS, 0, 1, 0",
-        "rewards/sandbox/test_seccomp.py",
-    ),
-    fault(
-        "sandbox",
-        "the network of the host",
-        '_COMMON = ("--unshare-pid", "--unshare-net",',
-        '_COMMON = ("--unshare-pid",',
-        LOCAL,
-    ),
-    fault("sandbox", "a root that can be written", '"--remount-ro", "/dev", "--remount-ro", "/",', "", LOCAL),
-    fault(
-        "sandbox",
-        "the memory of one process alone",
-        "            tree += _children(process, pid)\n",
-        "",
-        LOCAL,
-    ),
-    fault(
-        "sandbox",
-        "a judge that can be looked into",
-        "prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)",
-        "prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)",
-        "rewards/sandbox/test_hostile_programs.py",
-    ),
-    fault(
-        "sandbox",
-        "an equal of everything",
-        'return isinstance(other, Remote) and operate(self, "__eq__", other) is True',
-        'return operate(self, "__eq__", other) is True',
-        CASES,
-    ),
-    fault(
-        "sandbox",
-        "right output of a program that failed",
-        "return outcome.succeeded and same_text(",
-        "return same_text(",
-        CASES,
-    ),
-    fault(
-        "sandbox",
-        "the host's disk counted while bubblewrap changes the root",
-        "if os.fstat(folder).st_dev in _host_devices():",
-        'if os.stat(f"/proc/{init_pid}/root/{name}").st_dev in _host_devices():',
-        "rewards/sandbox/test_watch.py",
-    ),
-    fault(
-        "sandbox",
-        "the memory of another process of the same number",
-        "if pid != init_pid and parent not in parents:",
-        "if pid != init_pid and not parent:",
-        "rewards/sandbox/test_watch.py",
-    ),
-    fault(
-        "sandbox",
-        "a builtin taken from the program",
-        "if not (hasattr(builtins, name) or name.startswith(",
-        "if not (name.startswith(",
-        SUITES,
-    ),
-    fault("sandbox", "a pass without an assert", "if not self._asserts:", "if self._asserts < 0:", SUITES),
-    fault(
-        "sandbox",
-        "a failed assert that tests have swallowed",
-        "self._failed = self._failed or not value",
-        "self._failed = False",
-        "rewards/sandbox/test_hostile_programs.py",
-    ),
-    fault(
-        "sandbox",
-        "StopIteration of a program ends a loop of the tests",
-        "raise (RuntimeError if ends_loop else error)(str(value[1]))",
-        "raise error(str(value[1]))",
-        "rewards/sandbox/test_hostile_programs.py",
-    ),
-    fault("sandbox", "a tolerance of integers", 'is_decimal = "." in expected and', "is_decimal =", CASES),
-)
+SANDBOX: Table = {
+    ("sandbox", "rewards/sandbox/test_seccomp.py"): [
+        ("namespaces may be made by clone", "yield _IF_BITS, 0, 1, NEW_NAMESPACES", "yield _IF_BITS, 0, 1, 0")
+    ],
+    ("sandbox", "rewards/sandbox/test_local.py"): [
+        ("the network of the host", '_COMMON = ("--unshare-pid", "--unshare-net",', '_COMMON = ("--unshare-pid",'),
+        ("a root that can be written", '"--remount-ro", "/dev", "--remount-ro", "/",', ""),
+        ("the memory of one process alone", "            tree += _children(process, pid)\n", ""),
+    ],
+    ("sandbox", "rewards/sandbox/test_hostile_programs.py"): [
+        ("a judge that can be looked into", "prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)", "prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)"),
+        (
+            "a failed assert that tests have swallowed",
+            "self._failed = self._failed or not value",
+            "self._failed = False",
+        ),
+        (
+            "StopIteration of a program ends a loop of the tests",
+            "raise (RuntimeError if ends_loop else error)(str(value[1]))",
+            "raise error(str(value[1]))",
+        ),
+    ],
+    ("sandbox", "rewards/test_code.py"): [
+        (
+            "an equal of everything",
+            'return isinstance(other, Remote) and operate(self, "__eq__", other) is True',
+            'return operate(self, "__eq__", other) is True',
+        ),
+        ("right output of a program that failed", "return outcome.succeeded and same_text(", "return same_text("),
+        ("a tolerance of integers", 'is_decimal = "." in expected and', "is_decimal ="),
+    ],
+    ("sandbox", "rewards/sandbox/test_watch.py"): [
+        (
+            "the host's disk counted while bubblewrap changes the root",
+            "if os.fstat(folder).st_dev in _host_devices():",
+            'if os.stat(f"/proc/{init_pid}/root/{name}").st_dev in _host_devices():',
+        ),
+        (
+            "the memory of another process of the same number",
+            "if pid != init_pid and parent not in parents:",
+            "if pid != init_pid and not parent:",
+        ),
+    ],
+    ("sandbox", "rewards/sandbox/test_suites.py"): [
+        (
+            "a builtin taken from the program",
+            "if not (hasattr(builtins, name) or name.startswith(",
+            "if not (name.startswith(",
+        ),
+        ("a pass without an assert", "if not self._asserts:", "if self._asserts < 0:"),
+    ],
+}

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mega_rl.cli.help import Commands
-from mega_rl.cli.options import Json, LayoutOptions, checkpoint, choose, description, with_options
+from mega_rl.cli.options import Json, LayoutOptions, checkpoint, choose, with_options
 from mega_rl.cli.output import SHOWN, is_main, names_line, show, showing
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import read_hf_config
@@ -32,7 +31,6 @@ EXIT_DIFFERS = 1
 
 app = Commands(name="convert", help="Convert, inspect and compare checkpoints: Hugging Face and Megatron-Core.")
 
-Spec = Annotated[str, typer.Option("--spec", help="Whose parameter names: te (Transformer Engine) or local.")]
 Head = Annotated[str, typer.Option("--head", help="lm, or value for a critic or reward model.")]
 Mtp = Annotated[str, typer.Option("--mtp", help="Multi-token prediction layers: drop or load.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Cast weights: bfloat16, float16 or float32.")]
@@ -74,9 +72,7 @@ def inspect(
                 "parameters": len(opened.tensors),
                 "elements": sum(math.prod(t.shape) for t in opened.tensors.values()),
             }
-        width = max(map(len, facts))
-        lines = (f"{k:<{width}}  {v:,}" if isinstance(v, int) else f"{k:<{width}}  {v}" for k, v in facts.items())
-        show(facts, lines, as_json=as_json)
+        show(facts, (f"{name:<10}  {value}" for name, value in facts.items()), as_json=as_json)
         return
     sharding = _sharding(path, layout, head=head, mtp=mtp)
     from mega_rl.converters.offline.compare import describe, describe_config
@@ -126,7 +122,7 @@ def export(
         Path | None,
         typer.Option("--hf", metavar="HF_DIR", help="Whose config, tokenizer, templates to copy.", callback=checkpoint),
     ] = None,
-    shard_size: Annotated[str, typer.Option("--shard-size", help="Largest file: 5GB, 500MB.")] = "5GB",
+    shard_gb: Annotated[float, typer.Option("--shard-gb", min=1e-6, help="Largest file, in GB.")] = 5.0,
     experts: Annotated[
         str | None, typer.Option("--experts", help="per_expert or fused tensors; default: as the reference has them.")
     ] = None,
@@ -142,7 +138,6 @@ def export(
     if experts is not None:
         choose("--experts", experts, ("per_expert", "fused"))
     choose("--mtp", mtp, ("keep", "drop"))
-    shard_bytes = parse_size(shard_size)
     with showing():
         from mega_rl.converters.offline.convert import ExportOptions, WriteOptions, export_checkpoint
 
@@ -150,53 +145,10 @@ def export(
             source,
             target,
             reference=reference,
-            options=ExportOptions(shard_bytes, experts, dtype, mtp),  # type: ignore[arg-type]
+            options=ExportOptions(int(shard_gb * 1e9), experts, dtype, mtp),  # type: ignore[arg-type]
             writing=WriteOptions(overwrite, jobs),
         )
     show_report(target, report, as_json=as_json)
-
-
-@app.command()
-@with_options
-def plan(
-    path: Annotated[
-        Path,
-        typer.Argument(metavar="HF_DIR", help="Hugging Face checkpoint; a config.json does.", callback=description),
-    ],
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Global rank.")] = 0,
-    sizes: LayoutOptions = LayoutOptions(),
-    spec: Spec = "te",
-    head: Head = "lm",
-    mtp: Mtp = "drop",
-    pattern: Annotated[str, typer.Option("--param", metavar="PATTERN", help="Parameters to show.")] = "*",
-    as_json: Json = False,
-) -> None:
-    """Show which rows of which tensors one rank would read. Reads no tensor; needs config.json only."""
-    choose("--spec", spec, ("te", "local"))
-    layout = sizes.layout()
-    if rank >= layout.world_size:
-        raise UserError(f"--rank={rank}: layout {layout} has ranks 0 to {layout.world_size - 1}")
-    sharding = _sharding(path, layout, head=head, mtp=mtp, spec=spec)
-    from mega_rl.converters.plan.proof import prove_complete
-    from mega_rl.converters.plan.ranks import build_plan
-
-    prove_complete(sharding)
-    params = [
-        (f"{vp_stage}:{param.name}" if layout.vpp > 1 else param.name, param)
-        for vp_stage in range(layout.vpp)
-        for param in build_plan(sharding, layout.coordinates(rank), vp_stage=vp_stage)
-        if fnmatchcase(param.name, pattern)
-    ]
-    copies = {name: {"shape": param.shape, "copies": [c._asdict() for c in param.copies]} for name, param in params}
-    elements = sum(math.prod(param.shape) for _, param in params)
-    facts = {"layout": str(layout), "rank": rank, "elements": elements, "parameters": copies}
-    lines = [
-        line
-        for name, param in params
-        for line in (f"{name} {list(param.shape)}", *(f"    {c}" for c in _copies_in_words(list(param.copies))))
-    ]
-    lines.append(f"rank {rank} of {layout}: {len(params)} parameters, {elements:,} elements; proof: complete")
-    show(facts, lines, as_json=as_json)
 
 
 @app.command()
@@ -258,23 +210,7 @@ def diff(
         raise typer.Exit(EXIT_DIFFERS)
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of "5GB", "500MB" or a number; units are powers of 1000."""
-    number, factor = text.strip().upper(), 1
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1)):
-        if number.endswith(unit):
-            number, factor = number.removesuffix(unit), size
-            break
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value * factor >= 1):
-        raise UserError(f"--shard-size={text}: must be a number of bytes above 0 with a unit, as 5GB or 500MB")
-    return int(value * factor)
-
-
-def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: str = "local") -> Sharding:
+def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str) -> Sharding:
     """Return the sharding of a config.json's model over `layout`. Raises UserErrors, before torch is imported."""
     choose("--head", head, ("lm", "value"))
     choose("--mtp", mtp, ("drop", "load"))
@@ -284,7 +220,7 @@ def _sharding(path: Path, layout: ParallelLayout, *, head: str, mtp: str, spec: 
         problems.append(f"--mtp=load: {path} has no multi-token prediction layers; leave the option out")
     if problems:
         raise UserErrors(problems)
-    return Sharding(hf, layout, spec=spec, head=head)  # type: ignore[arg-type]
+    return Sharding(hf, layout, spec="local", head=head)  # type: ignore[arg-type]
 
 
 def _is_hf(path: Path) -> bool:
@@ -328,9 +264,8 @@ def _brief(value: Any) -> str:
     """Return a value on one line; flags per layer as their count."""
     if isinstance(value, dict):
         return ", ".join(f"{k} {_brief(v)}" for k, v in value.items() if v is not None)
-    if isinstance(value, (tuple, list)) and value and all(isinstance(v, bool) for v in value):
-        return f"{sum(value)} of {len(value)}"
-    return str(value)
+    is_flags = isinstance(value, (tuple, list)) and value and all(isinstance(v, bool) for v in value)
+    return f"{sum(value)} of {len(value)}" if is_flags else str(value)
 
 
 def _verification_lines(verification: Verification, parity: Parity | None, *, good: bool) -> Iterator[str]:
@@ -365,19 +300,3 @@ def _comparison_lines(comparison: Comparison) -> Iterator[str]:
         )
     if len(ranked) > SHOWN:
         yield f"  and {len(ranked) - SHOWN:,} more tensors"
-
-
-def _copies_in_words(copies: list[Any]) -> Iterator[str]:
-    """Yield copies in words, without the middle of a long list."""
-    shown = copies if len(copies) <= 8 else [*copies[:4], None, *copies[-3:]]
-    for c in shown:
-        if c is None:
-            yield f"... {len(copies) - 7} more"
-            continue
-        there = f"[{c.dst_row}:{c.dst_row + c.rows}, {c.dst_col}:{c.dst_col + c.cols}]"
-        height, width = c.src_shape
-        step = f":{c.step}" if c.step > 1 else ""
-        here = f"[{c.src_row}:{c.src_row + height}, {c.src_col}:{c.src_col + width}{step}]"
-        yield f"{there} <- " + (
-            "0" if c.hf_name is None else f"{c.hf_name}{here}" + (" transposed" if c.transposed else "")
-        )

@@ -9,13 +9,10 @@ import importlib
 import importlib.util
 import os
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import mega_rl
-from mega_rl import versions
 from mega_rl.environment import made_by_make
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core
@@ -24,35 +21,23 @@ from mega_rl.rewards.sandbox.bubblewrap import Tool
 from mega_rl.rewards.sandbox.limits import Limits, SandboxError
 from mega_rl.rewards.sandbox.local import LocalSandbox
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION, find_sglang, how_to_install, missing_tools
-from mega_rl.versions import installed_version
+from mega_rl.versions import TRANSFORMER_ENGINE, installed_version, is_allowed, problems, requirements
 
 CORE = ("torch", "megatron-core", "transformers", "tensordict", "safetensors", "datasets", "math-verify", "psutil")
 # Errors of importing a package that is absent, was built against another torch, or misses a library of the system.
 DOES_NOT_LOAD = (ImportError, OSError, RuntimeError, AttributeError)
-
-
-class Optional(NamedTuple):
-    """A package that is used if it is installed."""
-
-    name: str
-    module: str  # module that packages of the same name by others do not have
-    distribution: str
-    instead: str  # replacement without it
-
-
-_TRACKER = "metrics.jsonl and TensorBoard"
+# (distribution, module that packages of the same name by others do not have, replacement) of optional packages.
 OPTIONAL = (
-    Optional(
-        "transformer-engine", "transformer_engine.pytorch", "transformer-engine", "local layers on torch operators"
-    ),
+    ("transformer-engine", "transformer_engine.pytorch", "local layers on torch operators"),
     # The apex of the package index is another project; NVIDIA's has optimizers and comes with its containers.
-    Optional("apex (NVIDIA)", "apex.optimizers", "apex", "torch's AdamW and unfused kernels"),
+    ("apex", "apex.optimizers", "torch's AdamW and unfused kernels"),
     # The beta of FlashAttention 4 leaves a folder flash_attn without this module.
-    Optional("flash-attn", "flash_attn.flash_attn_interface", "flash-attn", "torch's scaled_dot_product_attention"),
-    Optional("wandb", "wandb", "wandb", _TRACKER),
-    Optional("mlflow", "mlflow", "mlflow-skinny", _TRACKER),
-    Optional("swanlab", "swanlab", "swanlab", _TRACKER),
+    ("flash-attn", "flash_attn.flash_attn_interface", "torch's scaled_dot_product_attention"),
+    ("wandb", "wandb", "metrics.jsonl and TensorBoard"),
+    ("mlflow-skinny", "mlflow", "metrics.jsonl and TensorBoard"),
+    ("swanlab", "swanlab", "metrics.jsonl and TensorBoard"),
 )
+KERNELS = {"transformer-engine-cu13": "13", "transformer-engine-cu12": "12"}  # package -> CUDA release
 
 
 def report(*, verbose: bool = False) -> Iterator[str]:
@@ -60,31 +45,24 @@ def report(*, verbose: bool = False) -> Iterator[str]:
     yield f"python               {platform.python_version()} on {platform.system()} {platform.machine()}"
     yield f"mega_rl              {mega_rl.__version__}"
     for name in CORE:
-        installed = installed_version(name) or f"MISSING: run {how_to_install_package(name)}"
-        yield f"{name:<20} {'; '.join(filter(None, [installed, versions.remark(name)]))}"
-    if problem := megatron_core.problem():
-        yield f"{'':<20} NOT SUPPORTED: {problem}"
+        yield f"{name:<20} {installed_version(name) or f'MISSING: run {_how_to_install(name)}'}"
+    yield from (f"{'NOT SUPPORTED':<20} {problem}" for problem in (*problems(), megatron_core.problem()) if problem)
     yield ""
     yield from _devices()
     yield ""
-    yield from map(_optional_line, OPTIONAL)
+    for name, module, instead in OPTIONAL:
+        is_here = is_importable(module)
+        yield f"{name:<20} {installed_version(name) or 'found' if is_here else f'not found; used instead: {instead}'}"
     yield _sglang_line()
     yield f"{'sandbox':<20} {_no_sandbox() or 'bubblewrap works: programs can be run for rewards'}"
     yield ""
     yield from _patches(verbose=verbose)
 
 
-def how_to_install_package(name: str) -> str:
-    """Return the command that installs a package which mega_rl requires, in the required version."""
-    if made_by_make():
-        return "'make setup'"
-    try:
-        required = importlib.metadata.requires("mega_rl") or []
-    except importlib.metadata.PackageNotFoundError:
-        required = []
-    specifiers = (text.partition(";")[0].strip() for text in required if "extra ==" not in text)
-    matching = (text for text in specifiers if re.split(r"[^\w-]", text.replace("_", "-"), maxsplit=1)[0] == name)
-    return f'pip install "{next(matching, name)}"'
+def _how_to_install(name: str) -> str:
+    """Return the command that installs a package which mega_rl requires."""
+    declared = next((str(one) for one in requirements() if one.name == name), name)
+    return "'make setup'" if made_by_make() else f'pip install "{declared}"'
 
 
 def is_importable(module: str) -> bool:
@@ -95,24 +73,14 @@ def is_importable(module: str) -> bool:
         return False
 
 
-def _optional_line(package: Optional) -> str:
-    if not is_importable(package.module):
-        return f"{package.name:<20} not found; used instead: {package.instead}"
-    words = [installed_version(package.distribution) or "found", versions.remark(package.distribution)]
-    if package.distribution == "transformer-engine" and (cuda := versions.cuda_of_transformer_engine()):
-        words.append(f"kernels for CUDA {cuda}")
-    return f"{package.name:<20} {'; '.join(filter(None, words))}"
-
-
 def _sglang_line() -> str:
     installation = find_sglang()
     if installation is None:
         status = f"not found; used instead: the embedded Hugging Face rollout engine ({how_to_install()})"
     else:
         where = "beside the rest" if installation.folder is None else f"for CPUs, in {installation.folder}"
-        wrong = "" if installation.version == SGLANG_VERSION else f"; mega_rl works with {SGLANG_VERSION} only"
-        tools = [] if installation.folder else [f"; LACKS: {tool}" for tool in missing_tools()]
-        status = f"{installation.version}, {where}{wrong}{''.join(tools)}"
+        problem = _no_sglang()
+        status = f"{installation.version}, {where}" + (f"; LACKS: {problem}" if problem else "")
     return f"{'sglang':<20} {status}"
 
 
@@ -133,16 +101,12 @@ def _patches(*, verbose: bool) -> Iterator[str]:
 
     if torch.cuda.is_available():
         yield "Megatron-Core runs unpatched."
-        return
-    if megatron_core.problem():
-        return
-    release = megatron_core.installed_release()
-    made = patches(release)
-    hint = ":" if verbose else f": {len(made)} (mega-rl doctor --verbose lists them)"
-    yield f"Changes to Megatron-Core {release.series} that make it run without CUDA{hint}"
-    for patch in made if verbose else ():
-        yield f"  {patch.name:<26} {patch.symbol}"
-        yield f"  {'':<26} {patch.reason}"
+    elif not megatron_core.problem():
+        release = megatron_core.installed_release()
+        made = patches(release)
+        hint = ":" if verbose else f": {len(made)} (mega-rl doctor --verbose lists them)"
+        yield f"Changes to Megatron-Core {release.series} that make it run without CUDA{hint}"
+        yield from (f"  {patch.name:<26} {patch.symbol}: {patch.reason}" for patch in made if verbose)
 
 
 def missing(names: Sequence[str]) -> Iterator[str]:
@@ -162,8 +126,8 @@ def missing(names: Sequence[str]) -> Iterator[str]:
 
 def _no_core() -> str | None:
     absent = [name for name in CORE if installed_version(name) is None]
-    problems = [f"{name} is not installed; run {how_to_install_package(name)}" for name in absent]
-    return "; ".join([*problems, *versions.problems()]) or None
+    lines = [f"{name} is not installed; run {_how_to_install(name)}" for name in absent]
+    return "; ".join([*lines, *problems()]) or None
 
 
 def _no_cuda() -> str | None:
@@ -179,10 +143,13 @@ def _no_cuda() -> str | None:
 def _no_transformer_engine() -> str | None:
     import torch
 
-    remark, kernels = versions.remark("transformer-engine"), versions.cuda_of_transformer_engine()
+    kernels = next((cuda for name, cuda in KERNELS.items() if installed_version(name)), None)
     if kernels and torch.version.cuda and torch.version.cuda.partition(".")[0] != kernels:
         return f"its kernels are for CUDA {kernels}, and torch's CUDA is {torch.version.cuda}"
-    return remark if remark.startswith("NOT") else _does_not_load("transformer_engine.pytorch")
+    installed = installed_version(TRANSFORMER_ENGINE.name)
+    if installed is not None and not is_allowed(TRANSFORMER_ENGINE, installed):
+        return f"{installed} is installed; mega_rl works with {TRANSFORMER_ENGINE.specifier} only"
+    return _does_not_load("transformer_engine.pytorch")
 
 
 def _no_sglang() -> str | None:

@@ -14,10 +14,9 @@ from mega_rl.config import packaged, rules
 from mega_rl.config.loader import load
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.operations.schedulers import kubernetes as jobset
+from mega_rl.operations.schedulers import slurm as batch
 from mega_rl.operations.schedulers.options import RecipeFacts
-from mega_rl.operations.schedulers.ray.driver import RayRun, drive
-from mega_rl.operations.schedulers.ray.placement import RayCluster
-from mega_rl.operations.schedulers.slurm import batch
+from mega_rl.operations.schedulers.ray import RayCluster, RayRun, drive
 from mega_rl.tracking import progress
 
 log = logging.getLogger(__name__)

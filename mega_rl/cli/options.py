@@ -76,25 +76,13 @@ def choose(option: str, value: str, allowed: Sequence[str]) -> None:
         raise UserError(f"{option}={value}: must be one of {', '.join(allowed)}")
 
 
-def _hub_folder(
-    context: typer.Context, parameter: typer.CallbackParam, value: Path | None, *, weights: bool
-) -> Path | None:
-    """Return a checkpoint argument's folder; download a name on the Hub. Raises UserError."""
+def checkpoint(context: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Return the folder of a checkpoint argument; a name on the Hub is downloaded whole. Raises UserError."""
     if value is None or context.resilient_parsing:  # shell completion runs nothing
         return value
     option = next((name for name in parameter.opts if name.startswith("-")), None)
     label = option or (parameter.metavar or str(parameter.name).upper()).strip("[]")
-    return checkpoint_folder(value, label=label, weights=weights)
-
-
-def checkpoint(context: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Return the folder of a checkpoint argument; a name on the Hub is downloaded whole."""
-    return _hub_folder(context, parameter, value, weights=True)
-
-
-def description(context: typer.Context, parameter: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Return the folder of a checkpoint argument; a name on the Hub is downloaded without weights."""
-    return _hub_folder(context, parameter, value, weights=False)
+    return checkpoint_folder(value, label=label)
 
 
 def made(make: Callable[..., Made], options: object, /, **own: object) -> Made:

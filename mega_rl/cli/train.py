@@ -24,7 +24,7 @@ from mega_rl.operations.diagnosis.cause import investigate
 from mega_rl.operations.launcher.launch import Launch, key_of
 from mega_rl.operations.launcher.store import LOOPBACK
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
-from mega_rl.operations.schedulers.slurm.tasks import become_rank
+from mega_rl.operations.schedulers.slurm_tasks import become_rank
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.guard import StoppedBySignal
 
@@ -48,18 +48,13 @@ class LaunchOptions:
         ),
     ] = None
     nnodes: Annotated[int, typer.Option("--nnodes", min=1, help="Nodes; start this command on each of them.")] = 1
-    node_rank: Annotated[
-        int, typer.Option("--node-rank", min=0, help="Number of this node, from 0; spares are numbered on.")
-    ] = 0
+    node_rank: Annotated[int, typer.Option("--node-rank", min=0, help="Number of this node, from 0.")] = 0
     master_addr: Annotated[
         str, typer.Option("--master-addr", help="Name or address of node 0, by which the other nodes reach it.")
     ] = ""
     master_port: Annotated[
         int, typer.Option("--master-port", min=1, max=65535, help="Port at which the launcher of node 0 listens.")
     ] = 29500
-    spares: Annotated[
-        int, typer.Option("--spares", min=0, help="Further nodes that wait to take the place of a lost or failing one.")
-    ] = 0
 
     @property
     def world_size(self) -> int | None:
@@ -69,7 +64,7 @@ class LaunchOptions:
     @property
     def needs_launcher(self) -> bool:
         """Return whether ranks need a launcher: several ranks, or one that may be started again."""
-        return self.world_size is not None and (self.world_size > 1 or self.spares > 0 or bool(self.max_restarts))
+        return self.world_size is not None and (self.world_size > 1 or bool(self.max_restarts))
 
     def check(self, environment: Mapping[str, str]) -> None:
         """Raise UserError for options that have no effect, are missing or contradict one another."""
@@ -83,11 +78,9 @@ class LaunchOptions:
             raise UserError(
                 f"--nproc-per-node={self.nproc_per_node} under a launcher that already started ranks; leave it out"
             )
-        if self.node_rank >= (launchers := self.nnodes + self.spares):
-            raise UserError(
-                f"--node-rank={self.node_rank}: must be below --nnodes={self.nnodes} plus --spares={self.spares}"
-            )
-        if launchers > 1:
+        if self.node_rank >= self.nnodes:
+            raise UserError(f"--node-rank={self.node_rank}: must be below --nnodes={self.nnodes}")
+        if self.nnodes > 1:
             if not self.master_addr:
                 raise UserError("--master-addr: is missing; give the name or address of node 0, the same on every node")
             key_of(environment)
@@ -100,8 +93,7 @@ class LaunchOptions:
         assert self.nproc_per_node is not None
         restarts = DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
         launch = made(Launch, self, program=tuple(program), max_restarts=restarts, run_dir=run_dir, resume=resume)
-        one_node = self.nnodes + self.spares == 1
-        return replace(launch, master_addr=LOOPBACK, master_port=0) if one_node else launch
+        return replace(launch, master_addr=LOOPBACK, master_port=0) if self.nnodes == 1 else launch
 
 
 @with_options
@@ -130,7 +122,7 @@ def train(
     with progress.phase(f"checking {config or 'the settings'}, models and data", announce=True):
         from mega_rl.plan.preflight import preflight
 
-        resolved = preflight(config, settings, world_size=launch.world_size, launchers=launch.nnodes + launch.spares)
+        resolved = preflight(config, settings, world_size=launch.world_size, launchers=launch.nnodes)
     if launch.needs_launcher:
         recipe = [] if config is None else ["--config", str(config)]
         program = ["mega_rl.cli", "train", *recipe, *settings, *pinned_overrides(resolved)]
@@ -216,8 +208,7 @@ def evaluate(
                 f"--temperature=0 with {loaded.validation.n} samples of each prompt: greedy ones are all the same; "
                 "raise it, or set --n=1"
             )
-        launchers = launch.nnodes + launch.spares
-        resolved = checked(loaded, world_size=launch.world_size, out=str(out), launchers=launchers)
+        resolved = checked(loaded, world_size=launch.world_size, out=str(out), launchers=launch.nnodes)
     if launch.needs_launcher:
         recipe = [] if config is None else ["--config", str(config)]
         program = ["mega_rl.cli", "eval", *recipe, "--out", str(out), *settings]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,18 @@ from mega_rl.data.chat import ChatTemplate, Tokenizer
 from mega_rl.data.columns import RewardColumns, RowColumns
 from mega_rl.data.hub.names import dataset_name
 from mega_rl.data.hub.rows import hub_shards
+from mega_rl.data.order import (
+    CurriculumSampler,
+    MixtureSampler,
+    PromptSampler,
+    StepOrder,
+    SuccessRates,
+    SuccessSampler,
+    key_of,
+    shares_of,
+    weights_by_size,
+)
 from mega_rl.data.prompts import PromptReading, load_prompts
-from mega_rl.data.sampling.epochs import Growth, StepOrder
-from mega_rl.data.sampling.mixture import MixtureSampler, OrderPlan, key_of, mixture_of, shares_of, weights_by_size
-from mega_rl.data.sampling.success import Preference, SuccessRates
 from mega_rl.data.stream import FileShard, Share, StreamPlan, StreamReader, StreamSampler, StreamShard
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
@@ -40,62 +49,72 @@ def chat_template(tokenizer: Any, chat: ChatConfig) -> ChatTemplate | None:
     return ChatTemplate(tokenizer, chat.template_kwargs, chat.system_prompt, day, of_strings=of_strings)
 
 
-def build_reading(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    source: SourceConfig,
-    *,
-    vocab_size: int,
-    columns: RewardColumns,
-    source_key: str = "",
-    difficulty: str = "",
-) -> PromptReading:
-    """Return the reading of a source's rows: its settings take the place of those of `data`.
+@dataclass(frozen=True)
+class PromptReader:
+    """Reading of a run's prompts as the section `data` says, with the columns that rewards read."""
 
-    source_key, difficulty: columns that are read, too.
-    """
-    chat = data.chat
-    if source.system_prompt is not None:
-        chat = replace(chat, system_prompt=source.system_prompt)
-    chat = replace(chat, template_kwargs={**chat.template_kwargs, **source.template_kwargs})
-    keys = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key)
-    return PromptReading(
-        tokenizer,
-        vocab_size,
-        RowColumns(*keys, columns, difficulty, source=source_key),
-        chat_template(tokenizer, chat),
-        data.max_prompt_tokens,
-        data.overlong_prompts,
-        data.malformed_rows,
-    )
+    data: DataConfig
+    tokenizer: Tokenizer
+    vocab_size: int
+    columns: RewardColumns
 
+    def reading(
+        self, source: SourceConfig | None = None, *, source_key: str = "", difficulty: str = ""
+    ) -> PromptReading:
+        """Return the reading of a source's rows: its settings take the place of those of `data`.
 
-def read_mixture(data: DataConfig, tokenizer: Tokenizer, *, vocab_size: int, columns: RewardColumns) -> list[Prompt]:
-    """Return the prompts of all sources in order, with their source's name, numbered over all.
-
-    Raises UserErrors with the problems of every source.
-    """
-    prompts: list[Prompt] = []
-    problems: list[str] = []
-    for name, source in data.mixture.named().items():
-        reading = build_reading(
-            data,
-            tokenizer,
-            source,
-            vocab_size=vocab_size,
-            columns=columns,
-            difficulty=getattr(data.curriculum, "key", ""),
+        source_key, difficulty: columns that are read, too.
+        """
+        data, source = self.data, source or SourceConfig()
+        system_prompt = data.chat.system_prompt if source.system_prompt is None else source.system_prompt
+        kwargs = {**data.chat.template_kwargs, **source.template_kwargs}
+        keys = (source.prompt_key or data.prompt_key, source.answer_key or data.answer_key)
+        return PromptReading(
+            self.tokenizer,
+            self.vocab_size,
+            RowColumns(*keys, self.columns, difficulty, source=source_key),
+            chat_template(self.tokenizer, replace(data.chat, system_prompt=system_prompt, template_kwargs=kwargs)),
+            data.max_prompt_tokens,
+            data.overlong_prompts,
+            data.malformed_rows,
         )
-        try:
-            own = load_prompts(source.files, reading)
-        except UserError as error:
-            problems += [f"data.mixture.sources.{name}: {line}" for line in str(error).splitlines()]
-            continue
-        first = prompts[-1].index + 1 if prompts else 0
-        prompts += [replace(prompt, index=first + prompt.index, source=name) for prompt in own]
-    if problems:
-        raise UserErrors(problems)
-    return prompts
+
+    def mixture(self) -> list[Prompt]:
+        """Return the prompts of all sources in order, with their source's name, numbered over all.
+
+        Raises UserErrors with the problems of every source.
+        """
+        prompts: list[Prompt] = []
+        problems: list[str] = []
+        for name, source in self.data.mixture.named().items():
+            try:
+                reading = self.reading(source, difficulty=getattr(self.data.curriculum, "key", ""))
+                own = load_prompts(source.files, reading)
+            except UserError as error:
+                problems += [f"data.mixture.sources.{name}: {line}" for line in str(error).splitlines()]
+                continue
+            first = prompts[-1].index + 1 if prompts else 0
+            prompts += [replace(prompt, index=first + prompt.index, source=name) for prompt in own]
+        if problems:
+            raise UserErrors(problems)
+        return prompts
+
+    def streams(
+        self, seed: int, check: Callable[[Sequence[Prompt]], None] | None = None
+    ) -> Iterator[tuple[str, StreamReader]]:
+        """Yield the readers of all streams by the name of their source; only their thread uses the tokenizer.
+
+        check: raises UserError for unusable prompts of a block. Raises UserError.
+        """
+        data = self.data
+        for name, source in (data.mixture.named() or {ONLY: SourceConfig(files=data.train_files)}).items():
+            shards: list[StreamShard] = []
+            for file in source.files:
+                hub = dataset_name(file)
+                shards += [FileShard(Path(file))] if hub is None else hub_shards(hub)
+            plan = StreamPlan(data.stream.rows, data.shuffle, seed, key_of(name) if name else ())
+            setting = f"data.mixture.sources.{name}" if name else "data.train_files"
+            yield name, StreamReader(setting, shards, self.reading(source), plan, source=name, check=check)
 
 
 def build_order(
@@ -105,17 +124,10 @@ def build_order(
 
     Raises UserError for a source of a mixture that has no prompts left.
     """
-    curriculum, batch_size = data.curriculum, trainer.prompts_per_step
-    rates, growth, preference = None, None, None
-    if isinstance(curriculum, SuccessCurriculum):
-        rates = SuccessRates(prompts, memory=curriculum.memory)
-        preference = Preference(curriculum.prefer, curriculum.explore)
-    elif isinstance(curriculum, ColumnCurriculum):
-        growth = Growth(curriculum.start, curriculum.steps * batch_size, easy_is_high=curriculum.easy == "high")
-    plan = OrderPlan(shuffle=data.shuffle, seed=trainer.seed, growth=growth, preference=preference)
-    sources = data.mixture.named()
+    curriculum, sources = data.curriculum, data.mixture.named()
+    rates = SuccessRates(prompts, memory=curriculum.memory) if isinstance(curriculum, SuccessCurriculum) else None
     if not sources:
-        return plan.order(prompts, rates, batch_size=batch_size), rates
+        return _order_of(prompts, data, trainer, rates), rates
     by_source = {name: [prompt for prompt in prompts if prompt.source == name] for name in sources}
     if empty := [name for name, own in by_source.items() if not own]:
         raise UserError(
@@ -125,7 +137,35 @@ def build_order(
     weights = {name: source.weight for name, source in sources.items()}
     if not any(weights.values()):
         weights = weights_by_size({name: len(own) for name, own in by_source.items()}, data.mixture.temperature)
-    return mixture_of(by_source, weights, plan, batch_size=batch_size, rates=rates), rates
+    shares = shares_of(weights)
+    samplers = {
+        name: _order_of(own, data, trainer, rates, share=shares[name] / sum(shares.values()), key=key_of(name))
+        for name, own in by_source.items()
+    }
+    return MixtureSampler(samplers, shares, batch_size=trainer.prompts_per_step, rates=rates), rates
+
+
+def _order_of(
+    prompts: Sequence[Prompt], data: DataConfig, trainer: TrainerConfig, rates: SuccessRates | None,
+    *, share: float = 1.0, key: Sequence[int] = (),
+) -> StepOrder:  # fmt: skip
+    """Return the order of one source, which has a share of all draws; rates: measured success."""
+    curriculum, seed = data.curriculum, trainer.seed
+    batch_size = max(1, round(share * trainer.prompts_per_step))
+    if isinstance(curriculum, SuccessCurriculum):
+        assert rates is not None
+        return SuccessSampler(
+            prompts, rates, rule=curriculum.prefer, explore=curriculum.explore,
+            batch_size=batch_size, seed=seed, key=key,
+        )  # fmt: skip
+    if isinstance(curriculum, ColumnCurriculum):
+        draws = math.ceil(share * (curriculum.steps * trainer.prompts_per_step))
+        high = curriculum.easy == "high"
+        return CurriculumSampler(
+            prompts,
+            start=curriculum.start, draws=draws, easy_is_high=high, batch_size=batch_size, seed=seed, key=key,
+        )  # fmt: skip
+    return PromptSampler(prompts, batch_size=batch_size, shuffle=data.shuffle, seed=seed, key=key)
 
 
 def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> Iterator[str]:
@@ -141,31 +181,6 @@ def source_lines(prompts: Sequence[Prompt], order: StepOrder, *, steps: int) -> 
             f"data source {name}: {len(own):,} prompts of {sum(own):,} tokens, {share:.1%} of all draws, {epochs:.3g} "
             f"epochs in {steps} steps"
         )
-
-
-def build_streams(
-    data: DataConfig,
-    trainer: TrainerConfig,
-    tokenizer: Tokenizer,
-    *,
-    vocab_size: int,
-    columns: RewardColumns,
-    check: Callable[[Sequence[Prompt]], None] | None = None,
-) -> Iterator[tuple[str, StreamReader]]:
-    """Yield the readers of all streams by the name of their source. Raises UserError.
-
-    tokenizer: only this reader's thread uses it. check: raises UserError for unusable prompts of a block.
-    """
-    sources = data.mixture.named() or {ONLY: SourceConfig(files=data.train_files)}
-    for name, source in sources.items():
-        reading = build_reading(data, tokenizer, source, vocab_size=vocab_size, columns=columns)
-        shards: list[StreamShard] = []
-        for file in source.files:
-            hub = dataset_name(file)
-            shards += [FileShard(Path(file))] if hub is None else hub_shards(hub)
-        plan = StreamPlan(data.stream.rows, data.shuffle, trainer.seed, key_of(name) if name else ())
-        setting = f"data.mixture.sources.{name}" if name else "data.train_files"
-        yield name, StreamReader(setting, shards, reading, plan, source=name, check=check)
 
 
 def build_stream_order(

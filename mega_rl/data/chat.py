@@ -19,9 +19,15 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.defaults import DEFAULT_NAMESPACE
 
+from mega_rl.config.values import shown
 from mega_rl.data.columns import Message
 from mega_rl.errors import UserError
 
+_REFUSED = (
+    *(jinja2.nodes.Pow, jinja2.nodes.Import, jinja2.nodes.FromImport),
+    *(jinja2.nodes.Include, jinja2.nodes.Extends, jinja2.nodes.Const),
+)
+MAX_CONSTANT = 10**7  # largest whole number in a chat template
 OWN = frozenset({"messages", "add_generation_prompt"})  # variables that the run itself sets
 _DATE = "strftime_now"  # function that templates call with a format
 _FUNCTIONS = frozenset(DEFAULT_NAMESPACE) | {"raise_exception", _DATE}
@@ -149,8 +155,27 @@ def writes_date(template: str) -> bool:
 
 
 def _names(template: str) -> frozenset[str]:
-    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _GenerationBlock])
-    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(template)))
+
+
+def check_template(template: str) -> None:
+    """Raise ValueError for a template that could hang or abort, before it is compiled.
+
+    A template is a program: Jinja's sandbox allows powers and numbers of many digits, which compiling computes.
+    """
+    try:
+        nodes = list(_environment().parse(template).find_all(_REFUSED))
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ValueError(f"its chat template is no Jinja template: {error}") from error
+    for node in nodes:
+        constant = getattr(node, "value", None)
+        if not isinstance(node, jinja2.nodes.Const) or (isinstance(constant, int) and abs(constant) > MAX_CONSTANT):
+            what = type(node).__name__ if constant is None else f"the number {shown(constant)}"
+            raise ValueError(f"line {node.lineno} of its chat template has {what}, which is never run")
+
+
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(extensions=[jinja2.ext.loopcontrols, _GenerationBlock])
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mega_rl.data.sampling.epochs import MINIBATCH, permutation
+from mega_rl.data.order import MINIBATCH, permutation
 
 
 def minibatch_prompt_blocks(num_prompts: int, minibatch_size: int, *, seed_key: tuple[int, ...]) -> list[list[int]]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from mega_rl.data.chat import ChatTemplate, Tokenizer
 from mega_rl.data.columns import RowColumns, RowProblem
+from mega_rl.data.order import SPLIT, permutation
 from mega_rl.data.rows import PromptRow, RowSource, parse_row, read_rows
-from mega_rl.data.sampling.epochs import SPLIT, permutation
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from mega_rl.data.columns import RowColumns
+from mega_rl.data.order import STREAM, StepOrder, permutation
 from mega_rl.data.prompts import PromptReading
 from mega_rl.data.rows import one_line, read_jsonl, read_parquet, with_short_floats
-from mega_rl.data.sampling.epochs import STREAM, StepOrder, permutation
 from mega_rl.errors import RunError, UserError
 from mega_rl.threads import Running
 from mega_rl.types import JsonObject, Metrics, Prompt

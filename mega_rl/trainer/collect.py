@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mega_rl.data.sampling.epochs import StepOrder
-from mega_rl.data.sampling.success import SuccessRates
+from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.parallel.boxes import whole
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.filters import Overlong, choose, leave_unscored_out, share_out, spread_of, with_prompts

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -26,59 +26,33 @@ class BackgroundRolloutError(RunError):
     """Generation in the background failed or was late; `__cause__` is its thread's error."""
 
 
-class Requests(Protocol):
-    """Requests of a generation in progress, controlled from another thread. Any state allows any call."""
-
-    def interrupt(self) -> None:
-        """Interrupt requests in flight, keep their tokens, send no more; returns when none is in flight."""
-        ...
-
-    def resume(self) -> None:
-        """Send requests again, the interrupted ones first."""
-        ...
-
-
+@dataclass
 class ThreadedRollouts(Generic[Samples]):
     """Generation of one step's samples while the trainer does something else, the same on all ranks.
 
     Only `finish`, `drain` and `interrupt` are collective: in between, the trainer has its own collectives.
     """
 
-    def __init__(
-        self,
-        generate: Callable[[Sequence[Prompt], int], Samples],
-        collect: Callable[[Samples], Rollout],
-        *,
-        everyone: Ranks,
-        timeout_s: float,
-        requests: Requests | None = None,
-        beat_s: float = 5.0,
-    ) -> None:
-        """generate: (prompts, step) -> this rank's samples; runs on the thread and does no collective.
-        collect: from the samples of all ranks this replica's rows, on the caller's thread; collective.
-        timeout_s: deadline of one wait. requests: None if generation cannot be interrupted. beat_s: the ranks meet
-        this often while one waits, so that the deadline of a collective does not bound generation.
-        """
-        self._generate = generate
-        self._collect = collect
-        self._everyone = everyone
-        self._timeout_s = timeout_s
-        self._requests = requests
-        self._beat_s = beat_s
-        self._job: Running[Samples] | None = None
-        self._step = 0  # step of the job
+    generate: Callable[[Sequence[Prompt], int], Samples]  # this rank's of a step; runs on the thread, no collective
+    collect: Callable[[Samples], Rollout]  # this replica's rows from all ranks' samples; on the caller's thread
+    everyone: Ranks
+    timeout_s: float  # deadline of one wait
+    # Its `interrupt` returns when no request is in flight, `resume` sends them again; None: it cannot be interrupted.
+    requests: Any = None
+    beat_s: float = 5.0  # the ranks meet this often, so that the deadline of a collective does not bound generation
+    _job: Running[Samples] | None = field(default=None, init=False)
+    _step: int = field(default=0, init=False)  # step of the job
 
     def start(self, prompts: Sequence[Prompt], *, step: int) -> None:
         """Begin a generation with the weights that the engine holds now; returns at once."""
         assert self._job is None, f"step {step} starts while the rollout of step {self._step} is not taken"
         self._step = step
-        self._job = Running(lambda: self._generate(prompts, step), name=f"rollout of step {step}")
+        self._job = Running(lambda: self.generate(prompts, step), name=f"rollout of step {step}")
 
     def finish(self) -> Rollout:
         """Wait for the generation and return this replica's rows; collective.
 
-        Raises on all ranks: BackgroundRolloutError after the deadline or an unexpected error on any rank; RunError and
-        UserError of the generation unchanged.
+        Raises its RunError or UserError on all ranks, and BackgroundRolloutError for other errors and the deadline.
         """
         self.drain()
         job, self._job = self._job, None
@@ -89,9 +63,9 @@ class ThreadedRollouts(Generic[Samples]):
                 f"the generation of step {self._step} failed in the background: {type(failure).__name__}: {failure}"
             )
             failure.__cause__ = job.error
-        raise_together(failure, self._everyone, error=BackgroundRolloutError)
+        raise_together(failure, self.everyone, error=BackgroundRolloutError)
         assert job.result is not None
-        return self._collect(job.result)
+        return self.collect(job.result)
 
     def drain(self) -> None:
         """Wait until the generation has ended or failed on all ranks; `finish` raises its error; collective."""
@@ -99,12 +73,12 @@ class ThreadedRollouts(Generic[Samples]):
             return
         begin = time.monotonic()
         while True:
-            running = self._job.wait(min(self._beat_s, max(0.0, begin + self._timeout_s - time.monotonic())))
-            late = running and time.monotonic() - begin >= self._timeout_s
-            some_running, some_late = self._everyone.max(torch.tensor([int(running), int(late)])).tolist()
+            running = self._job.wait(min(self.beat_s, max(0.0, begin + self.timeout_s - time.monotonic())))
+            late = running and time.monotonic() - begin >= self.timeout_s
+            some_running, some_late = self.everyone.max(torch.tensor([int(running), int(late)])).tolist()
             if some_late:
                 raise BackgroundRolloutError(
-                    f"waited {self._timeout_s:g} s for the generation of step {self._step} in the background, and it "
+                    f"waited {self.timeout_s:g} s for the generation of step {self._step} in the background, and it "
                     "has not ended on every rank"
                 )
             if not some_running:
@@ -112,20 +86,20 @@ class ThreadedRollouts(Generic[Samples]):
 
     def interrupt(self) -> None:
         """Interrupt all ranks' requests and keep their tokens; collective; raises any rank's error."""
-        assert self._requests is not None, "this generation cannot be interrupted"
+        assert self.requests is not None, "this generation cannot be interrupted"
         failure: Exception | None = None
         if self._job is not None:
             try:
-                self._requests.interrupt()
+                self.requests.interrupt()
             except RunError as error:
                 failure = error
-        raise_together(failure, self._everyone, error=BackgroundRolloutError)
+        raise_together(failure, self.everyone, error=BackgroundRolloutError)
 
     def resume(self) -> None:
         """Continue the interrupted requests with the current weights."""
-        assert self._requests is not None, "this generation cannot be interrupted"
+        assert self.requests is not None, "this generation cannot be interrupted"
         if self._job is not None:
-            self._requests.resume()
+            self.requests.resume()
 
     def close(self) -> None:
         """Cancel the generation and log an error that `finish` has not raised; no collective, never blocks."""
@@ -140,15 +114,10 @@ class ThreadedRollouts(Generic[Samples]):
 class OneStepAhead:
     """Rollout source and weight sync of servers that generate one step ahead of training.
 
-    When step k's rollout is taken, step k + 1's generation begins with the current weights, which step k has yet to
-    update: its samples are one version old when they train. Only the first rollout of a run does not overlap with
-    training, and is of the current version. The last step starts no generation.
-
-    A publish waits for the generation, so that every response is of one version, and sends the weights to idle servers.
-    With `partial` it interrupts the generation, and responses continue under the new weights.
-
-    A checkpoint (`protocols.RankState`) keeps the rollout in progress, once complete: a resumed run has newer weights
-    and could not generate it again.
+    When step k's rollout is taken, step k + 1's generation begins with the weights that step k has yet to update: its
+    samples are one version old when they train. A publish waits for the generation; with `partial` it interrupts it,
+    and responses continue under the new weights. A checkpoint keeps the rollout in progress, once complete: a resumed
+    run has newer weights and could not generate it again.
     """
 
     source: RolloutSource  # for validation, which is not ahead
@@ -158,8 +127,8 @@ class OneStepAhead:
     steps: int  # length of the run
     partial: bool = False
     clock: Callable[[], float] = time.perf_counter
-    # Every `check_interval` steps idle servers answer the first prompts with the weights that the trainer still has,
-    # and `compare` raises or returns their `rollout/logprob_diff_*`: tokens that train are of older weights.
+    # Every `check_interval` steps idle servers answer the first prompts with the trainer's weights, and `compare`
+    # raises or returns their `rollout/logprob_diff_*`.
     compare: Callable[[Rollout], Metrics] | None = None  # collective
     check_interval: int = 10
     check_prompts: int = 1  # one for each rank
@@ -215,15 +184,12 @@ class OneStepAhead:
         return metrics | {"rollout/ahead_wait_s": waited}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the rollout in progress, once complete, with its step and prompts; empty without one; collective.
+        """Return the fields of the rollout in progress, once complete; empty without one; collective.
 
-        `step` int64 scalar; `prompts` [P] int64, the rows of the data set; the fields of this replica's `Rollout`. A
-        failed generation leaves nothing and fails the step that needs it.
+        `step` is an int64 scalar, `prompts` [P] int64 are rows of the data. A failed generation leaves nothing.
         """
-        if self._started is None:
-            return {}
-        rollout: Any = self._finished()
-        if isinstance(rollout, Exception):
+        rollout: Any = None if self._started is None else self._finished()
+        if self._started is None or isinstance(rollout, Exception):
             return {}
         fields: dict[str, Tensor] = {name: tensor for name, tensor in rollout.items() if tensor is not None}
         return {"step": torch.tensor(self._started), "prompts": self._rows(self._started)} | fields

@@ -62,9 +62,7 @@ def test_the_wheel_is_the_package_with_its_recipes_and_licence(release: Release)
     tables = (path for kind in ("md", "toml", "tsv") for path in (ROOT / "mega_rl").rglob(f"*.{kind}"))
     data |= {path.relative_to(ROOT).as_posix() for path in tables}
     schedulers = ROOT / "mega_rl" / "operations" / "schedulers"
-    data |= {
-        path.relative_to(ROOT).as_posix() for path in (schedulers / "jobset.yaml", schedulers / "slurm" / "job.sh")
-    }
+    data |= {path.relative_to(ROOT).as_posix() for path in (schedulers / "jobset.yaml", schedulers / "job.sh")}
     data |= {f"mega_rl/config/recipes/{name}.yaml" for name in packaged.names()}
     data |= {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "mega_rl" / "tracking" / "report" / "assets").iterdir()

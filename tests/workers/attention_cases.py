@@ -24,8 +24,7 @@ def case(
     from mega_rl.config.loader import load
     from mega_rl.errors import UserError
     from mega_rl.trainer.assemble import session
-    from mega_rl.trainer.assemble.plan import plan_run
-    from mega_rl.trainer.assemble.roles import build_roles
+    from mega_rl.trainer.assemble.plan import build_roles, plan_run
 
     actual: dict[str, Any] = {}
     for name, (recipe, overrides) in runs.items():

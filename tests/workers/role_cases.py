@@ -20,8 +20,7 @@ def case(rank: int, engine: str, runs: dict[str, tuple[str, Sequence[str]]], voc
     from mega_rl.plan.preflight import preflight
     from mega_rl.trainer.assemble import session
     from mega_rl.trainer.assemble.metrics import role_facts
-    from mega_rl.trainer.assemble.plan import plan_run
-    from mega_rl.trainer.assemble.roles import build_roles
+    from mega_rl.trainer.assemble.plan import build_roles, plan_run
 
     actual = {}
     for name, (recipe, overrides) in runs.items():

@@ -23,10 +23,10 @@ import psutil
 from mega_rl import disk
 from mega_rl.disk import SaveError
 from mega_rl.errors import UserError
-from mega_rl.tracking.health.process_state import memory_limit
 from mega_rl.untrusted import read_file
 
 SHM = Path("/dev/shm")
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 HISTORY_FILE = ".memory"  # in the run's folder of checkpoints
 HINT = "set checkpoint.memory.interval=0, or remove it"
 _TOKEN = re.compile(r"[0-9a-f]{16}")
@@ -103,13 +103,18 @@ def remove_others(folder: Path) -> None:
             remove(other)
 
 
-def free_memory(folder: Path) -> tuple[int, str]:
+def free_memory(folder: Path, *, cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> tuple[int, str]:
     """Return the fewest free bytes of tmpfs, host and control groups, with its name.
 
-    A control group kills a process that exceeds its limit, and a tmpfs counts in it.
+    A control group kills a process that exceeds its limit, and a tmpfs counts in it. File cache does not: the kernel
+    frees it first.
     """
     limits = [(disk.free_bytes(folder), f"the tmpfs of {folder}"), (psutil.virtual_memory().available, "the host")]
-    used, limit = memory_limit()
-    if limit:
-        limits.append((max(0, limit - used), "the container's memory limit"))
+    group = cgroups / (own.read_text().partition("0::")[2].strip().strip("/") if own.exists() else "")
+    for each in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # no limit
+            limit, used = (int((each / name).read_text()) for name in ("memory.max", "memory.current"))
+            stat = dict(map(str.split, (each / "memory.stat").read_text().splitlines()))
+            used -= max(0, int(stat.get("file", 0)) - int(stat.get("shmem", 0)))
+            limits.append((max(0, limit - used), "the container's memory limit"))
     return min(limits)

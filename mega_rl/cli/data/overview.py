@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import typer
 
@@ -15,10 +15,10 @@ from mega_rl.config.loader import load
 from mega_rl.config.rules import check
 from mega_rl.config.schema import Config, SuccessCurriculum
 from mega_rl.converters.hf.config import read_hf_config
-from mega_rl.data.build import ONLY, build_order, build_streams
+from mega_rl.data.build import ONLY, PromptReader, build_order
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.hub.resolve import HubNames, checkpoint_folder, fetch, hub_names
-from mega_rl.data.sampling.mixture import shares_of
+from mega_rl.data.order import shares_of
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.plan.preflight.run import check_data, check_validation
 from mega_rl.plan.setup import smallest_world
@@ -30,30 +30,9 @@ LINE = 240  # characters of a prompt, or of an answer, that are shown: half from
 HEAD = ("set", "prompts", "mean tokens", "longest", "weight", "share", "draws", "epochs")
 
 
-@dataclass(frozen=True)
-class SetOverview:
-    """A set of prompts and a run's draws from it; only a stream's first block is read."""
-
-    name: str
-    role: str  # "train" or "validation"
-    prompts: int | None  # None for a stream
-    mean_tokens: float
-    longest: int  # tokens
-    shards: int | None = None  # shards of a stream
-    weight: float | None = None  # None where the number of prompts decides
-    share: float | None = None  # share of the run's draws
-    draws: int | None = None
-    epochs: float | None = None  # None for a stream
-
-    def cells(self) -> list[str]:
-        """Return the cells of the table; empty for None."""
-        size = f"{self.shards} shard{'s' * (self.shards != 1)}" if self.prompts is None else f"{self.prompts:,}"
-        formats = ((self.weight, "{:g}"), (self.share, "{:.1%}"), (self.draws, "{:,}"), (self.epochs, "{:.3g}"))
-        draws = ["" if value is None else text.format(value) for value, text in formats]
-        return [self.name, size, f"{self.mean_tokens:.0f}", str(self.longest), *draws]
-
-
-Sets = Iterator[tuple[SetOverview, str, Sequence[Prompt]]]  # with the title of the prompts ("": none shown), and these
+# (facts of a set and a run's draws from it, title of its prompts ("": none shown), its prompts).
+Sets: TypeAlias = Iterator[tuple[JsonObject, str, Sequence[Prompt]]]
+FORMATS = {"weight": "{:g}", "share": "{:.1%}", "draws": "{:,}", "epochs": "{:.3g}"}  # facts of sets that are drawn
 
 
 def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int, as_json: bool) -> None:
@@ -69,14 +48,14 @@ def show_prompts(recipe: Path, overrides: Sequence[str], *, prompts: int, as_jso
         sets = [*_in_memory(config, train)]
     for one in held_out:
         title = f"{one.name} (validation)" if one.name else "validation"
-        sets.append((_of_prompts(one.name or "validation", "validation", one.prompts), title, one.prompts))
+        sets.append((_facts(one.name or "validation", "validation", one.prompts), title, one.prompts))
     steps, draws = config.trainer.steps, config.trainer.steps * config.trainer.prompts_per_step
     first = {title: [_shown(prompt, tokens) for prompt in own[:prompts]] for _, title, own in sets if title}
     if as_json:
-        facts = {"steps": steps, "draws": draws, "first": first, "sets": [asdict(one) for one, _, _ in sets]}
+        facts = {"steps": steps, "draws": draws, "first": first, "sets": [facts for facts, _, _ in sets]}
         typer.echo(json.dumps(facts, indent=2, ensure_ascii=False))
         return
-    print_table(HEAD, [one.cells() for one, _, _ in sets])
+    print_table(HEAD, [_cells(facts) for facts, _, _ in sets])
     typer.echo(f"{steps:,} steps of {config.trainer.prompts_per_step:,} prompts are {draws:,} draws")
     if config.rollout.dynamic_sampling.max_generations:
         typer.echo("dynamic sampling draws more: groups of equal rewards are replaced")
@@ -114,13 +93,11 @@ def _in_memory(config: Config, train: Sequence[Prompt]) -> Sets:
     sources = config.data.mixture.named()
     for name, source in sources.items():
         own = [prompt for prompt in train if prompt.source == name]
-        count, epochs = int(metrics[f"data/{name}/prompts"]), metrics[f"data/{name}/epochs"]
-        weight, share = source.weight or None, count / drawn
-        one = replace(_of_prompts(name, "train", own), weight=weight, share=share, draws=count, epochs=epochs)
-        yield one, name, own
-    whole = _of_prompts("all" if sources else "train", "train", train)
-    whole = replace(whole, share=1.0, draws=drawn, epochs=metrics["data/epochs"])
-    yield whole, "" if sources else "train", train
+        count = int(metrics[f"data/{name}/prompts"])
+        draws = {"share": count / drawn, "draws": count, "epochs": metrics[f"data/{name}/epochs"]}
+        yield _facts(name, "train", own, weight=source.weight or None, **draws), name, own
+    whole = {"share": 1.0, "draws": drawn, "epochs": metrics["data/epochs"]}
+    yield _facts("all" if sources else "train", "train", train, **whole), "" if sources else "train", train
 
 
 def _streams(config: Config, tokens: Tokens, vocab_size: int, columns: RewardColumns) -> Sets:
@@ -128,20 +105,25 @@ def _streams(config: Config, tokens: Tokens, vocab_size: int, columns: RewardCol
     weights = {name: source.weight for name, source in config.data.mixture.named().items()}
     shares = shares_of(weights) if weights else {ONLY: 1}
     drawn = config.trainer.steps * config.trainer.prompts_per_step
-    streams = build_streams(config.data, config.trainer, tokens.tokenizer, vocab_size=vocab_size, columns=columns)
-    for name, reader in streams:
+    reader_of = PromptReader(config.data, tokens.tokenizer, vocab_size, columns)
+    for name, reader in reader_of.streams(config.trainer.seed):
         title, own = name or "train", reader.first_block()
         share = shares[name] / sum(shares.values())
-        one = replace(
-            _of_prompts(title, "train", own), prompts=None, shards=len(reader.shards),
-            weight=weights.get(name), share=share, draws=round(share * drawn),
-        )  # fmt: skip
-        yield one, title, own
+        draws = {"weight": weights.get(name), "share": share, "draws": round(share * drawn)}
+        facts = {**_facts(title, "train", own, **draws), "prompts": None, "shards": len(reader.shards)}
+        yield facts, title, own
 
 
-def _of_prompts(name: str, role: str, own: Sequence[Prompt]) -> SetOverview:
-    lengths = [len(prompt.token_ids) for prompt in own]
-    return SetOverview(name, role, len(own), sum(lengths) / max(len(lengths), 1), max(lengths, default=0))
+def _facts(name: str, role: str, own: Sequence[Prompt], **draws: float | None) -> JsonObject:
+    lengths = [len(prompt.token_ids) for prompt in own] or [0]
+    tokens = {"mean_tokens": sum(lengths) / len(lengths), "longest": max(lengths)}
+    return {"name": name, "role": role, "prompts": len(own), **tokens, "epochs": None, **draws}
+
+
+def _cells(facts: JsonObject) -> list[str]:
+    size = f"{facts['shards']} shard{'s' * (facts['shards'] != 1)}" if "shards" in facts else f"{facts['prompts']:,}"
+    draws = ["" if facts.get(name) is None else text.format(facts[name]) for name, text in FORMATS.items()]
+    return [facts["name"], size, f"{facts['mean_tokens']:.0f}", str(facts["longest"]), *draws]
 
 
 def _shown(prompt: Prompt, tokens: Tokens) -> JsonObject:

@@ -16,7 +16,7 @@ from mega_rl.algorithms.losses.aggregation import loss_weights, token_mean
 from mega_rl.algorithms.losses.policy import nll_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.schema import Config
-from mega_rl.data.sampling.epochs import permutation
+from mega_rl.data.order import permutation
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import LossOutput

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from mega_rl.errors import UserError, name_of_signal
@@ -15,15 +16,10 @@ from mega_rl.operations.diagnosis.stacks import collect, write_stacks
 from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES, UNSAID
 from mega_rl.tracking.health.guard import in_phase
 from mega_rl.tracking.health.heartbeat import RankFacts
-from mega_rl.tracking.health.process_state import STATES, kills_for_memory, memory_full, process_state
-from mega_rl.tracking.health.records import RankRecord, health_folder, read_records
+from mega_rl.tracking.health.records import STATES, STOPPED, RankRecord, health_folder, read_records
 
 SIGKILL, SIGTERM = 9, 15
-SAID_CODES = (
-    0,
-    UserError.exit_code,
-    *(128 + number for number in (2, 10, 15)),
-)  # exit codes of ranks that said why they ended
+SAID_CODES = (0, UserError.exit_code, 130, 138, 143)  # exit codes of ranks that said why they ended, or were stopped
 GRACE_S = 1.5  # for ranks that wait in the same collective to record its failure
 
 
@@ -34,11 +30,18 @@ def diagnose(run_dir: Path, *, exits: Mapping[int, int] | None, world_size: int,
     None without a launcher. host_kills: `kills_for_memory` when the run began.
     """
     seen = observe(run_dir, world_size=world_size, exits=exits)
-    named = name_cause(seen, memory_ran_out=kills_for_memory() > host_kills)
-    if named is None:
-        return None
-    report = write_report(run_dir, seen, named[0])
-    return named[0] if report is None else f"{named[0]} (report: {report})"
+    cause = name_cause(seen, memory_ran_out=kills_for_memory() > host_kills)
+    report = None if cause is None else write_report(run_dir, seen, cause)
+    return cause if report is None else f"{cause} (report: {report})"
+
+
+def kills_for_memory() -> int:
+    """Return how many processes of this host, in containers too, the kernel has killed for lack of memory."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def investigate(facts: RankFacts, own: str) -> str | None:
@@ -46,7 +49,7 @@ def investigate(facts: RankFacts, own: str) -> str | None:
 
     Writes the stacks of this rank, `own`, and of this host's other ranks if no launcher does.
     """
-    write_stacks(facts.run_dir, facts.rank, os.getpid(), process_state(os.getpid()), own)
+    write_stacks(facts.run_dir, facts.rank, os.getpid(), own)
     if facts.launched:
         return None
     time.sleep(min(GRACE_S, facts.interval_s + 0.3))
@@ -64,8 +67,8 @@ def investigate(facts: RankFacts, own: str) -> str | None:
     return diagnose(facts.run_dir, exits=None, world_size=facts.world_size)
 
 
-def name_cause(seen: Observations, *, memory_ran_out: bool = False) -> tuple[str, int | None] | None:
-    """Return (a line with the cause, the rank to blame); None if there is nothing to say.
+def name_cause(seen: Observations, *, memory_ran_out: bool = False) -> str | None:
+    """Return a line with the cause and the rank to blame; None if there is nothing to say.
 
     memory_ran_out: the kernel has killed a process for lack of memory since the run began.
     """
@@ -74,37 +77,34 @@ def name_cause(seen: Observations, *, memory_ran_out: bool = False) -> tuple[str
     return _death(seen, memory_ran_out) or _failure(seen) or _hang(seen)
 
 
-def _death(seen: Observations, memory_ran_out: bool) -> tuple[str, int] | None:
+def _death(seen: Observations, memory_ran_out: bool) -> str | None:
     """Return the first rank that died without last words, except those that a launcher ended."""
-    by_beat = sorted(seen.records, key=lambda rank: seen.records[rank].beat)
-    for rank in (*seen.exits, *(rank for rank in by_beat if rank not in seen.exits and seen.has_ended(rank))):
-        record, state, code = seen.records.get(rank), seen.states.get(rank), seen.exits.get(rank)
-        if seen.is_innocent(rank) or (record is not None and record.ended is not None) or code in SAID_CODES:
+    for rank in _in_order(seen):
+        record, code = seen.records.get(rank), seen.exits.get(rank)
+        said = (record is not None and record.ended is not None) or code in SAID_CODES
+        if said or seen.is_innocent(rank) or not seen.has_ended(rank):
             continue
-        number = -code if code is not None and code < 0 else state.exit_signal if state is not None else 0
-        if number == SIGTERM or (number == SIGKILL and state is not None and state.stopped):
+        if code == -SIGTERM or (code == -SIGKILL and seen.states.get(rank) in STOPPED):
             continue  # the launcher ends other ranks like this
-        who, last, memory = _named(seen, rank), _last_seen(record), ""
-        if memory_ran_out:
-            memory = ": the kernel has killed a process for lack of memory"
-        elif number == SIGKILL and memory_full():
-            memory = ": memory is nearly full, perhaps it ran out"
-        elif number == SIGKILL:
+        who, last = _named(seen, rank), _last_seen(record)
+        if code == -SIGKILL and memory_ran_out:
+            last += ": the kernel has killed a process for lack of memory"
+        elif code == -SIGKILL:
             resident = 0 if record is None else record.memory.get("resident", 0)
-            memory = f": perhaps out of memory (it held {resident / 1e9:.1f} GB)"
-        if number:
-            return f"{who} was killed by {name_of_signal(number)}{last}{memory if number == SIGKILL else ''}", rank
+            last += f": perhaps out of memory (it held {resident / 1e9:.1f} GB)"
         if code is None:
-            return f"{who} has died without a word{last}{memory}", rank
+            return f"{who} has died without a word{last}"
+        if code < 0:
+            return f"{who} was killed by {name_of_signal(-code)}{last}"
         if code >= UNSAID:
             in_users = record is not None and record.place is not None and record.place.users
             last = f", last seen {_doing(record)}" if record is not None and in_users else last
-            return f"{who} ended with exit code {code - UNSAID} before its work was done{last}", rank
-        return f"{who} ended with exit code {code}{last}", rank
+            return f"{who} ended with exit code {code - UNSAID} before its work was done{last}"
+        return f"{who} ended with exit code {code}{last}"
     return None
 
 
-def _failure(seen: Observations) -> tuple[str, int] | None:
+def _failure(seen: Observations) -> str | None:
     """Return the rank that hung and was interrupted, or the first rank that failed by itself.
 
     None if rank 0 had an error: it says so itself.
@@ -112,12 +112,12 @@ def _failure(seen: Observations) -> tuple[str, int] | None:
     ended = [(rank, record.ended) for rank in _in_order(seen) if (record := seen.records.get(rank)) and record.ended]
     for rank, words in ended:
         if words.kind == "hung":
-            return f"{_named(seen, rank)} hung {_doing(seen.records[rank])}: {words.message}", rank
+            return f"{_named(seen, rank)} hung {_doing(seen.records[rank])}: {words.message}"
     failed = [(rank, words) for rank, words in ended if words.kind == "error"]
     if not failed or any(rank == 0 for rank, _ in failed):
         return None
     rank, words = failed[0]
-    return f"{_named(seen, rank)} failed{in_phase(words.phase, words.step)}: {words.message}", rank
+    return f"{_named(seen, rank)} failed{in_phase(words.phase, words.step)}: {words.message}"
 
 
 def _in_order(seen: Observations) -> list[int]:
@@ -126,31 +126,31 @@ def _in_order(seen: Observations) -> list[int]:
     return [*seen.exits, *sorted(others, key=lambda rank: seen.records[rank].beat)]
 
 
-def _hang(seen: Observations) -> tuple[str, int | None] | None:
+def _hang(seen: Observations) -> str | None:
     """Return the rank that others wait for."""
     calls = by_call(seen)
     gave_up = any(seen.is_innocent(rank) for rank in seen.records)
     silent = any(record.silent_s(seen.now) for record in seen.records.values())
-    if not (calls or gave_up or silent or any(state.stopped for state in seen.states.values())):
+    if not (calls or gave_up or silent or any(state in STOPPED for state in seen.states.values())):
         return None
     missing = seen.missing()
     missing = [rank for rank in missing if not _done(seen, rank)] or missing
     if missing:
         rank = min(missing, key=lambda one: _likelihood(seen, one))
         also = f" (also missing: {in_words([one for one in missing if one != rank])})" if len(missing) > 1 else ""
-        return f"{_named(seen, rank)} {_state_of(seen, rank)}{_while_others(seen, missing)}{also}", rank
+        return f"{_named(seen, rank)} {_state_of(seen, rank)}{_while_others(seen, missing)}{also}"
     if (diverged := _divergence(seen)) is not None:
         return diverged
     if not calls:
         return None
     reason = "the network between them, or the device, does not answer"
     if len(calls) == 1:
-        return f"all ranks wait in {calls[0][0]}: {reason}", None
+        return f"all ranks wait in {calls[0][0]}: {reason}"
     groups = ", ".join(f"{in_words(ranks)} in {call}" for call, ranks in calls[:3]) + ", ..." * (len(calls) > 3)
-    return f"all ranks of each group wait, {groups}: {reason}", None
+    return f"all ranks of each group wait, {groups}: {reason}"
 
 
-def _divergence(seen: Observations) -> tuple[str, int] | None:
+def _divergence(seen: Observations) -> str | None:
     """Return two ranks of the smallest group that wait for each other in different collectives."""
     waiting = {rank: call for rank in sorted(seen.records) if (call := seen.waiting(rank)) is not None}
     world = tuple(range(seen.world_size))
@@ -164,13 +164,13 @@ def _divergence(seen: Observations) -> tuple[str, int] | None:
         return None
     mutual = [pair for pair in pairs if pair[1] in (waiting[pair[2]].ranks or world)]
     _, rank, other = min(mutual or pairs)
-    return f"diverged: rank {other} waits in {waiting[other]} while rank {rank} waits for it in {waiting[rank]}", other
+    return f"diverged: rank {other} waits in {waiting[other]} while rank {rank} waits for it in {waiting[rank]}"
 
 
 def _likelihood(seen: Observations, rank: int) -> tuple[int, int]:
     """Return a sort key: stopped and dead ranks first, then silent ones, then others."""
     state, record = seen.states.get(rank), seen.records.get(rank)
-    if state is not None and (state.stopped or not state.alive):
+    if state in ("", *STOPPED):
         return 0, rank
     return 1 if record is None or record.silent_s(seen.now) else 2, rank
 
@@ -181,15 +181,15 @@ def _state_of(seen: Observations, rank: int) -> str:
     if record is None:
         return "has left no record"
     at = f" at {stacks.top}" if stacks is not None and stacks.top else ""  # newer than a silent rank's record
-    if state is not None and state.stopped:
-        return f"is stopped (state {state.state}){at}{_last_seen(record)}"
+    if state in STOPPED:
+        return f"is stopped (state {state}){at}{_last_seen(record)}"
     if record.ended is not None:
         return f"has ended ({record.ended.kind}){_when(record)}"
-    if state is not None and not state.alive:
+    if state == "":
         return f"is gone{_when(record)}"
     if not (silent_s := record.silent_s(seen.now)):
         return f"is {_doing(record)}"
-    kernel = f", process state {state.state}: {STATES[state.state]}" if state is not None else ""
+    kernel = f", process state {state}: {STATES.get(state)}" if state else ""
     return f"has given no sign of life for {silent_s:.0f} s{kernel}{at}; last seen {_doing(record)}"
 
 

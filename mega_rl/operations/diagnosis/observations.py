@@ -10,8 +10,7 @@ from pathlib import Path
 
 from mega_rl.operations.diagnosis.stacks import Stacks, read_stacks
 from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES
-from mega_rl.tracking.health.process_state import ProcessState, process_state
-from mega_rl.tracking.health.records import Collective, RankRecord, load_record, read_records
+from mega_rl.tracking.health.records import STOPPED, Collective, RankRecord, load_record, read_records
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Observations:
     world_size: int
     now: float  # time.time()
     records: Mapping[int, RankRecord]
-    states: Mapping[int, ProcessState] = field(default_factory=dict)  # ranks on this host, or with stacks
+    states: Mapping[int, str] = field(default_factory=dict)  # letters, of ranks on this host or with stacks; "": gone
     exits: Mapping[int, int] = field(default_factory=dict)  # in the order of the ends; below 0 a signal
     stacks: Mapping[int, Stacks] = field(default_factory=dict)
 
@@ -48,14 +47,19 @@ class Observations:
 
     def has_ended(self, rank: int) -> bool:
         """Return whether a rank's process is known to have ended."""
-        record, state = self.records.get(rank), self.states.get(rank)
+        record = self.records.get(rank)
         said = record is not None and record.ended is not None
-        return rank in self.exits or said or (state is not None and not state.alive)
+        return rank in self.exits or said or self.states.get(rank) == ""
+
+    def may_live(self, rank: int) -> bool:
+        """Return whether a rank may still run: its process lives, or its beats come in time."""
+        record = self.records[rank]
+        return not self.has_ended(rank) and (rank in self.states or not record.silent_s(self.now))
 
     def missing(self) -> list[int]:
         """Return stopped ranks, and ranks that others wait for but that wait in no collective."""
         waiting = {rank: one for rank in self.records if (one := self.waiting(rank)) is not None}
-        frozen = {rank for rank, state in self.states.items() if state.stopped}
+        frozen = {rank for rank, state in self.states.items() if state in STOPPED}
         awaited: set[int] = set()
         for rank, one in waiting.items():
             if rank in frozen:
@@ -67,12 +71,14 @@ class Observations:
         return sorted(rank for rank in awaited | frozen if rank in frozen or rank not in waiting)
 
 
-def observe(run_dir: Path, *, world_size: int, exits: Mapping[int, int] | None = None) -> Observations:
+def observe(run_dir: Path, *, world_size: int | None = None, exits: Mapping[int, int] | None = None) -> Observations:
     """Return the observations in a run's folder, and those of this host on its own ranks.
 
     exits: from the launcher, which has killed the other ranks by now: states of ended processes mean nothing then.
     """
-    records = {rank: record for rank, record in read_records(run_dir).items() if rank < world_size}
+    records = read_records(run_dir)
+    size = max((one.world_size for one in records.values()), default=0) if world_size is None else world_size
+    records = {rank: record for rank, record in records.items() if rank < size}
     host = socket.gethostname()
     states, stacks = {}, {}
     for rank, record in list(records.items()):
@@ -80,13 +86,13 @@ def observe(run_dir: Path, *, world_size: int, exits: Mapping[int, int] | None =
         if stack is not None:
             stacks[rank], states[rank] = stack, stack.state
         elif record.host == host:
-            now = process_state(record.pid, record.started)
-            if not now.alive:  # its last words may be newer than the record read above
+            now = record.process_state()
+            if not now:  # its last words may be newer than the record read above
                 last = load_record(run_dir, rank)
                 records[rank] = last if last is not None and last.pid == record.pid else record
-            if exits is None or now.alive:
+            if exits is None or now:
                 states[rank] = now
-    return Observations(world_size, time.time(), records, states, exits or {}, stacks)
+    return Observations(size, time.time(), records, states, exits or {}, stacks)
 
 
 def same_call(one: Collective, other: Collective | None) -> bool:

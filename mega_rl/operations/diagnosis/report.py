@@ -7,37 +7,31 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from mega_rl.errors import UserError, in_units
 from mega_rl.operations.diagnosis.observations import Observations, by_call, in_words
 from mega_rl.tracking.health.failure_kinds import UNSAID
-from mega_rl.tracking.health.process_state import STATES
-from mega_rl.tracking.health.records import RankRecord, health_folder
+from mega_rl.tracking.health.records import STATES, RankRecord, health_folder
 from mega_rl.untrusted import read_file
 
 MAX_BYTES = 4 << 20
-MAX_A_SECOND = 100
-NAME = re.compile(r"report_\d{8}_\d{6}(_\d{1,3})?\.txt")
+NAME = re.compile(r"report_\d{8}_\d{6}_\d{6}\.txt")
 
 
 def write_report(run_dir: Path, seen: Observations, cause: str) -> Path | None:
     """Write a report and return its path; None if the file system refuses."""
     text = "\n".join([*lines_of(seen), "", cause, ""])
-    name = time.strftime("report_%Y%m%d_%H%M%S", time.localtime(seen.now))
-    for number in range(MAX_A_SECOND):
-        path = health_folder(run_dir) / (f"{name}.txt" if number == 0 else f"{name}_{number}.txt")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-            with open(descriptor, "wb") as file:
-                file.write(text.encode(errors="replace")[-MAX_BYTES:])
-        except FileExistsError:
-            continue
-        except OSError:
-            return None
-        return path
-    return None
+    path = health_folder(run_dir) / datetime.now().strftime("report_%Y%m%d_%H%M%S_%f.txt")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        with open(descriptor, "wb") as file:
+            file.write(text.encode(errors="replace")[-MAX_BYTES:])
+    except OSError:
+        return None
+    return path
 
 
 def newest_report(run_dir: Path) -> tuple[Path, str] | None:
@@ -47,7 +41,7 @@ def newest_report(run_dir: Path) -> tuple[Path, str] | None:
             names = [entry.name for entry in scan if NAME.fullmatch(entry.name)]
     except OSError:
         return None
-    for name in sorted(names, key=_order, reverse=True):
+    for name in sorted(names, reverse=True):
         path = health_folder(run_dir) / name
         with suppress(UserError):
             text = read_file(path, MAX_BYTES).decode(errors="replace")
@@ -82,8 +76,7 @@ def lines_of(seen: Observations) -> Iterator[str]:
 
 def _rank_lines(seen: Observations, rank: int, record: RankRecord) -> Iterator[str]:
     state = seen.states.get(rank)
-    wait = f" in {state.wait}" if state is not None and state.wait else ""
-    process = "" if state is None else f", {STATES.get(state.state, 'gone')}{wait}"
+    process = "" if state is None else f", {STATES.get(state, 'gone')}"
     steps = "before the first step" if record.step is None else f"{record.step} steps done"
     code = seen.exits.get(rank)
     ended = "" if code is None else f", exit code {code % UNSAID if code > 0 else code}"
@@ -113,8 +106,3 @@ def _rank_lines(seen: Observations, rank: int, record: RankRecord) -> Iterator[s
 
 def _short(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) <= 16 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
-
-
-def _order(name: str) -> tuple[str, int]:
-    stem = name.removesuffix(".txt").split("_")
-    return "_".join(stem[1:3]), int(stem[3]) if len(stem) > 3 else 0

@@ -6,6 +6,7 @@ HMAC over its sender, number and text, so a third party cannot forge, change or 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -33,7 +34,6 @@ BEAT_S = 2.0
 SILENT_S = 30.0  # without a beat: the other launcher, its host or the network is lost
 SEND_S = 10.0
 MAX_BYTES = 1 << 20  # length of a message; a few are sent for each rank of a node
-MAX_CALLERS = 128  # callers that have not joined yet, well below the 1,024 files that a process may usually open
 JOIN, WELCOME, BEAT = "join", "welcome", "beat"
 _GREETING, _CODE, _LENGTH = len(MAGIC) + 32, 32, 4
 
@@ -204,17 +204,14 @@ def join(
     """
     address, port = place
     deadline = time.monotonic() + join_s
-    tries_of_key = 3  # a port may change hands while a run is started again
     while not stopped():
         try:
             return connect(address, port, key, joining, silent_s=silent_s)
         except ChannelLost as error:
-            tries_of_key -= 1
-            if not tries_of_key:
-                raise UserError(
-                    f"--master-addr={address} --master-port={port}: this node is not let in ({error}); give every node "
-                    "the same MEGA_RL_LAUNCH_KEY, and the address of the launcher of node 0"
-                ) from None
+            raise UserError(
+                f"--master-addr={address} --master-port={port}: this node is not let in ({error}); give every node "
+                "the same MEGA_RL_LAUNCH_KEY, and the address of the launcher of node 0"
+            ) from None
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise RunError(
@@ -230,42 +227,28 @@ class Door:
 
     def __init__(self, listener: socket.socket, key: bytes, *, silent_s: float = SILENT_S) -> None:
         self._listener, self._key, self._silent_s = listener, key, silent_s
-        self._callers: dict[Channel, str] = {}  # address of each, the oldest first
+        self._callers: list[Channel] = []
         listener.setblocking(False)
 
     def arrivals(self) -> list[tuple[Channel, Joining]]:
         """Return the launchers that have joined since the last call, without waiting for any caller."""
-        try:
-            for _ in range(MAX_CALLERS // 2):  # each has time to answer before as many others push it out
-                connection, address = self._listener.accept()
-                channel = Channel(connection, self._key, is_server=True, silent_s=self._silent_s)
-                self._callers[channel] = address[0]
-        except BlockingIOError:
-            pass
-        except OSError as error:  # the caller is gone again, or too many files are open
-            log.warning("a launcher's call could not be taken: %s", error.strerror or error)
+        with contextlib.suppress(OSError):  # no further caller, or one that is gone again
+            while True:
+                connection, _ = self._listener.accept()
+                self._callers.append(Channel(connection, self._key, is_server=True, silent_s=self._silent_s))
         arrived = []
-        for caller, address in list(self._callers.items()):
+        for caller in list(self._callers):
             try:
                 if messages := caller.receive():
-                    joining = read_record(Joining, messages[0])
+                    arrived.append((caller, read_record(Joining, messages[0])))
                     caller.send({"type": WELCOME})
                     caller.keep_alive()
-                    arrived.append((caller, joining))
                 elif time.monotonic() - caller.since > HANDSHAKE_S:
                     raise ChannelLost("it did not answer (timed out)")
-                elif len(self._callers) > MAX_CALLERS:
-                    raise ChannelLost("too many callers wait")
                 else:
                     continue
             except (ChannelLost, ValueError) as error:
                 caller.close()
-                log.warning("a caller from %s is not let in as a launcher: %s", address, error)
-            del self._callers[caller]
+                log.warning("a caller is not let in as a launcher: %s", error)
+            self._callers.remove(caller)
         return arrived
-
-    def close(self) -> None:
-        """Take no more calls."""
-        self._listener.close()
-        for caller in self._callers:
-            caller.close()

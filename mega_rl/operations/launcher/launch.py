@@ -19,13 +19,24 @@ from pathlib import Path
 from mega_rl import __version__
 from mega_rl.errors import RunError, UserError, limits_as_errors
 from mega_rl.operations.launcher.channel import SILENT_S, Channel, ChannelLost, Door, Joining, join
-from mega_rl.operations.launcher.nodes import ENDED, FINISH, JOIN_S, POLL_S, START, STOPPED_BY, Fleet, LocalNode
+from mega_rl.operations.launcher.nodes import (
+    ENDED,
+    FINISH,
+    JOIN_S,
+    POLL_S,
+    START,
+    STOPPED_BY,
+    LocalNode,
+    RunNode,
+    finish,
+    gather,
+)
 from mega_rl.operations.launcher.ranks import KEY, NodeRanks, interface_of
 from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.operations.launcher.run_health import NewestCheckpoints, RunHealth, RunProgress
 from mega_rl.operations.launcher.signals import StopSignals
 from mega_rl.operations.launcher.store import LOOPBACK, listen
-from mega_rl.operations.launcher.supervisor import Conclusion, RestartPolicy, Supervisor
+from mega_rl.operations.launcher.supervisor import Conclusion, Supervisor
 from mega_rl.tracking.progress import printable
 from mega_rl.tracking.progress.terminal import ERASE_LINE
 from mega_rl.untrusted import read_record
@@ -40,9 +51,8 @@ class Launch:
     """The ranks of one node and their place in the run.
 
     program: a module and its arguments. run_dir: folder of the ranks' records and checkpoints. resume:
-    checkpoint.resume of the first start. master_addr, master_port: of node 0's launcher, with several nodes. spares:
-    launchers that wait to take a node's place. join_s: time for all to join. silent_s: time without a beat after which
-    a launcher is lost.
+    checkpoint.resume of the first start. master_addr, master_port: of node 0's launcher, with several nodes. join_s:
+    time for all to join. silent_s: time without a beat after which a launcher is lost.
     """
 
     program: tuple[str, ...]
@@ -54,7 +64,6 @@ class Launch:
     node_rank: int = 0
     master_addr: str = LOOPBACK
     master_port: int = 0
-    spares: int = 0
     join_s: float = JOIN_S
     silent_s: float = SILENT_S
 
@@ -67,11 +76,6 @@ class Launch:
     def to_json(self) -> str:
         """Return the launch as a JSON object."""
         return json.dumps(asdict(self), ensure_ascii=False)
-
-    @property
-    def has_others(self) -> bool:
-        """Return whether launchers of other nodes take part."""
-        return self.nnodes + self.spares > 1
 
     @property
     def digest(self) -> str:
@@ -124,15 +128,16 @@ def launch(
 
 def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newest: NewestCheckpoints) -> Conclusion:
     health = RunHealth(Path(settings.run_dir))
+    several = settings.nnodes > 1
 
     def node_at(address: str) -> LocalNode:
-        interface = interface_of(address) if settings.has_others else "lo"
+        interface = interface_of(address) if several else "lo"
         return LocalNode(NodeRanks(settings.program, variables=variables, interface=interface), health)
 
     def is_stopped() -> bool:
         return stop.first != 0
 
-    key = key_of(variables) if settings.has_others else b""
+    key = key_of(variables) if several else b""
     if settings.node_rank > 0:
         place = settings.master_addr, settings.master_port
         joining = Joining(settings.node_rank, socket.gethostname(), settings.digest)
@@ -140,21 +145,23 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
         return (
             Conclusion(128 + stop.first) if channel is None else follow(channel, node_at(channel.local_address), stop)
         )
-    with listen(settings.master_addr, settings.master_port) if settings.has_others else nullcontext() as listener:
-        door = None if listener is None else Door(listener, key, silent_s=settings.silent_s)
+    with listen(settings.master_addr, settings.master_port) if several else nullcontext() as listener:
         local = node_at(LOOPBACK if listener is None else str(listener.getsockname()[0]))
-        fleet = Fleet(local, nodes=settings.nnodes, spares=settings.spares, door=door, command=settings.digest)
+        nodes: list[RunNode] = [local]
         conclusion = Conclusion(RunError.exit_code, "the launcher of node 0 has ended by an internal error")
         try:
             log.info("starting %d ranks", settings.nnodes * settings.nproc_per_node)
-            fleet.gather(stopped=is_stopped, join_s=settings.join_s)
+            if listener is not None:
+                door, size = Door(listener, key, silent_s=settings.silent_s), settings.nnodes
+                gather(nodes, size, door, command=settings.digest, stopped=is_stopped, join_s=settings.join_s)
             conclusion = Supervisor(
-                fleet,
+                local,
+                nodes,
                 nproc=settings.nproc_per_node,
-                master_addr=settings.master_addr if settings.has_others else LOOPBACK,
+                master_addr=settings.master_addr if several else LOOPBACK,
                 health=health,
                 progress=RunProgress(Path(settings.run_dir), health, newest, resume=settings.resume),
-                restarts=RestartPolicy(settings.max_restarts),
+                max_restarts=settings.max_restarts,
                 stop=stop,
             ).run()
         except RunError as error:
@@ -162,7 +169,7 @@ def _run(settings: Launch, variables: Mapping[str, str], stop: StopSignals, newe
         finally:
             local.ranks.close()
             local.close_store()
-            fleet.finish(conclusion.code, conclusion.line)
+            finish(nodes, conclusion.code, conclusion.line)
         return conclusion
 
 
@@ -183,10 +190,10 @@ def _carry_out_orders(channel: Channel, node: LocalNode, stop: StopSignals) -> C
         for number in stop.take():  # to the ranks of this node, which agree with all others
             node.ranks.signal(number)
             channel.send({"type": STOPPED_BY, "number": number})
-            if generation == -1:  # a spare only leaves
+            if generation == -1:  # before the first start it only leaves
                 return Conclusion(128 + number)
-        if ends := node.ranks.poll():
-            channel.send({"type": ENDED, "generation": generation, "ends": [asdict(end) for end in ends]})
+        for end in node.ranks.poll():
+            channel.send({"type": ENDED, "generation": generation, **asdict(end)})
         for message in channel.receive():
             kind, values = str(message.get("type")), {name: one for name, one in message.items() if name != "type"}
             if kind == FINISH:

@@ -1,13 +1,10 @@
-"""Nodes of a run as node 0 sees them: who takes part, who joins, who is replaced."""
+"""Nodes of a run as node 0 sees them: who takes part, what each is ordered and reports."""
 
 from __future__ import annotations
 
 import logging
-import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from mega_rl.errors import RunError, UserError
@@ -26,27 +23,10 @@ JOIN_S = 600.0  # images are pulled, disks are mounted
 REMIND_S = 30.0
 POLL_S = 0.05
 FINISH_S = 5.0  # for launchers that were told to end to hang up
-FAULTS = 2  # failures of a node's ranks after which a spare takes its place
 
-
-@dataclass(frozen=True)
-class Ended:
-    """Report of a launcher: ranks of a generation that have ended."""
-
-    generation: int
-    ends: tuple[RankEnd, ...]
-
-
-@dataclass(frozen=True)
-class NodeNews:
-    """Events of a node since the last time it was asked.
-
-    stopped_by: signal that its launcher got and passed on. lost: why the launcher, and so its ranks, are gone.
-    """
-
-    ends: Sequence[RankEnd] = ()
-    stopped_by: int = 0
-    lost: str = ""
+# Since a node was asked last: ranks that ended, the signal that its launcher passed on (0: none), and why the launcher
+# and its ranks are gone (empty: they are there).
+News: TypeAlias = tuple[Sequence[RankEnd], int, str]
 
 
 def signal_number(message: Message) -> int:
@@ -60,8 +40,9 @@ def signal_number(message: Message) -> int:
 class LocalNode:
     """The ranks of this process's node; on node 0 also the store of all ranks."""
 
-    def __init__(self, ranks: NodeRanks, health: RunHealth, *, number: int = 0) -> None:
-        self.number, self.host = number, socket.gethostname()
+    number = 0  # node 0 asks only itself and its remote nodes
+
+    def __init__(self, ranks: NodeRanks, health: RunHealth) -> None:
         self.ranks, self._health = ranks, health
         self._store: RankStore | None = None
 
@@ -91,13 +72,9 @@ class LocalNode:
         elif kind == KILL:
             self.ranks.kill()
 
-    def poll(self) -> NodeNews:
+    def poll(self) -> News:
         """Return the ends of ranks."""
-        return NodeNews(self.ranks.poll())
-
-    def leave(self, within_s: float) -> bool:
-        """Return True: this launcher waits for the others."""
-        return True
+        return self.ranks.poll(), 0, ""
 
 
 class RemoteNode:
@@ -118,7 +95,7 @@ class RemoteNode:
         except ChannelLost as error:
             self._lost = str(error)
 
-    def poll(self) -> NodeNews:
+    def poll(self) -> News:
         """Return the launcher's reports; for a lost node each time that it is lost."""
         ends: list[RankEnd] = []
         stopped_by = 0
@@ -126,149 +103,63 @@ class RemoteNode:
             if self._lost:
                 raise ChannelLost(self._lost)
             for message in self._channel.receive():
-                if message.get("type") == ENDED:
-                    report = read_record(Ended, message)
-                    ends += report.ends if report.generation == self._generation else ()
+                if message.get("type") == ENDED and message.get("generation") == self._generation:
+                    ends.append(read_record(RankEnd, message))
                 elif message.get("type") == STOPPED_BY:
                     stopped_by = signal_number(message)
         except (ChannelLost, ValueError) as error:
             self._lost = str(error)
             self._channel.close()
-            return NodeNews(ends, stopped_by, lost=f"node {self.number} ({self.host}) is lost: {error}")
-        return NodeNews(ends, stopped_by)
-
-    def leave(self, within_s: float) -> bool:
-        """Return whether the launcher hangs up within this time, as it does after FINISH."""
-        deadline = time.monotonic() + within_s
-        while not self.poll().lost:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.02)
-        return True
+            return ends, stopped_by, f"node {self.number} ({self.host}) is lost: {error}"
+        return ends, stopped_by, ""
 
 
 RunNode: TypeAlias = LocalNode | RemoteNode
 
 
-class Fleet:
-    """The nodes of a run: `nodes` that take part and up to `spares` that wait."""
+def gather(
+    members: list[RunNode],
+    size: int,
+    door: Door,
+    *,
+    command: str,
+    stopped: Callable[[], bool],
+    join_s: float,
+) -> None:
+    """Let launchers in until a run has its nodes, sorted by their numbers, or a signal came.
 
-    def __init__(
-        self,
-        local: LocalNode,
-        *,
-        nodes: int = 1,
-        spares: int = 0,
-        door: Door | None = None,
-        command: str = "",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """door: entrance of other launchers. command: digest that they must join with."""
-        self.local = local
-        self._size, self._limit = nodes, nodes + spares
-        self._door, self._command, self._clock = door, command, clock
-        self._members: list[RunNode] = [local]
-        self._waiting: list[RunNode] = []  # spares, and launchers that came before all nodes were there
-        self._leaving: list[RunNode] = []  # told to end, and not yet gone
-        self._faults: Counter[int] = Counter()
-
-    @property
-    def nodes(self) -> Sequence[RunNode]:
-        """Return the nodes that take part, by number: the Ith has the ranks of place I."""
-        return self._members
-
-    def gather(self, *, stopped: Callable[[], bool], join_s: float = JOIN_S) -> None:
-        """Wait until all nodes have joined; spares replace those that have not after `join_s` seconds.
-
-        Raises RunError with the numbers of the missing nodes if too few have joined by then.
-        """
-        begun, reminded = self._clock(), 0.0
-        while not stopped():
-            self.welcome()
-            missing = sorted({*range(self._size)} - {node.number for node in (*self._members, *self._waiting)})
-            waited = self._clock() - begun
-            if not missing or (waited >= join_s and len(self._members) + len(self._waiting) >= self._size):
-                break
-            names = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self._size}"
-            if waited >= join_s:
-                raise RunError(f"the launcher of {names} has not joined within {join_s:g} s; look at its output there")
-            if waited - reminded >= REMIND_S:
-                reminded = waited
-                log.info("waiting for the launcher of %s, for %.0f of at most %.0f s", names, waited, join_s)
-            time.sleep(POLL_S)
-        for node in sorted(self._waiting, key=lambda node: node.number)[: self._size - len(self._members)]:
-            self._enlist(node)
-        for node in self._waiting:
-            _announce_spare(node)
-
-    def welcome(self) -> None:
-        """Let new launchers in, as spares; forget spares that are gone."""
-        for channel, joined in [] if self._door is None else self._door.arrivals():
+    command: digest that launchers must join with. Raises RunError with the missing numbers after `join_s` seconds.
+    """
+    begun, reminded = time.monotonic(), 0.0
+    refused: list[RunNode] = []
+    while not stopped() and (missing := sorted({*range(size)} - {node.number for node in members})):
+        for channel, joined in door.arrivals():
             node = RemoteNode(channel, joined)
-            if (reason := self._refusal(node, joined.command)) != "":
-                log.warning("node %d (%s) is not let in: %s", node.number, node.host, reason)
-                self._let_go(node, UserError.exit_code, reason)
+            if joined.command != command:
+                reason = "it was started with other options or settings than node 0"
             else:
-                self._waiting.append(node)
-                if len(self._members) == self._size:
-                    _announce_spare(node)
-        for spare in list(self._waiting):
-            if lost := spare.poll().lost:
-                log.warning("%s; it was not taking part", lost)
-                self._waiting.remove(spare)
-        self._leaving = [node for node in self._leaving if not node.leave(0.0)]
+                reason = "" if node.number in missing else f"--node-rank={node.number}: this number is taken"
+            (refused if reason else members).append(node)
+            if reason:
+                log.warning("node %d (%s) is not let in: %s", node.number, node.host, reason)
+                line = f"{reason}; start the same command on every node, each with its own --node-rank"
+                node.order(FINISH, code=UserError.exit_code, line=line)
+        waited = time.monotonic() - begun
+        names = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {size}"
+        if waited >= join_s:
+            raise RunError(f"the launcher of {names} has not joined within {join_s:g} s; look at its output there")
+        if waited - reminded >= REMIND_S:
+            reminded = waited
+            log.info("waiting for the launcher of %s, for %.0f of at most %.0f s", names, waited, join_s)
+        time.sleep(POLL_S)
+    members.sort(key=lambda node: node.number)
 
-    def replace(self, number: int, why: str) -> bool:
-        """Put the spare with the lowest number in a node's place; return whether there is one."""
-        self.welcome()
-        if not self._waiting:
-            return False
-        spare = min(self._waiting, key=lambda node: node.number)
-        leaver = next(node for node in self._members if node.number == number)
-        self._members.remove(leaver)
-        self._enlist(spare)
-        log.warning("%s: node %d (%s) takes its place", why, spare.number, spare.host)
-        self._let_go(leaver, RunError.exit_code, f"{why}: node {spare.number} ({spare.host}) has taken its place")
-        return True
 
-    def blame(self, number: int) -> bool:
-        """Count a failure of a node's ranks; return whether a spare has taken its place."""
-        self._faults[number] += 1
-        node = next(node for node in self._members if node.number == number)
-        why = f"the ranks of node {number} ({node.host}) have failed {self._faults[number]} times"
-        return self._faults[number] >= FAULTS and self.replace(number, why)
-
-    def finish(self, code: int, reason: str) -> None:
-        """Let all launchers end, also new ones; wait at most FINISH_S."""
-        arrivals = [] if self._door is None else self._door.arrivals()
-        if self._door is not None:
-            self._door.close()
-        nodes = [*self._members, *self._waiting, *(RemoteNode(channel, joined) for channel, joined in arrivals)]
-        for node in nodes:
-            node.order(FINISH, code=code, line=reason)
-        deadline = self._clock() + FINISH_S
-        for node in (*nodes, *self._leaving):
-            node.leave(deadline - self._clock())
-
-    def _let_go(self, node: RunNode, code: int, reason: str) -> None:
+def finish(nodes: Sequence[RunNode], code: int, reason: str) -> None:
+    """Let the launchers of other nodes end, and wait at most FINISH_S for them to hang up."""
+    left = [node for node in nodes if isinstance(node, RemoteNode)]
+    for node in left:
         node.order(FINISH, code=code, line=reason)
-        self._leaving.append(node)
-
-    def _enlist(self, node: RunNode) -> None:
-        if node in self._waiting:
-            self._waiting.remove(node)
-        self._members = sorted((*self._members, node), key=lambda one: one.number)
-
-    def _refusal(self, node: RunNode, command: str) -> str:
-        present = {one.number: one for one in (*self._members, *self._waiting)}
-        if not 0 < node.number < self._limit:
-            return f"--node-rank={node.number}: must be from 1 to {self._limit - 1}"
-        if node.number in present:
-            return f"--node-rank={node.number}: {present[node.number].host} has this number; each needs its own"
-        if command != self._command:
-            return "it was started with other options or settings than node 0; start the same command on every node"
-        return ""
-
-
-def _announce_spare(node: RunNode) -> None:
-    log.info("node %d (%s) is a spare: it waits for one that is lost or fails", node.number, node.host)
+    deadline = time.monotonic() + FINISH_S
+    while (left := [node for node in left if not node.poll()[2]]) and time.monotonic() < deadline:
+        time.sleep(0.02)

@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
 
-from mega_rl.operations.diagnosis.cause import diagnose
+from mega_rl.operations.diagnosis.cause import diagnose, kills_for_memory
 from mega_rl.operations.diagnosis.observations import in_words
 from mega_rl.operations.diagnosis.stacks import collect
 from mega_rl.operations.launcher.ranks import INNOCENT, RankEnd
 from mega_rl.threads import Running
-from mega_rl.tracking.health.process_state import kills_for_memory
 from mega_rl.tracking.health.records import RankRecord, clear, health_folder, read_records
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from mega_rl.errors import RunError, UserError, name_of_signal
-from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, Fleet
+from mega_rl.operations.launcher.nodes import END, KILL, POLL_S, SIGNAL, START, LocalNode, RunNode
 from mega_rl.operations.launcher.ranks import INNOCENT, Assignment, RankEnd
 from mega_rl.operations.launcher.reaper import SAVE_S
 from mega_rl.operations.launcher.run_health import RunHealth, RunProgress
 from mega_rl.operations.launcher.signals import SIGNALS, STOPPED, StopSignals
-from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, TIMEOUT_CODE, UNSAID
+from mega_rl.tracking.health.failure_kinds import LOST_PEER_CODE, UNSAID
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 DEFAULT_RESTARTS = 3
 SETTLE_S = 0.5  # after a first failure: others that end in this time may explain it
 INNOCENT_S = 10.0  # after a rank lost another: that rank may still close its files, or let rank 0 speak first
-LATE_S = 2.0  # after a collective's timeout: the other ranks of the collective give up too
 KILL_S = 60.0  # after the order to end, which nodes enforce themselves once they have written stacks
 GIVE_UP_S = 60.0  # after the kill: the kernel may not end a process in a file system that does not answer
 OVERDUE_EVERY_S = 2.0
@@ -40,15 +39,11 @@ class Conclusion:
 
 @dataclass(frozen=True)
 class RunFailure:
-    """Cause of a run's failure in one line.
-
-    code: the run's exit code. rank: the rank to blame, if any. said: the rank reported it on standard error.
-    """
+    """Cause of a run's failure in one line."""
 
     cause: str
-    code: int
-    rank: int | None = None
-    said: bool = False
+    code: int  # exit code of the run
+    said: bool = False  # the rank has reported it on standard error
 
     @property
     def may_go_on(self) -> bool:
@@ -77,7 +72,7 @@ def failure_of(ends: Sequence[RankEnd], *, world_size: int) -> RunFailure | None
         tail = ", which had not ended" if missing else ", which says no more"
         return RunFailure(f"{who} {what} {others}{tail}", RunError.exit_code)
     said = 0 < first.code < UNSAID
-    return RunFailure(f"{who} {ending(first.code)}", _exit_code(first), rank=first.rank, said=said)
+    return RunFailure(f"{who} {ending(first.code)}", _exit_code(first), said=said)
 
 
 def ending(exit_code: int) -> str:
@@ -109,7 +104,7 @@ class GenerationState:
     """State machine of one set of ranks: who has ended, and when to end the others."""
 
     def __init__(self, world_size: int, clock: Callable[[], float]) -> None:
-        self.lost: dict[int, str] = {}  # numbers of nodes whose launchers are gone, with the cause
+        self.has_lost_node = False
         self._world_size, self._clock = world_size, clock
         self._ends: list[RankEnd] = []
         self._gone: set[int] = set()  # ranks that have ended, or whose node is lost
@@ -152,13 +147,12 @@ class GenerationState:
         elif end.code:
             # Ranks that are stopped while they start die of the signal, and others then of their absence.
             innocent = (0, *INNOCENT, *((-number for number in SIGNALS) if self._is_stopped else ()))
-            only_late = all(one.code == TIMEOUT_CODE for one in self._ends)
-            only_innocent = all(one.code in innocent for one in self._ends)
-            settle_s = LATE_S if only_late else INNOCENT_S if only_innocent else SETTLE_S
+            settle_s = INNOCENT_S if all(one.code in innocent for one in self._ends) else SETTLE_S
             self._end_within(0.0 if end.code == UserError.exit_code else settle_s)
 
     def lose(self, ranks: Sequence[int], cause: str) -> None:
         """Record that the launcher of these ranks is gone."""
+        self.has_lost_node = True
         if len(self._gone.union(ranks)) > len(self._gone):
             self._gone.update(ranks)
             self.fail(cause)
@@ -197,12 +191,7 @@ class RestartPolicy:
 
     max_restarts: int
     restarts: int = 0
-    last_step: int | None = None  # steps done at the fault before; None: other nodes take part since
-
-    @property
-    def left(self) -> int:
-        """Return the number of further restarts that the user allows."""
-        return self.max_restarts - self.restarts
+    last_step: int | None = None  # steps done at the fault before
 
     def refusal(self, failure: RunFailure, *, step: int, progressed: bool) -> str | None:
         """Return why the run does not start again, in words; None counts a restart.
@@ -215,7 +204,7 @@ class RestartPolicy:
             return ""  # a program that says why it cannot begin would say so again
         if self.last_step == step:
             return f"again after step {step}, where it failed before the restart: given up"
-        if not self.left:
+        if self.restarts == self.max_restarts:
             return f"after step {step}: --max-restarts={self.max_restarts} are used up"
         self.last_step = step
         self.restarts += 1
@@ -227,20 +216,20 @@ class Supervisor:
 
     def __init__(
         self,
-        fleet: Fleet,
+        local: LocalNode,
+        nodes: Sequence[RunNode],
         *,
         nproc: int,
         master_addr: str,
         health: RunHealth,
         progress: RunProgress,
-        restarts: RestartPolicy,
+        max_restarts: int,
         stop: StopSignals,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """nproc: ranks of each node. master_addr: address of the ranks' store."""
-        self._fleet, self._nproc, self._master_addr = fleet, nproc, master_addr
-        self._health, self._progress, self._restarts = health, progress, restarts
-        self._stop, self._clock = stop, clock
+        """nodes: all nodes in their order. nproc: ranks of each. master_addr: address of the ranks' store."""
+        self._local, self._nodes, self._nproc, self._master_addr = local, nodes, nproc, master_addr
+        self._health, self._progress, self._restarts = health, progress, RestartPolicy(max_restarts)
+        self._stop = stop
         self._stopped_by = 0  # the first signal to any launcher
 
     def run(self) -> Conclusion:
@@ -256,43 +245,41 @@ class Supervisor:
 
     def _run_generation(self, number: int, resume: str) -> GenerationState:
         """Start the ranks and return when all have ended."""
-        nodes = self._fleet.nodes
         self._health.clear()
-        port = self._fleet.local.open_store(self._master_addr)
-        for place, node in enumerate(nodes):
-            assignment = Assignment(number, place, len(nodes), self._nproc, self._master_addr, port, resume)
+        port = self._local.open_store(self._master_addr)
+        for place, node in enumerate(self._nodes):
+            assignment = Assignment(number, place, len(self._nodes), self._nproc, self._master_addr, port, resume)
             node.order(START, **asdict(assignment))
-        state, next_look = GenerationState(len(nodes) * self._nproc, self._clock), self._clock() + OVERDUE_EVERY_S
+        state = GenerationState(len(self._nodes) * self._nproc, time.monotonic)
+        next_look = time.monotonic() + OVERDUE_EVERY_S
         while not state.over:
             self._pass_on(state)
             self._take_news(state)
-            if state.running and self._clock() >= next_look:
-                next_look = self._clock() + OVERDUE_EVERY_S
+            if state.running and time.monotonic() >= next_look:
+                next_look = time.monotonic() + OVERDUE_EVERY_S
                 if (cause := self._health.overdue()) is not None:
                     state.fail(cause)
             self._carry_out(state)
-            self._fleet.welcome()
             time.sleep(POLL_S)
-        self._fleet.local.close_store()
+        self._local.close_store()
         return state
 
     def _take_news(self, state: GenerationState) -> None:
-        for place, node in enumerate(self._fleet.nodes):
-            news = node.poll()
-            for end in news.ends:
+        for place, node in enumerate(self._nodes):
+            ends, stopped_by, lost = node.poll()
+            for end in ends:
                 state.add(end)
-            if news.stopped_by:
-                self._stopped_by = self._stopped_by or news.stopped_by
+            if stopped_by:
+                self._stopped_by = self._stopped_by or stopped_by
                 state.stop()
-            if news.lost:
-                state.lost[node.number] = news.lost
-                state.lose(range(place * self._nproc, (place + 1) * self._nproc), news.lost)
+            if lost:
+                state.lose(range(place * self._nproc, (place + 1) * self._nproc), lost)
 
     def _carry_out(self, state: GenerationState) -> None:
         due, failure = state.due(), state.failure
         may_go_on = failure is not None and failure.may_go_on and not self._stopped_by
         # This node comes last: it may take ten seconds to write stacks.
-        for node in reversed(self._fleet.nodes if due else ()):
+        for node in reversed(self._nodes if due else ()):
             node.order(due, collect=may_go_on)
 
     def _pass_on(self, state: GenerationState | None) -> bool:
@@ -301,7 +288,7 @@ class Supervisor:
             self._stopped_by = self._stopped_by or number
             if state is not None:
                 state.stop()
-                for node in self._fleet.nodes:
+                for node in self._nodes:
                     node.order(SIGNAL, number=number)
         return self._stopped_by != 0
 
@@ -316,13 +303,15 @@ class Supervisor:
             return Conclusion(code, "" if failure is None or is_said else failure.cause)
         if failure is None:
             return Conclusion(0)
-        world_size = len(self._fleet.nodes) * self._nproc
-        diagnosis = self._health.diagnose(state.ends, world_size=world_size)
+        diagnosis = self._health.diagnose(state.ends, world_size=len(self._nodes) * self._nproc)
         cause = diagnosis or failure.cause
         if not failure.may_go_on:
             return Conclusion(failure.code)
-        refusal = self._change_nodes(state, failure)
-        if refusal is None:
+        if state.has_lost_node:
+            refusal: str | None = "start the run again, on other nodes if this one is broken"
+        elif state.left:
+            refusal = f"rank {', '.join(map(str, state.left))} does not end though it was killed; look at that node"
+        else:
             refusal = self._restarts.refusal(failure, step=self._progress.step, progressed=self._progress.is_made)
         if refusal == "" and diagnosis == "":
             return Conclusion(failure.code)  # the rank's line is the last one
@@ -333,21 +322,4 @@ class Supervisor:
             *(cause, self._progress.step, self._restarts.restarts, self._restarts.max_restarts),
             self._progress.next_start,
         )
-        return None
-
-    def _change_nodes(self, state: GenerationState, failure: RunFailure) -> str | None:
-        """Replace nodes that are lost or fail again; return why the run cannot continue."""
-        if state.left:
-            ranks = ", ".join(map(str, state.left))
-            return f"rank {ranks} does not end though it was killed, which is the kernel's to do; look at that node"
-        if not self._restarts.left:
-            return None  # the policy gives the reason
-        for number, cause in state.lost.items():
-            if not self._fleet.replace(number, cause):
-                return "no spare is there to take its place"
-            self._restarts.last_step = None
-        if not state.lost and failure.rank is not None:
-            node = self._fleet.nodes[failure.rank // self._nproc]
-            if self._fleet.blame(node.number):
-                self._restarts.last_step = None
         return None

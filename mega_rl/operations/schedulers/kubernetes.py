@@ -32,19 +32,16 @@ from mega_rl.operations.schedulers.options import (
 TEMPLATE = Path(__file__).with_name("jobset.yaml")
 KEY_FIELD = "launch-key"
 LABEL = "jobset.sigs.k8s.io/jobset-name"  # the controller of JobSets sets it on every pod
-MAX_HOST_NAME = 63
-_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_SIZE = re.compile(r"[1-9][0-9]*(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?")
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")  # with the pod's number it is a name of a host
 
 
 def parse_mount(text: str) -> tuple[str, dict[str, object]]:
     """Return (path, volume) of `pvc:CLAIM:/path` or `host:/path/on/the/node:/path`. Raises UserError."""
     source, _, rest = text.partition(":")
     name, _, path = rest.partition(":")
-    if source not in ("pvc", "host") or not name or not path.startswith("/") or ":" in path:
+    forms = {"pvc": r"[^:/]+:/[^:]*", "host": r"/[^:]+:/[^:]*"}
+    if not re.fullmatch(forms.get(source, ""), rest):
         raise UserError(f"--mount={text}: is neither pvc:CLAIM:/PATH nor host:/PATH/ON/THE/NODE:/PATH")
-    if source == "host" and not name.startswith("/"):
-        raise UserError(f"--mount={text}: the folder of the node needs its path from the root on")
     claim, folder = {"claimName": name}, {"path": name, "type": "Directory"}
     return path.rstrip("/") or "/", {"persistentVolumeClaim": claim} if source == "pvc" else {"hostPath": folder}
 
@@ -77,16 +74,6 @@ class JobSetRun:
     max_restarts: MaxRestarts = DEFAULT_RESTARTS
     node_restarts: NodeRestarts = 3
 
-    @property
-    def mounts(self) -> list[tuple[str, dict[str, object]]]:
-        """Return (path in the container, volume) of each mount. Raises UserError."""
-        return [parse_mount(text) for text in self.mount or ()]
-
-    @property
-    def memory_size(self) -> str:
-        """Return the memory of a pod as a Kubernetes quantity."""
-        return self.memory or f"{64 * self.nproc_per_node}Gi"
-
 
 def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
     """Return the problems of a run, one line each."""
@@ -96,24 +83,10 @@ def check(run: JobSetRun, facts: RecipeFacts) -> list[str]:
             "checkpoint.resume=never: pods that are made again would begin anew; set checkpoint.resume=auto"
         )
     if not _NAME.fullmatch(run.name):
-        problems.append(f"--name={run.name}: needs lower-case letters, digits and dashes, a letter first")
-    if len(host := pod_name(run, run.nodes - 1)) > MAX_HOST_NAME:
-        problems.append(
-            f"--name={run.name}: makes host names of {len(host)} characters ({host}), more than {MAX_HOST_NAME}; "
-            f"take at most {len(run.name) - len(host) + MAX_HOST_NAME} characters"
-        )
-    if not _SIZE.fullmatch(run.memory_size):
-        problems.append(f"--memory={run.memory}: is not a quantity of Kubernetes; write 64Gi or the like")
-    for name, count in pairs("--rdma", run.rdma).items():
-        if not (count.isascii() and count.isdigit() and int(count)):
-            problems.append(f"--rdma={name}={count}: needs a whole number of at least 1")
-    if re.search(r"\s", run.image) or not run.image:
-        problems.append(f"--image={run.image!r}: is not the name of an image; write REGISTRY/NAME:TAG")
-    elif "@" not in run.image and run.image.rpartition("/")[2].partition(":")[2] in ("", "latest"):
+        problems.append(f"--name={run.name}: needs at most 42 lower-case letters, digits and dashes, a letter first")
+    if not re.fullmatch(r"\S+[@:]\S+", run.image):
         problems.append(f"--image={run.image}: nodes and restarts may get different images; name a tag or a digest")
-    paths = [path for path, _ in run.mounts]
-    if doubled := sorted({path for path in paths if paths.count(path) > 1}):
-        problems.append(f"--mount: {doubled[0]} is given twice; one source for each path")
+    paths = [path for path, _ in map(parse_mount, run.mount or ())]
     if not is_below(facts.run_dir, paths):
         problems.append(
             f"trainer.run_dir={facts.run_dir}: is lost with its pod; take a folder below a --mount of all nodes "
@@ -158,7 +131,7 @@ def render(run: JobSetRun, facts: RecipeFacts) -> str:
         pod["nodeSelector"] = pairs("--node-selector", run.node_selector)
     if run.rdma:
         container["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]  # registers memory with the network card
-    for number, (path, volume) in enumerate(run.mounts):
+    for number, (path, volume) in enumerate(map(parse_mount, run.mount or ())):
         container["volumeMounts"].append({"name": f"mount-{number}", "mountPath": path})
         pod["volumes"].append({"name": f"mount-{number}", **volume})
     return head + yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, width=120)
@@ -166,7 +139,11 @@ def render(run: JobSetRun, facts: RecipeFacts) -> str:
 
 def _container(run: JobSetRun, facts: RecipeFacts) -> dict[str, object]:
     """Return the image, arguments, variables and devices of a pod's container."""
-    resources = {"cpu": str(run.cpus or 8 * run.nproc_per_node), "memory": run.memory_size, **pairs("--rdma", run.rdma)}
+    resources = {
+        "cpu": str(run.cpus or 8 * run.nproc_per_node),
+        "memory": run.memory or f"{64 * run.nproc_per_node}Gi",
+        **pairs("--rdma", run.rdma),
+    }
     resources |= {} if facts.device == "cpu" else {"nvidia.com/gpu": str(run.nproc_per_node)}
     key = {"name": KEY, "valueFrom": {"secretKeyRef": {"name": run.name, "key": KEY_FIELD}}}
     values = {"HOME": "/cache", **variables(run.env)}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import sysconfig
@@ -19,15 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
-from typing import IO, TypeAlias
+from typing import TypeAlias
 
 import psutil
 
 import mega_rl
 from mega_rl.errors import HungError
+from mega_rl.processes import let_parent_trace
 from mega_rl.tracking import progress
 from mega_rl.tracking.health.failure_kinds import INNOCENT_CODES
-from mega_rl.tracking.health.process_state import start_time
 from mega_rl.tracking.health.records import (
     MAX_LOG_LINES,
     MAX_TEXT,
@@ -38,6 +36,7 @@ from mega_rl.tracking.health.records import (
     RankRecord,
     health_folder,
     record_path,
+    state_and_start,
     write_record,
 )
 
@@ -49,14 +48,12 @@ INTERVALS_PER_DEADLINE = 10
 RANKS_OF_A_FOLDER = 200  # ranks that may write a record in one second
 WRITE_S = 2 * LONGEST_INTERVAL_S  # longest wait of a rank's end for a file system that hangs
 LOOKS = 6  # beats between two looks at the flight recorder of a rank that moves
-STACKS_SIGNAL = signal.SIGUSR2  # a rank with a record answers it with the stacks of its threads
 MAX_FRAMES = 200
 
 _PACKAGE = os.path.dirname(os.path.abspath(mega_rl.__file__)) + os.sep
 _LIBRARIES = tuple(
     {path + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_path(name))}
 )
-_dumps: dict[int, IO[str]] = {}  # rank: file, open as long as the process may get the signal
 
 
 # Returns (the oldest collective in flight, the last one called, the last one of each group) of this process.
@@ -93,7 +90,7 @@ class Heartbeat:
         self._device_bytes = device_bytes
         self._main = MainThread()
         self._tail = _Tail()
-        self._host, self._started = socket.gethostname(), start_time(os.getpid())
+        self._host, self._started = socket.gethostname(), state_and_start(os.getpid())[1]
         self._requests: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()  # beats to write; None: stop
         self._lock = threading.Lock()  # guards `_last`; not held while a file is written
         self._collectives: tuple[Collective, ...] = ()
@@ -111,8 +108,7 @@ class Heartbeat:
     def __enter__(self) -> Heartbeat:
         """Write the first record, and further ones in a thread."""
         logging.getLogger().addHandler(self._tail)
-        with suppress(OSError, ValueError):
-            _answer_with_stacks(self.facts.run_dir, self.facts.rank)
+        let_parent_trace()
         self.beat()
         self._thread.start()
         return self
@@ -127,10 +123,9 @@ class Heartbeat:
         self._thread.join(WRITE_S)
         logging.getLogger().removeHandler(self._tail)
         if self._withdrawn:
-            folder, rank = health_folder(self.facts.run_dir), self.facts.rank
-            for path in (record_path(self.facts.run_dir, rank), dump_path(self.facts.run_dir, rank)):
-                with suppress(OSError):
-                    path.unlink()
+            folder = health_folder(self.facts.run_dir)
+            with suppress(OSError):
+                record_path(self.facts.run_dir, self.facts.rank).unlink()
             with suppress(OSError):  # not empty: files of other ranks, or of the run
                 folder.rmdir()
                 if self._made_folder:
@@ -229,23 +224,6 @@ class Heartbeat:
 def _moment() -> list[tuple[str, float]]:
     """Return the phases in progress, and the number of rounds done."""
     return [(phase.name, phase.done if phase.rounds else 0.0) for phase in progress.active()]
-
-
-def dump_path(run_dir: Path, rank: int) -> Path:
-    """Return the file that a rank writes its stacks to when it gets `STACKS_SIGNAL`."""
-    return health_folder(run_dir) / f"dump_{rank:05d}.txt"
-
-
-def _answer_with_stacks(run_dir: Path, rank: int) -> None:
-    """Let faulthandler answer the signal, even while C code holds the interpreter's lock. Raises OSError."""
-    path = dump_path(run_dir, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    file = open(os.open(path, flags, 0o644), "w")  # noqa: SIM115 - open until the process ends
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
-    before, _dumps[rank] = _dumps.get(rank), file
-    if before is not None:
-        before.close()
 
 
 class _Tail(logging.Handler):

@@ -33,6 +33,15 @@ PAUSE_S = 0.02
 
 RANK_NAME = re.compile(r"rank_([0-9]{5})\.json")
 ENDS = ("done", "stopped", "error", "timeout", "lost peer", "hung")
+# Letters of /proc/PID/stat.
+STATES: Mapping[str, str] = {
+    "R": "running",
+    "S": "waiting",
+    "D": "in the kernel, where nothing interrupts it: a file system or a device does not answer",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+}
+STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ class RankRecord:
     world_size: int
     generation: int  # number of the restart inside the job
     pid: int
-    started: int  # the kernel's time of the process's start; tells it from a later process with the same pid; 0 unknown
+    started: int  # the kernel's time of the process's start; tells it from a later process with the same pid
     host: str
     beat: float  # time.time() of the last write
     interval_s: float  # between writes
@@ -109,10 +118,24 @@ class RankRecord:
         """Return the name of the innermost phase; empty without one."""
         return self.phases[-1].name if self.phases else ""
 
+    def process_state(self) -> str:
+        """Return the letter of the state of this rank's process on this host; empty once it has ended."""
+        state, started = state_and_start(self.pid)
+        return state if started == self.started else ""
+
     def silent_s(self, now: float) -> float:
         """Return the seconds without a beat; 0 while in time and after the end."""
         age = now - self.beat
         return age if self.ended is None and age > 3 * self.interval_s + 1.0 else 0.0
+
+
+def state_and_start(pid: int) -> tuple[str, int]:
+    """Return the letter of a process's state and the kernel's time of its start; ("", 0) once it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))
 
 
 def health_folder(run_dir: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The algorithm of a run by its settings: estimator, losses, correction, KL, mini-batches, limits."""
+"""The work of steps: the source of batches, and the algorithm that learns from them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import TYPE_CHECKING
 
 from mega_rl.algorithms.advantages import ESTIMATORS
 from mega_rl.algorithms.advantages.base import AdvantageEstimator
@@ -16,28 +17,36 @@ from mega_rl.algorithms.losses.tokens import PolicyObjective
 from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.config.choices import ADVANTAGE, CORRECTION, LOSS, chosen, corrects
 from mega_rl.config.needs import is_on_policy
-from mega_rl.config.schema import Config, KlConfig
+from mega_rl.config.schema import Config, KlConfig, SuccessCurriculum
 from mega_rl.ddp.optimizer import learning_rate
-from mega_rl.protocols import ModelPasses, Ranks
+from mega_rl.protocols import ModelPasses
 from mega_rl.trainer.assemble.choices import build_choice
+from mega_rl.trainer.assemble.data import RunPrompts
+from mega_rl.trainer.collect import Collector, SamplingPlan, SuccessMeter
 from mega_rl.trainer.filters import Overlong
-from mega_rl.trainer.mismatch import MismatchGuard, usual_limits
-from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules
+from mega_rl.trainer.loop import Stages, StepLog
+from mega_rl.trainer.mismatch import MismatchGuard, StalenessGuard, usual_limits
+from mega_rl.trainer.policy_gradient import Guard, MinibatchPlan, PolicyGradient, PolicyGradientRules
+from mega_rl.types import Rollout
+from mega_rl.workers.ahead import OneStepAhead
 from mega_rl.workers.models import LearningWorker, Lessons, PolicyLoss, RoleMeter, ValueLoss
+from mega_rl.workers.rollout import VocabularyGuard
+
+if TYPE_CHECKING:
+    from mega_rl.trainer.assemble.load import LoadedRun
+    from mega_rl.trainer.assemble.plan import Roles
 
 log = logging.getLogger(__name__)
 
 
 def build_estimator(config: Config) -> AdvantageEstimator:
     """Return the advantage estimator that the recipe chooses. Raises UserError as `build_choice` does."""
-    estimator: AdvantageEstimator = build_choice(config, ADVANTAGE, ESTIMATORS)
-    return estimator
+    return build_choice(config, ADVANTAGE, ESTIMATORS)
 
 
 def build_objective(config: Config) -> PolicyObjective:
     """Return the policy loss that the recipe chooses. Raises UserError as `build_choice` does."""
-    objective: PolicyObjective = build_choice(config, LOSS, LOSSES)
-    return objective
+    return build_choice(config, LOSS, LOSSES)
 
 
 def build_correction(config: Config) -> Correction | None:
@@ -47,9 +56,8 @@ def build_correction(config: Config) -> Correction | None:
     return build_choice(config, CORRECTION, CORRECTIONS) if corrects(config) else None
 
 
-def build_reward_kl(config: Config, controller: KLController) -> RewardKL | None:
+def build_reward_kl(kl: KlConfig, controller: KLController) -> RewardKL | None:
     """Return the KL penalty in token rewards; None without one."""
-    kl = config.algorithm.kl
     return RewardKL(controller, KL_ESTIMATORS[kl.estimator]) if kl.name == "reward" else None
 
 
@@ -79,32 +87,16 @@ def build_actor_role(
         on_policy=is_on_policy(config),
     )
     first_step, skipped = algorithm.critic_warmup_steps, config.optim.max_skipped_steps
-    rate = _learning_rate(config, config.optim.lr, steps=config.trainer.steps - first_step)
+    steps = config.trainer.steps - first_step
+    rate = partial(learning_rate, peak=config.optim.lr, optim=config.optim, total_steps=steps)
     return LearningWorker("actor", engine, loss, rate, first_step, skipped, lessons, meter)
 
 
 def build_critic_role(config: Config, engine: ModelPasses, meter: RoleMeter | None = None) -> LearningWorker:
     """Return the role of the critic on its engine."""
-    loss, skipped = ValueLoss(value_clip=config.algorithm.value_clip), config.optim.max_skipped_steps
-    rate = _learning_rate(config, config.optim.critic_lr, steps=config.trainer.steps)
-    return LearningWorker("critic", engine, loss, rate, max_skipped_steps=skipped, meter=meter)
-
-
-def _learning_rate(config: Config, peak: float, *, steps: int) -> Callable[[int], float]:
-    """Return the learning rate by step of a role that learns in the last `steps` steps."""
-    return partial(learning_rate, peak=peak, optim=config.optim, total_steps=steps)
-
-
-def build_rules(config: Config) -> PolicyGradientRules:
-    """Return the choices of a policy gradient.
-
-    A single on-policy update takes the old log-probs from its own forward.
-    """
-    return PolicyGradientRules(
-        recompute_old_logprobs=not (config.algorithm.old_logprobs == "rollout" or is_on_policy(config)),
-        filter_truncated=config.reward.overlong.filter,
-        skip_zero_advantages=config.trainer.microbatch.skip_zero_advantages,
-    )
+    loss, optim = ValueLoss(value_clip=config.algorithm.value_clip), config.optim
+    rate = partial(learning_rate, peak=optim.critic_lr, optim=optim, total_steps=config.trainer.steps)
+    return LearningWorker("critic", engine, loss, rate, max_skipped_steps=optim.max_skipped_steps, meter=meter)
 
 
 def build_overlong(config: Config) -> Overlong:
@@ -112,25 +104,103 @@ def build_overlong(config: Config) -> Overlong:
     return Overlong(config.rollout.max_new_tokens, **asdict(config.reward.overlong))
 
 
-def build_minibatches(config: Config, ranks: Ranks) -> MinibatchPlan:
-    """Return how a step's batch is cut."""
-    return MinibatchPlan(
-        minibatch_size=config.trainer.minibatch_size,
-        epochs=config.algorithm.epochs,
-        aggregation=AGGREGATIONS[config.algorithm.loss_aggregation],
-        max_response_tokens=config.rollout.max_new_tokens,
-        seed=config.trainer.seed,
-        ranks=ranks,
+def build_collector(run: LoadedRun, prompts: RunPrompts, stage: Stages, step_log: StepLog, *, drawn: int) -> Collector:
+    """Return the source of a step's samples; drawn: prompts before the run begins."""
+    config, order, sync = run.config, prompts.order, run.rollouts.sync
+    success, dynamic = config.data.curriculum, config.rollout.dynamic_sampling
+    per_step = config.trainer.prompts_per_step
+    meter = None
+    if prompts.rates is not None and isinstance(success, SuccessCurriculum):
+        meter = SuccessMeter(prompts.rates, success.right_above, success.right_part)
+    collector = Collector(
+        order=order,
+        source=run.rollouts.source,
+        rewards=run.scorer,
+        plan=SamplingPlan(
+            samples=config.rollout.n,
+            waves=dynamic.max_generations,
+            prompts_per_step=per_step,
+            prompts=dynamic.prompts or per_step,
+            by_parts=ADVANTAGE.needs(config, "needs_parts"),
+            greedy=ADVANTAGE.needs(config, "needs_greedy"),
+        ),
+        ranks=run.replicas,
+        stage=stage,
+        log=step_log,
+        watch=_watch_samples(run),
+        staleness=StalenessGuard(config.trainer.async_steps, run.replicas, current=lambda: sync.weight_version),
+        count_data=lambda drawn: order.metrics(drawn) | order.waits(),
+        overlong=build_overlong(config),
+        success=meter,
     )
+    collector.drawn = drawn
+    return collector
 
 
-def build_guard(config: Config, ranks: Ranks, version: Callable[[], int]) -> MismatchGuard:
-    """Return the comparison of the sampler's log-probs with the trainer's; version: of the published weights."""
-    rollout = config.rollout
+def _watch_samples(run: LoadedRun) -> Callable[[Rollout], None]:
+    """Return the function that counts sampled tokens and checks them against every reader's vocabulary.
+
+    With generation ahead the phase is a wait for samples, whose rate means nothing: tokens are not counted then.
+    """
+    roles, counts = run.roles, not run.config.trainer.async_steps
+    actor = roles.actor_engine
+    readers = [roles.engines[role] for role in ("critic", "reference") if role in roles.engines]
+    smallest = min(readers, key=lambda engine: engine.sharding.hf.vocab_size, default=actor)
+    guard = VocabularyGuard(smallest.sharding.hf.vocab_size, reader=smallest.name, everyone=run.world)
+    guards = guard.vocab_size < actor.sharding.hf.vocab_size
+
+    def watch(rollout: Rollout) -> None:
+        if guards:
+            guard(rollout)
+        if counts:
+            roles.work.count(float(rollout.loss_mask.sum()) / actor.replica.size)
+
+    return watch
+
+
+def build_algorithm(run: LoadedRun, stage: Stages, step_log: StepLog) -> PolicyGradient:
+    """Return the algorithm; generation ahead gets its comparison of log-probs."""
+    config, source, sync = run.config, run.rollouts.source, run.rollouts.sync
+    rollout, settings = config.rollout, config.rollout.mismatch
+    in_fp32 = config.model.dtype == "fp32" and rollout.dtype in ("auto", "fp32")
     limits = usual_limits(
-        in_fp32=config.model.dtype == "fp32" and rollout.dtype in ("auto", "fp32"),
-        mean=rollout.mismatch.mean_limit,
-        share=rollout.mismatch.share_limit,
-        largest=rollout.mismatch.max_limit,
+        in_fp32=in_fp32, mean=settings.mean_limit, share=settings.share_limit, largest=settings.max_limit
     )
-    return MismatchGuard(limits, ranks, current=version if config.trainer.async_steps else None)
+    current = (lambda: sync.weight_version) if config.trainer.async_steps else None
+    guard = MismatchGuard(limits, run.replicas, current=current)
+    if isinstance(source, OneStepAhead):
+        source.compare = lambda sampled: guard(sampled, run.roles.actor.evaluate(sampled))
+    return build_policy_gradient(config, run.roles, guard, stage, step_log)
+
+
+def build_policy_gradient(
+    config: Config, roles: Roles, guard: Guard, stage: Stages, step_log: StepLog
+) -> PolicyGradient:
+    """Return the policy gradient that the config asks for, over these roles."""
+    algorithm, trainer = config.algorithm, config.trainer
+    return PolicyGradient(
+        actor=roles.actor,
+        critic=roles.critic,
+        reference=roles.reference,
+        estimator=build_estimator(config),
+        minibatches=MinibatchPlan(
+            minibatch_size=trainer.minibatch_size,
+            epochs=algorithm.epochs,
+            aggregation=AGGREGATIONS[algorithm.loss_aggregation],
+            max_response_tokens=config.rollout.max_new_tokens,
+            seed=trainer.seed,
+            ranks=roles.actor_engine.data_parallel,
+        ),
+        guard=guard,
+        reward_kl=build_reward_kl(algorithm.kl, roles.kl),
+        kl=roles.kl,
+        update_reference=roles.update_reference,
+        rules=PolicyGradientRules(
+            # A single on-policy update takes the old log-probs from its own forward.
+            recompute_old_logprobs=not (algorithm.old_logprobs == "rollout" or is_on_policy(config)),
+            filter_truncated=config.reward.overlong.filter,
+            skip_zero_advantages=trainer.microbatch.skip_zero_advantages,
+        ),
+        stage=stage,
+        log=step_log,
+    )

@@ -35,10 +35,12 @@ def build_choice(config: Config, choice: Choice, builtin: Mapping[str, Callable[
     return made
 
 
-def source_maker(config: Config, choice: Choice) -> tuple[object, Callable[[object], object]]:
-    """Return the chosen class or function, and a function that makes the source from its context.
+def source_maker(config: Config, choice: Choice) -> Callable[[object], object] | None:
+    """Return the function that makes a user's source from its context; None for a built-in source.
 
     Raises UserError as `Choice.own` does.
     """
+    if chosen(config, choice) in choice.builtin:
+        return None
     made, settings = choice.own(config), value_of(config, choice.key).settings
-    return made, lambda context: made(context, **settings)
+    return lambda context: made(context, **settings)

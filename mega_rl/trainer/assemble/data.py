@@ -14,31 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jinja2 import TemplateError
-from jinja2 import nodes as nodes_of
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from mega_rl.config.choices import DATA, chosen
 from mega_rl.config.keys import with_settings
 from mega_rl.config.rules import check
 from mega_rl.config.rules.validation import files_of
-from mega_rl.config.schema import ChatConfig, Config, SourceConfig
+from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.config.user_files import users_code
-from mega_rl.config.values import shown
-from mega_rl.data.build import (
-    build_order,
-    build_reading,
-    build_stream_order,
-    build_streams,
-    chat_template,
-    read_mixture,
-)
+from mega_rl.data.build import PromptReader, build_order, build_stream_order, chat_template
+from mega_rl.data.chat import check_template
 from mega_rl.data.columns import RewardColumns
+from mega_rl.data.order import StepOrder, SuccessRates
 from mega_rl.data.prompts import fingerprint, load_prompts, split
 from mega_rl.data.rows import DataContext, RowSource
-from mega_rl.data.sampling.epochs import StepOrder
-from mega_rl.data.sampling.success import SuccessRates
 from mega_rl.data.stream import StreamReader
 from mega_rl.data.tokenizer_identity import check_bounds
 from mega_rl.errors import UserError, UserErrors
@@ -52,9 +41,6 @@ from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.types import Prompt, PromptSet
 
 log = logging.getLogger(__name__)
-
-_REFUSED = (nodes_of.Pow, nodes_of.Import, nodes_of.FromImport, nodes_of.Include, nodes_of.Extends, nodes_of.Const)
-MAX_CONSTANT = 10**7  # largest whole number in a chat template
 
 
 @dataclass(frozen=True)
@@ -91,24 +77,15 @@ def read_tokens(config: Config, *, is_writer: bool) -> Tokens:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder. Raises UserError for hostile files and templates.
-
-    A template is a program: Jinja's sandbox allows powers and numbers of many digits, which hang or abort.
-    """
+    """Return the tokenizer of a folder. Raises UserError for hostile files and templates."""
     check_bounds(folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     given = tokenizer.chat_template
-    environment = _compile_jinja_template("").environment  # to compile the template itself would compute its constants
-    for template in given.values() if isinstance(given, dict) else [given] if given else []:
-        try:
-            nodes = list(environment.parse(template).find_all(_REFUSED))
-        except (TemplateError, RecursionError) as error:
-            raise UserError(f"{folder}: its chat template is no Jinja template: {error}") from error
-        for node in nodes:
-            constant = getattr(node, "value", None)
-            if not isinstance(node, nodes_of.Const) or (isinstance(constant, int) and abs(constant) > MAX_CONSTANT):
-                what = type(node).__name__ if constant is None else f"the number {shown(constant)}"
-                raise UserError(f"{folder}: line {node.lineno} of its chat template has {what}, which is never run")
+    try:
+        for template in given.values() if isinstance(given, dict) else [given] if given else []:
+            check_template(template)
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from error
     return tokenizer
 
 
@@ -121,11 +98,10 @@ def load_data_source(config: Config) -> ReadSource | None:
 
     Raises UserError as `source_maker` does; when rows are read, for code that raises.
     """
-    name = chosen(config, DATA)
-    if name in DATA.builtin:
+    make = source_maker(config, DATA)
+    if make is None:
         return None
-    _, make = source_maker(config, DATA)
-    setting = f"data.source={name!r}"
+    setting = f"data.source={chosen(config, DATA)!r}"
 
     def iterated(rows: Iterable[object]) -> Iterator[object]:
         with users_code(f"{setting} fails while it yields rows"):
@@ -161,16 +137,15 @@ def build_prompts(
     data, trainer = config.data, config.trainer
     columns = rewards.columns(data.answer_key)
     train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
-    check_rewards = partial(rewards.check, held_out=held_out, source_key=data.source_key)
+    check = partial(rewards.check, held_out=held_out, source_key=data.source_key)
     identity = agreed_fingerprint(train, held_out, world)
     if data.stream.rows:
         readers, identity = open_streams(
-            config, tokens, vocab_size=vocab_size, columns=columns, ranks=world, check=check_rewards
+            config, tokens, vocab_size=vocab_size, columns=columns, ranks=world, check=check
         )
-        share = partial(run_on_one, ranks=world)
-        order = build_stream_order(data, trainer, readers, share)
+        order = build_stream_order(data, trainer, readers, partial(run_on_one, ranks=world))
         return RunPrompts(train, held_out, order, None, identity)
-    run_on_one(partial(check_rewards, train), world)
+    run_on_one(partial(check, train), world)
     if world.rank == 0 and len(train) < trainer.prompts_per_step:
         log.warning(
             "the data have %d prompts, fewer than trainer.prompts_per_step=%d: a step has some of them more than once",
@@ -194,23 +169,18 @@ def load_data(
     A run that streams its training prompts, or does not train, gets none of them. source: gives the rows of a split of
     a user's own data, in place of data.train_files.
     """
-    data = config.data
+    data, streams = config.data, config.data.stream.rows
     key = data.source_key if config.reward.sources else ""
+    reader = PromptReader(data, tokens.tokenizer, vocab_size, columns)
 
     def load(rows: Sequence[str] | RowSource, *, difficulty: str = "") -> list[Prompt]:
-        reading = build_reading(
-            data, tokens.tokenizer, SourceConfig(),
-            vocab_size=vocab_size, columns=columns, source_key=key, difficulty=difficulty,
-        )  # fmt: skip
-        return load_prompts(rows, reading)
+        return load_prompts(rows, reader.reading(source_key=key, difficulty=difficulty))
 
     with progress.phase("reading and tokenizing the data", announce=True):
         prompts: list[Prompt] = []
-        if data.stream.rows:
-            log.info("data.stream.rows=%d: training prompts are read during the run", data.stream.rows)
-        elif data.mixture.sources:
-            prompts = read_mixture(data, tokens.tokenizer, vocab_size=vocab_size, columns=columns)
-        elif trains:
+        if data.mixture.sources and not streams:
+            prompts = reader.mixture()
+        elif trains and not streams:
             rows = data.train_files if source is None else source(tokens, "train")
             prompts = load(rows, difficulty=getattr(data.curriculum, "key", ""))
         held_out: Sequence[Prompt] = []
@@ -218,13 +188,11 @@ def load_data(
             held_out = load(source(tokens, "validation"))
         elif data.val_files:
             held_out = load(data.val_files)
-        elif trains and not data.stream.rows:
+        elif trains and not streams:
             prompts, held_out = split(prompts, data.val_size, seed=config.trainer.seed)
         warn_of_prompts(tokens, data.chat, [*prompts, *held_out])
-        main = [PromptSet("", held_out)] if held_out else []
-        return prompts, main + [
-            PromptSet(name, load(files_of(files))) for name, files in config.validation.sets.items()
-        ]
+        named = [PromptSet(name, load(files_of(files))) for name, files in config.validation.sets.items()]
+        return prompts, [PromptSet("", held_out), *named] if held_out else named
 
 
 def open_streams(
@@ -238,30 +206,27 @@ def open_streams(
 ) -> tuple[dict[str, StreamReader], str]:
     """Read each stream's first block on rank 0; return streams (there) and fingerprint; collective.
 
-    check: raises UserError for prompts of the first blocks that the reward cannot score. Every block has its tests of
+    check: raises UserError for prompts of the first blocks that the reward cannot score; every block has its tests of
     programs tried. Raises UserErrors on all ranks.
     """
-    data, readers = config.data, dict[str, StreamReader]()
+    readers = dict[str, StreamReader]()
+    own = copy.deepcopy(tokens.tokenizer)  # readers have a thread
 
     def read() -> str:
         digest, first = hashlib.sha256(), list[Prompt]()
-        own = copy.deepcopy(tokens.tokenizer)  # readers have a thread
-        try_tests = partial(check_tests, config.reward)
-        for name, reader in build_streams(
-            data, config.trainer, own, vocab_size=vocab_size, columns=columns, check=try_tests
-        ):
+        streams = PromptReader(config.data, own, vocab_size, columns)
+        for name, reader in streams.streams(config.trainer.seed, partial(check_tests, config.reward)):
             readers[name] = reader
             prompts = reader.first_block()
             first += prompts
             content = [name, str(reader.plan), *(shard.identity() for shard in reader.shards), fingerprint(prompts)]
             digest.update("\n".join(content).encode() + b"\n")
-        warn_of_prompts(tokens, data.chat, first)
+        warn_of_prompts(tokens, config.data.chat, first)
         check(first)
         return digest.hexdigest()
 
     with progress.phase("reading the first rows of the data", announce=True):
-        identity = run_on_one(read, ranks)
-    return readers, identity
+        return readers, run_on_one(read, ranks)
 
 
 def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:

@@ -26,8 +26,7 @@ from mega_rl.tracking.health.flight_recorder import FlightRecorder
 from mega_rl.tracking.health.guard import Guard, Investigate, stop_on_signals
 from mega_rl.tracking.health.heartbeat import Heartbeat
 from mega_rl.trainer.assemble.data import agreed_fingerprint, load_data
-from mega_rl.trainer.assemble.inputs import read_inputs
-from mega_rl.trainer.assemble.load import build_evaluation, load_run
+from mega_rl.trainer.assemble.load import build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.run import device_bytes, rank_facts, session
 from mega_rl.trainer.rows import ReadResponse, scored_rows
 from mega_rl.trainer.validation import ScoredSamples, SetOutcome, right_when

@@ -24,8 +24,7 @@ from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter, StepTraces
 from mega_rl.tracking.metrics.tables import RoleFacts, show_startup
 from mega_rl.trainer.assemble.data import RunPrompts, prompt_line
 from mega_rl.trainer.assemble.load import LoadedRun
-from mega_rl.trainer.assemble.plan import TRAINED_ROLES, checkpoint_of
-from mega_rl.trainer.assemble.roles import Roles
+from mega_rl.trainer.assemble.plan import TRAINED_ROLES, Roles, checkpoint_of
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from mega_rl.tracking.records.reader import FOLDER, RecordDescription
 from mega_rl.tracking.records.writer import RecordWriter, clear_records
 from mega_rl.trainer.assemble.algorithms import build_correction, build_reward_kl
 from mega_rl.trainer.assemble.load import LoadedRun
-from mega_rl.trainer.assemble.plan import TRAINED_ROLES, checkpoint_of
-from mega_rl.trainer.assemble.roles import Roles
+from mega_rl.trainer.assemble.plan import TRAINED_ROLES, Roles, checkpoint_of
 from mega_rl.trainer.loop import Stages
 from mega_rl.trainer.policy_gradient import Evaluated
 from mega_rl.trainer.recording import StepColumns, StepRecorder
@@ -112,7 +111,7 @@ def step_columns(config: Config, roles: Roles) -> StepColumns:
         engine.data_parallel,
         policy=partial(engine.forward, with_entropy=True) if evaluates else None,
         from_sampler=from_sampler,
-        reward_kl=build_reward_kl(config, roles.kl),
+        reward_kl=build_reward_kl(config.algorithm.kl, roles.kl),
         correction=build_correction(config),
         on_policy=on_policy,
     )

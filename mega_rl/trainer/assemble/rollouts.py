@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoConfig
 
 from mega_rl.config.choices import ROLLOUT, chosen
+from mega_rl.config.schema import RolloutConfig
 from mega_rl.config.user_files import users_code
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
@@ -26,14 +28,15 @@ from mega_rl.rollout.sglang.generation.samples import Progress, RoutedLayers, Sa
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.tracking import progress
-from mega_rl.trainer.assemble.inputs import Inputs, check_draws
-from mega_rl.trainer.assemble.plan import RunPlan
-from mega_rl.trainer.assemble.roles import Roles
+from mega_rl.trainer.assemble.plan import Roles, RunPlan
 from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
-from mega_rl.workers.own_rollouts import CheckedRollouts, RolloutContext, RowRules, WeightsToSource
+from mega_rl.workers.own_rollouts import CheckedRollouts, RolloutContext, WeightsToSource
 from mega_rl.workers.residency import NOTHING, PARAMETERS, Residency
 from mega_rl.workers.rollout import BackgroundRolloutWorker, RolloutWorker
+
+if TYPE_CHECKING:
+    from mega_rl.trainer.assemble.load import Inputs
 
 CHECK = 0x636865636B  # "check": stream of random numbers that no evaluation has
 
@@ -113,13 +116,7 @@ def _make_source(inputs: Inputs, roles: Roles, engine: RolloutEngine | None, syn
     context = RolloutContext(
         tokenizer=tokens.tokenizer,
         engine=engine,
-        sampling=Sampling(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_new_tokens=rollout.max_new_tokens,
-            stop_token_ids=tokens.stop_ids,
-        ),
+        sampling=_sampling(rollout, tokens.stop_ids),
         n=rollout.n,
         seed=config.trainer.seed,
         data_parallel=actor.data_parallel,
@@ -127,19 +124,28 @@ def _make_source(inputs: Inputs, roles: Roles, engine: RolloutEngine | None, syn
         weight_version=lambda: sync.weight_version,
     )
     with users_code(f"{name} cannot be made"):
-        made = inputs.rollouts(context)
+        made: Any = inputs.rollouts(context)
     if not (hasattr(made, "generate") and hasattr(made, "metrics")):
         raise UserError(f"{name}: made {type(made).__name__}; a rollout source has the methods generate and metrics")
-    check_draws(made.generate, config, name)
+    parameters, val = inspect.signature(made.generate).parameters, config.validation
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if (val.temperature or val.max_new_tokens) and "draws" not in parameters and not takes_any:
+        raise UserError(
+            f"{name}: its generate takes no draws, which validation.temperature and validation.max_new_tokens need; "
+            "add the parameter draws=None and pass it on to sample and extend, or set both to 0"
+        )
     if hasattr(made, "receive_weights") and engine is not None:
         raise UserError(
             f"{name}: its receive_weights has no effect with rollout.backend={rollout.backend}, whose engine takes the "
             "weights; set rollout.backend=none, or leave it out"
         )
     return CheckedRollouts(
-        cast(RolloutSource, made),
+        made,
         name,
-        RowRules(config.data.max_prompt_tokens, rollout.max_new_tokens, inputs.vocab_size, rollout.n),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        vocab_size=inputs.vocab_size,
+        n=rollout.n,
         engine=engine,
         data_parallel=actor.data_parallel,
         replica=actor.replica,
@@ -173,12 +179,8 @@ def build_sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> 
         weight_version=lambda: connection.sync.weight_version,
         bring_back=connection.bring_back,
         settings=SglangRolloutSettings(
-            sampling=Sampling(
-                temperature=rollout.temperature,
-                top_p=rollout.top_p,
-                top_k=rollout.top_k,
-                max_new_tokens=rollout.max_new_tokens,
-                stop_token_ids=with_end_of_sequence(path, hf, rollout.stop_token_ids),
+            sampling=replace(
+                _sampling(rollout, with_end_of_sequence(path, hf, rollout.stop_token_ids)),
                 hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, hf.vocab_size)),
             ),
             max_positions=connection.max_positions,
@@ -191,6 +193,11 @@ def build_sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> 
         ),
         progress=_ShownSamples(),
     )
+
+
+def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
+    """Return the parameters of training samples."""
+    return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop_ids)
 
 
 class _ShownSamples:

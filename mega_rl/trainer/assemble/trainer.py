@@ -16,13 +16,12 @@ from mega_rl.parallel.groups import Groups
 from mega_rl.protocols import MetricsSink
 from mega_rl.rewards.builtin import RewardFunction
 from mega_rl.rollout.hidden_tokens import describe_zero_rows
+from mega_rl.trainer.assemble.algorithms import build_algorithm, build_collector
 from mega_rl.trainer.assemble.checkpoints import build_saves, open_checkpoints, restore
 from mega_rl.trainer.assemble.data import build_prompts, warn_of_date, with_length
-from mega_rl.trainer.assemble.inputs import Inputs, read_inputs
-from mega_rl.trainer.assemble.load import LoadedRun, build_evaluation, load_run
+from mega_rl.trainer.assemble.load import Inputs, LoadedRun, build_evaluation, load_run, read_inputs
 from mega_rl.trainer.assemble.metrics import build_meter, open_sink
 from mega_rl.trainer.assemble.records import build_recorder
-from mega_rl.trainer.assemble.steps import build_algorithm, build_collector
 from mega_rl.trainer.events import DumpRollouts, SaveAndExport, Validate, Warn
 from mega_rl.trainer.loop import Event, Stages, StepLog, Trainer
 from mega_rl.trainer.validation import Evaluation

@@ -22,12 +22,10 @@ from mega_rl.protocols import Inspect, ModelPasses, Ranks, TokenModel
 from mega_rl.tracking.metrics.sinks import NullSink
 from mega_rl.tracking.metrics.steps import PhaseTimer
 from mega_rl.tracking.records.reader import MODEL_OUTPUTS, Record, read_record
-from mega_rl.trainer.assemble.algorithms import build_overlong
-from mega_rl.trainer.assemble.plan import RunPlan, plan_run
+from mega_rl.trainer.assemble.algorithms import build_overlong, build_policy_gradient
+from mega_rl.trainer.assemble.plan import Roles, RunPlan, build_roles, plan_run
 from mega_rl.trainer.assemble.records import record_writer, step_columns
-from mega_rl.trainer.assemble.roles import Roles, build_roles
 from mega_rl.trainer.assemble.run import session
-from mega_rl.trainer.assemble.steps import build_policy_gradient
 from mega_rl.trainer.collect import Batch
 from mega_rl.trainer.filters import leave_unscored_out
 from mega_rl.trainer.loop import Stages, StepLog

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from mega_rl.operations.schedulers.options import RecipeFacts
-from mega_rl.operations.schedulers.ray.driver import RayRun, drive
-from mega_rl.operations.schedulers.ray.placement import RayCluster
+from mega_rl.operations.schedulers.ray import RayCluster, RayRun, drive
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not there: make test-ray"),

@@ -10,7 +10,7 @@ from mega_rl.operations.launcher.launch import Launch
 from mega_rl.operations.launcher.supervisor import DEFAULT_RESTARTS
 
 KEY = {"MEGA_RL_LAUNCH_KEY": "k" * 32}
-SEVERAL = LaunchOptions(nproc_per_node=8, nnodes=2, node_rank=1, master_addr="h", master_port=1234, spares=1)
+SEVERAL = LaunchOptions(nproc_per_node=8, nnodes=2, node_rank=1, master_addr="h", master_port=1234)
 
 
 @pytest.mark.parametrize(
@@ -20,9 +20,8 @@ SEVERAL = LaunchOptions(nproc_per_node=8, nnodes=2, node_rank=1, master_addr="h"
         (LaunchOptions(nnodes=2), {}, "--nnodes: is for ranks"),
         (LaunchOptions(node_rank=1), {}, "--node-rank: is for ranks"),
         (LaunchOptions(master_addr="h"), {}, "--master-addr: is for ranks"),
-        (LaunchOptions(spares=1), {}, "--spares: is for ranks"),
         (LaunchOptions(nproc_per_node=2), {"RANK": "0"}, "--nproc-per-node=2 under a launcher that already started"),
-        (LaunchOptions(nproc_per_node=2, node_rank=1), {}, "--node-rank=1: must be below --nnodes=1 plus --spares=0"),
+        (LaunchOptions(nproc_per_node=2, node_rank=1), {}, "--node-rank=1: must be below --nnodes=1"),
         (LaunchOptions(nproc_per_node=2, nnodes=2), KEY, "--master-addr: is missing"),
         (SEVERAL, {}, "MEGA_RL_LAUNCH_KEY: is not set"),
         (SEVERAL, {"MEGA_RL_LAUNCH_KEY": "short"}, "MEGA_RL_LAUNCH_KEY: is too short"),
@@ -68,14 +67,13 @@ def test_one_node_needs_neither_address_nor_key() -> None:
 
 def test_several_nodes_are_told_of_one_another() -> None:
     launch = SEVERAL.launch(["m"], run_dir="r", resume="auto")
-    assert (launch.nnodes, launch.node_rank, launch.spares) == (2, 1, 1)
+    assert (launch.nnodes, launch.node_rank) == (2, 1)
     assert (launch.master_addr, launch.master_port) == ("h", 1234)
-    assert launch.has_others
 
 
 def test_launches_of_all_nodes_have_one_digest() -> None:
     """Whatever their numbers, and whatever restarts each would allow: those of node 0 count."""
-    first = LaunchOptions(nproc_per_node=8, nnodes=2, master_addr="h", master_port=1234, spares=1, max_restarts=7)
+    first = LaunchOptions(nproc_per_node=8, nnodes=2, master_addr="h", master_port=1234, max_restarts=7)
     one, other = (options.launch(["m", "a=1"], run_dir="r", resume="auto") for options in (first, SEVERAL))
     assert one.digest == other.digest
     assert one.digest != SEVERAL.launch(["m", "a=2"], run_dir="r", resume="auto").digest

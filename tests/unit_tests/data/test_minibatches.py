@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mega_rl.data.minibatches import assign_rows, minibatch_prompt_blocks
-from mega_rl.data.sampling.epochs import permutation
+from mega_rl.data.order import permutation
 
 
 def test_blocks_hold_every_prompt_once() -> None:

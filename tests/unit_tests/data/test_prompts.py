@@ -17,8 +17,8 @@ import pytest
 
 from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RewardColumns, RowColumns
+from mega_rl.data.order import PromptSampler
 from mega_rl.data.prompts import PromptReading, fingerprint, load_prompts, split
-from mega_rl.data.sampling.epochs import PromptSampler
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.types import Prompt
 

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_rl.data.columns import RewardColumns, RowColumns
+from mega_rl.data.order import MixtureSampler
 from mega_rl.data.prompts import PromptReading, load_prompts
-from mega_rl.data.sampling.mixture import MixtureSampler
 from mega_rl.data.stream import FileShard, Position, StreamPlan, StreamReader, StreamSampler
 from mega_rl.errors import RunError, UserError, UserErrors
 from mega_rl.types import Prompt
@@ -243,18 +243,12 @@ def test_a_mixture_of_streams_keeps_its_shares_and_positions(files: list[Path]) 
     order = mixed({"a": 1, "b": 3})
     first = order.take(0, 40)
     assert [prompt.source for prompt in first].count("b") == 30
-    same, other = mixed({"a": 1, "b": 3}), mixed({"a": 3, "b": 1})
-    for resumed in (same, other):
-        resumed.restore(json.loads(json.dumps(order.numbers())))
-    after = order.take(40, 8)
-    assert same.take(40, 8) == after
-    changed = other.take(40, 8)
-    seen = {name: [p.text for p in first if p.source == name] for name in ("a", "b")}
-    assert [p.text for p in changed if p.source == "b"] == [p.text for p in after if p.source == "b"][:2]
-    assert not {p.text for p in changed if p.source == "b"} & set(seen["b"])
+    same = mixed({"a": 1, "b": 3})
+    same.restore(json.loads(json.dumps(order.numbers())))
+    assert same.take(40, 8) == order.take(40, 8)
     assert order.metrics(40)["data/a/prompts"] == 10
     assert "data/epochs" not in order.metrics(40)
-    for each in (order, same, other):
+    for each in (order, same):
         each.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mega_rl.config.schema import Config, MixtureConfig
-from mega_rl.data.sampling.epochs import PromptSampler
+from mega_rl.data.order import PromptSampler
 from mega_rl.parallel.comm import share
 from mega_rl.protocols import Ranks
 from mega_rl.trainer.collect import Collector, SamplingPlan

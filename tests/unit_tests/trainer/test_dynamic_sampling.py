@@ -13,7 +13,7 @@ import torch
 
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
-from mega_rl.data.sampling.epochs import PromptSampler
+from mega_rl.data.order import PromptSampler
 from mega_rl.errors import UserErrors
 from mega_rl.protocols import Scorer
 from mega_rl.trainer.collect import SamplingPlan

@@ -12,7 +12,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.types import Draws, Prompt, Rollout
-from mega_rl.workers.own_rollouts import CheckedRollouts, End, RolloutContext, RowRules, WeightsToSource
+from mega_rl.workers.own_rollouts import CheckedRollouts, End, RolloutContext, WeightsToSource
 from mega_rl.workers.rollout import EVALUATION
 
 PROMPTS = [Prompt(index=7, token_ids=(3, 4), text="a", answer=""), Prompt(index=8, token_ids=(5,), text="b", answer="")]
@@ -172,7 +172,10 @@ def checked(rows: Any, metrics: Any = None, *, replica: Any = None) -> CheckedRo
     return CheckedRollouts(
         Returned(rows, {} if metrics is None else metrics),
         "rollout.source='own.py:Own'",
-        RowRules(max_prompt_tokens=2, max_new_tokens=5, vocab_size=10, n=2),
+        max_prompt_tokens=2,
+        max_new_tokens=5,
+        vocab_size=10,
+        n=2,
         engine=Answers(),
         data_parallel=SingleRank(),
         replica=replica or SingleRank(),
@@ -208,12 +211,12 @@ def number_finished(rows: Rollout) -> Rollout:
         (change("lengths", (2,), 0), "row 2, prompt 1 and sample 0, has a response of more than"),
         (change("lengths", (2,), 5), "row 2, prompt 1 and sample 0, has a response of more than"),
         (change("loss_mask", (1, 0), True), "row 1, prompt 0 and sample 1, has loss_mask set outside"),
-        (change("loss_mask", (1,), False), "row 1, prompt 0 and sample 1, has no token on loss_mask"),
-        (fail_one_with_tokens, "row 0, prompt 0 and sample 0, has failed, and tokens on loss_mask"),
+        (change("loss_mask", (1,), False), "row 1, prompt 0 and sample 1, must have tokens on loss_mask"),
+        (fail_one_with_tokens, "row 0, prompt 0 and sample 0, must have tokens on loss_mask"),
         (change("tokens", (2, 1), 10), "row 2, prompt 1 and sample 0, has token ids outside"),
         (change("rollout_logprobs", (0, 2), 0.5), "row 0, prompt 0 and sample 0, has log-probs that are not finite"),
         (change("rollout_logprobs", (0, 2), float("nan")), "row 0, prompt 0 and sample 0, has log-probs that are not"),
-        (change("rollout_logprobs", (0, 1), -0.5), "row 0, prompt 0 and sample 0, has log-probs other than 0 off"),
+        (change("rollout_logprobs", (0, 1), -0.5), "row 0, prompt 0 and sample 0, has log-probs that are not"),
     ],
 )
 def test_rows_that_cannot_be_trained_on_are_refused(broken: Callable[[Rollout], Any], message: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from mega_rl.algorithms.kl import FixedKL, RewardKL, k1
 from mega_rl.config.attention import Role
-from mega_rl.data.sampling.epochs import PromptSampler
+from mega_rl.data.order import PromptSampler
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.collect import SamplingPlan

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mega_rl.operations.diagnosis.observations import Observations
-from mega_rl.tracking.health.process_state import ProcessState
 from mega_rl.tracking.health.records import Collective, LastWords, PhaseRecord, Place, RankRecord
 
 NOW = 1_000_000.0
-STOPPED, RUNNING = ProcessState("T"), ProcessState("R")
+STOPPED, RUNNING = "T", "R"
 
 
 def record(rank: int = 0, **changes: Any) -> RankRecord:

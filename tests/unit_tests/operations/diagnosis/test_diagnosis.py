@@ -10,7 +10,6 @@ from mega_rl.operations.diagnosis.cause import name_cause
 from mega_rl.operations.diagnosis.observations import Observations
 from mega_rl.operations.diagnosis.stacks import Stacks
 from mega_rl.tracking.health.failure_kinds import UNSAID
-from mega_rl.tracking.health.process_state import ProcessState
 from mega_rl.tracking.health.records import LastWords, PhaseRecord, Place
 from tests.unit_tests.operations.diagnosis.examples import NOW, RUNNING, STOPPED, call, late, record, seen
 
@@ -20,7 +19,7 @@ STACK = 'Thread 7 (idle): "MainThread"\n    f (mega_rl/x.py:3)\nThread 8 (idle):
 REWARD = Place("helper", "/home/me/agent.py", 31, users="score")
 
 
-CASES: dict[str, tuple[Observations, str, int | None]] = {
+CASES: dict[str, tuple[Observations, str]] = {
     "stopped": (
         seen(
             late(0, DP_OF_0), late(1, WORLD), record(2), late(3, TP_OF_2),
@@ -28,7 +27,6 @@ CASES: dict[str, tuple[Observations, str, int | None]] = {
         ),
         "rank 2 (pid 102, node7) is stopped (state T) at f (mega_rl/x.py:3), last seen in 'update actor' of step 3, "
         "while rank 0 waits for it in dp all_reduce 17",
-        2,
     ),
     "in a reward": (
         seen(
@@ -37,66 +35,55 @@ CASES: dict[str, tuple[Observations, str, int | None]] = {
         ),
         "rank 2 (pid 102, node7) is in reward function score at /home/me/agent.py:31 in 'reward' of step 3, "
         "while rank 0 waits for it in dp all_reduce 17",
-        2,
     ),
     "the end of a chain of waits": (
         seen(record(0, waiting=DP_OF_0), record(1), record(2, waiting=call("tp", 311, 2, 3)), record(3)),
         "rank 3 (pid 103, node7) is in forward at /lib/layers.py:12 in 'update actor' of step 3, "
         "while rank 2 waits for it in tp all_reduce 311",
-        3,
     ),
     "silent in the kernel": (
-        seen(late(0, DP_OF_0), record(1), record(2, beat=NOW - 90), record(3), states={2: ProcessState("D")}),
+        seen(late(0, DP_OF_0), record(1), record(2, beat=NOW - 90), record(3), states={2: "D"}),
         "rank 2 (pid 102, node7) has given no sign of life for 90 s, process state D: in the kernel, where nothing "
         "interrupts it: a file system or a device does not answer; last seen in forward at /lib/layers.py:12 in "
         "'update actor' of step 3, while rank 0 waits for it in dp all_reduce 17",
-        2,
     ),
     "killed": (
         seen(late(0, DP_OF_0, "lost peer"), record(2, memory={"resident": 3_000_000_000}), exits={0: 75, 2: -9}),
         "rank 2 (pid 102, node7) was killed by SIGKILL, last seen in 'update actor' of step 3",
-        2,
     ),
     "an exit of the user's code": (
         seen(late(0, DP_OF_0, "lost peer"), record(2), exits={2: 3, 0: 75}),
         "rank 2 (pid 102, node7) ended with exit code 3, last seen in 'update actor' of step 3",
-        2,
     ),
     "an exit with code 0 in a reward": (
         seen(record(0, waiting=DP_OF_0), record(2, phases=(PhaseRecord("reward", 7.0),), place=REWARD),
                  exits={2: UNSAID}),
         "rank 2 (pid 102, node7) ended with exit code 0 before its work was done, last seen in reward function score "
         "at /home/me/agent.py:31 in 'reward' of step 3",
-        2,
     ),
     "an exit with code 0 elsewhere": (
         seen(record(0), record(2), exits={0: UNSAID + 75, 2: UNSAID}),
         "rank 0 (pid 100, node7) ended with exit code 75 before its work was done, last seen in 'update actor' of "
         "step 3",
-        0,
     ),
     "NCCL's watchdog aborts the innocent": (
         seen(record(0, waiting=call("dp", 17, 0, 2, age_s=601.0)), record(2), exits={0: -6}),
         "rank 2 (pid 102, node7) is in forward at /lib/layers.py:12 in 'update actor' of step 3, "
         "while rank 0 waits for it in dp all_reduce 17",
-        2,
     ),
     "an abort of its own": (
         seen(record(0), record(2, waiting=DP_OF_0), exits={0: -6}),
         "rank 0 (pid 100, node7) was killed by SIGABRT, last seen in 'update actor' of step 3",
-        0,
     ),
     "diverged": (
         seen(
             late(0, DP_OF_0), late(1, call("tp", 310, 0, 1)), record(2, waiting=WORLD), record(3, waiting=WORLD),
         ),
         "diverged: rank 2 waits in world all_reduce 5 while rank 0 waits for it in dp all_reduce 17",
-        2,
     ),
     "another operation under one number": (
         seen(record(0, waiting=DP_OF_0), record(2, waiting=call("dp", 17, 0, 2, operation="broadcast"))),
         "diverged: rank 2 waits in dp broadcast 17 while rank 0 waits for it in dp all_reduce 17",
-        2,
     ),
     "each group in a collective of its own": (
         seen(
@@ -105,28 +92,24 @@ CASES: dict[str, tuple[Observations, str, int | None]] = {
         ),
         "all ranks of each group wait, ranks 0 and 2 in dp all_reduce 17, ranks 1 and 3 in dp all_reduce 17: "
         "the network between them, or the device, does not answer",
-        None,
     ),
     "all in one collective": (
         seen(*(record(rank, waiting=WORLD) for rank in range(4))),
         "all ranks wait in world all_reduce 5: the network between them, or the device, does not answer",
-        None,
     ),
     "an error of another rank than 0": (
         seen(record(1, ended=LastWords("error", "disk full", 2, "checkpoint")), late(0, DP_OF_0, "lost peer"),
                  exits={1: 1}),
         "rank 1 (pid 101, node7) failed in 'checkpoint' of step 3: disk full",
-        1,
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("facts", "cause", "rank"), CASES.values(), ids=CASES)
-def test_cause_is_named(facts: Observations, cause: str, rank: int | None) -> None:
+@pytest.mark.parametrize(("facts", "cause"), CASES.values(), ids=CASES)
+def test_cause_is_named(facts: Observations, cause: str) -> None:
     named = name_cause(facts)
     assert named is not None
-    assert named[0].startswith(cause), named[0]
-    assert named[1] == rank
+    assert named.startswith(cause), named
 
 
 @pytest.mark.parametrize("code", [0, 2, 143])
@@ -146,12 +129,13 @@ def test_rank_killed_after_a_hang_is_not_blamed() -> None:
     states: dict[str, Any] = {"states": {2: STOPPED, 3: RUNNING}}
     named = name_cause(seen(late(0, DP_OF_0), record(2), record(3), exits={0: 76, 3: -15, 2: -9}, **states))
     assert named is not None
-    assert named[0].startswith("rank 2 (pid 102, node7) is stopped")
+    assert named.startswith("rank 2 (pid 102, node7) is stopped")
 
 
 def test_kill_for_memory_is_named() -> None:
     facts = seen(record(2), exits={2: -9})
-    for ran_out, words in ((True, "the kernel has killed a process for lack of memory"), (False, "memory")):
-        named = name_cause(facts, memory_ran_out=ran_out)
-        assert named is not None
-        assert words in named[0]
+    for ran_out, words in (
+        (True, "the kernel has killed a process for lack of memory"),
+        (False, "perhaps out of memory"),
+    ):
+        assert words in (name_cause(facts, memory_ran_out=ran_out) or "")

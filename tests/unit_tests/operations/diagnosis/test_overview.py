@@ -16,10 +16,9 @@ import pytest
 
 from mega_rl.cli import app as cli
 from mega_rl.operations.diagnosis.observations import observe
-from mega_rl.operations.diagnosis.report import newest_report, write_report
-from mega_rl.operations.diagnosis.stacks import collect, find_py_spy, read_stacks
-from mega_rl.tracking.health.process_state import GONE, ProcessState, process_state, start_time
-from mega_rl.tracking.health.records import LastWords, health_folder, write_record
+from mega_rl.operations.diagnosis.report import write_report
+from mega_rl.operations.diagnosis.stacks import find_py_spy, read_stacks
+from mega_rl.tracking.health.records import LastWords, RankRecord, health_folder, state_and_start, write_record
 from tests.unit_tests.operations.diagnosis.examples import call, record
 
 SLEEPER = "import time\ndef nap():\n    print(flush=True)\n    time.sleep(600)\nnap()"
@@ -39,48 +38,31 @@ def pid() -> Iterator[int]:
 
 def write_living(run: Path, pid: int) -> None:
     """Rank 0 is a process of this host; rank 1 is on another and silent."""
-    here = {"pid": pid, "started": start_time(pid), "host": socket.gethostname(), "beat": time.time()}
+    here = {"pid": pid, "started": state_and_start(pid)[1], "host": socket.gethostname(), "beat": time.time()}
     write_record(run, record(0, world_size=3, waiting=call("dp", 17, 0, 1), **here))
     write_record(run, record(1, world_size=3, beat=time.time() - 100.0))
 
 
-def test_live_run_is_shown_as_a_table(tmp_path: Path, pid: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_live_run_is_described(tmp_path: Path, pid: int, capsys: pytest.CaptureFixture[str]) -> None:
     write_living(tmp_path, pid)
     assert cli.main(["doctor", "--run", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"rank +process +step +phase +waits in +at", lines[0])
-    assert re.match(rf"0 +{pid} \S+ +2 +update actor 30 s +dp all_reduce 17 40 s +forward /lib/layers.py:12", lines[1])
-    assert re.search(r"SILENT for 1\d\d s, last seen in update actor", lines[2])
-    assert lines[3] == "1 of 3 ranks have no record"
+    text = capsys.readouterr().out
+    assert "dp all_reduce 17 of ranks 0, 1: rank 0 for 40 s; not there: rank 1" in text
+    assert re.search(rf"rank 0: pid {pid} on \S+, waiting, 2 steps done\n    in update actor for 30 s", text)
+    assert re.search(r"rank 1: .*\n    no sign of life for 1\d\d s", text)
+    assert "rank 2: no record" in text
     os.kill(pid, signal.SIGSTOP)
-    while not process_state(pid).stopped:
+    while state_and_start(pid)[0] != "T":
         time.sleep(0.01)
     assert cli.main(["doctor", "--run", str(tmp_path), "--stacks"]) == 0
-    out = capsys.readouterr().out
-    assert "STOPPED, last seen in update actor" in out
-    assert "Stacks of rank 0" in out
-    assert ("nap (<string>:" if find_py_spy() is not None else "no stacks: py-spy is not installed") in out
-
-
-def test_stacks_of_a_stopped_process_are_kept(tmp_path: Path, pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    while not process_state(pid).stopped:
-        time.sleep(0.01)
-    collect(tmp_path, {4: pid})
-    stacks = read_stacks(tmp_path, 4)
+    text = capsys.readouterr().out
+    assert f"rank 0: pid {pid} on {socket.gethostname()}, stopped, 2 steps done" in text
+    assert "Stacks of rank 0" in text
+    assert ("nap (<string>:" if find_py_spy() is not None else "no stacks: py-spy is not installed") in text
+    stacks = read_stacks(tmp_path, 0)
     assert stacks is not None
-    assert stacks.state.state == "T"
-    assert "free of" in stacks.memory
+    assert (stacks.state, "free of" in stacks.memory) == ("T", True)
     assert stacks.top.startswith("nap (<string>:" if find_py_spy() is not None else "")
-
-
-def test_process_without_a_record_gets_no_signal(tmp_path: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal that asks a rank for its stacks would end another program."""
-    monkeypatch.setattr("mega_rl.operations.diagnosis.stacks.find_py_spy", lambda: None)
-    write_living(tmp_path, pid)
-    collect(tmp_path, {0: pid, 1: pid})
-    time.sleep(0.2)
-    assert process_state(pid).alive
 
 
 def test_end_decides_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,26 +83,12 @@ def test_last_words_after_the_record_count(tmp_path: Path, kind: str, monkeypatc
     living = {"pid": os.getpid(), "host": socket.gethostname(), "started": 0, "beat": time.time()}
     write_record(tmp_path, record(0, world_size=1, **living))
 
-    def end(pid: int, started: int = 0) -> ProcessState:
+    def end(self: RankRecord) -> str:
         write_record(tmp_path, record(0, world_size=1, ended=LastWords(kind, "", 8, ""), **living))
-        return GONE
+        return ""
 
-    for module in ("observations", "overview"):
-        monkeypatch.setattr(f"mega_rl.operations.diagnosis.{module}.process_state", end)
-    ended = observe(tmp_path, world_size=1).records[0].ended
-    assert ended is not None
-    assert ended.kind == kind
-    write_record(tmp_path, record(0, world_size=1, **living))
+    monkeypatch.setattr(RankRecord, "process_state", end)
     assert cli.main(["doctor", "--run", str(tmp_path)]) == int(kind == "error")
-
-
-def test_newest_report_is_the_last_of_a_second(tmp_path: Path) -> None:
-    seen = observe(tmp_path, world_size=1)
-    for number in range(12):
-        write_report(tmp_path, seen, f"cause {number}")
-    report = newest_report(tmp_path)
-    assert report is not None
-    assert report[1].endswith("cause 11\n")
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "empty", "link", "hostile"])

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import resource
 import socket
 import threading
 import time
@@ -16,8 +15,7 @@ import pytest
 
 from mega_rl.operations.launcher import channel
 from mega_rl.operations.launcher.channel import MAGIC, Channel, ChannelLost, Door, Joining, connect
-from mega_rl.operations.launcher.nodes import Ended
-from mega_rl.operations.launcher.ranks import Assignment, RankEnd
+from mega_rl.operations.launcher.ranks import Assignment
 from mega_rl.operations.launcher.store import listen
 from mega_rl.untrusted import read_record
 from tests.unit_tests.operations.launcher.programs import wait_until
@@ -201,31 +199,9 @@ def call(address: tuple[str, int], key: bytes, joining: Joining) -> None:
         connect(*address, key, joining)
 
 
-def test_crowd_of_silent_callers_keeps_no_launcher_out(listener: socket.socket) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    door = Door(listener, KEY)
-    crowd = [socket.create_connection(("127.0.0.1", port_of(listener))) for _ in range(900)]
-    try:
-        assert join(door, listener, within_s=10.0) == ME
-        assert len(door._callers) <= channel.MAX_CALLERS
-    finally:
-        door.close()
-        for connection in crowd:
-            connection.close()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @pytest.mark.parametrize("changes", [{"nproc": None}, {"nproc": True}, {"master_addr": 3}])
 def test_malformed_order_is_refused(changes: dict[str, object]) -> None:
     assignment = Assignment(2, 1, 3, 8, "h", 29500, "auto")
     assert read_record(Assignment, json.loads(json.dumps(vars(assignment)))) == assignment
     with pytest.raises(ValueError, match="must be of type"):
         read_record(Assignment, {**vars(assignment), **changes})
-
-
-def test_reports_of_ends_survive_their_message() -> None:
-    message = {"type": "ended", "generation": 2, "ends": [vars(RankEnd(3, 77, -9)), vars(RankEnd(4, 78, 0))]}
-    assert read_record(Ended, message) == Ended(2, (RankEnd(3, 77, -9), RankEnd(4, 78, 0)))
-    with pytest.raises(ValueError, match="ends must be of type"):
-        read_record(Ended, {**message, "ends": {}})

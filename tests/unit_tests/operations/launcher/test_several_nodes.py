@@ -112,7 +112,7 @@ def test_lost_node_ends_the_run_with_its_name(node: Start, number: signal.Signal
     code, errors = first.end()
     assert code == 1
     assert f"error: node 1 ({socket.gethostname()}) is lost: {how}" in errors
-    assert "no spare is there to take its place" in errors
+    assert "start the run again, on other nodes" in errors
     if number == signal.SIGKILL:
         wait_until(lambda: is_gone(pid))  # the kernel ends it with its launcher
 
@@ -143,58 +143,6 @@ def test_second_signal_ends_ranks_without_node_0(node: Start) -> None:
     assert second.end()[0] == 130
     assert is_gone(pids[1])
     os.kill(pids[0], signal.SIGKILL)
-
-
-def start_numbered(node: Start, count: int, program: str, **settings: object) -> list[Started]:
-    """Start launchers whose ranks find the number of their node in NODE."""
-    launchers = []
-    for number in range(count):
-        os.environ["NODE"] = str(number)
-        launchers.append(node(number, program, **settings))
-    del os.environ["NODE"]
-    return launchers
-
-
-def test_spare_replaces_a_lost_node(node: Start, tmp_path: Path) -> None:
-    """Ranks keep the order of the nodes: 0, 2, 3 after the loss of 1."""
-    program = """
-        Path(f"node.{rank}.{generation}").write_text(os.environ["NODE"])
-        reached("up")
-        if generation == 0: time.sleep(600)
-    """
-    launchers = start_numbered(node, 4, program, nnodes=3, spares=1, max_restarts=1)
-    for rank in range(3):
-        launchers[0].reached("up", rank)
-    launchers[0].says("is a spare")
-    launchers[1].process.kill()
-    code, errors = launchers[0].end()
-    assert code == 0, errors
-    assert errors.count("takes its place") == 1
-    assert f"node 3 ({socket.gethostname()}) takes its place" in errors
-    assert [launchers[number].end()[0] for number in (2, 3)] == [0, 0]
-    assert [(tmp_path / f"node.{rank}.1").read_text() for rank in range(3)] == ["0", "2", "3"]
-
-
-def test_node_that_fails_twice_is_replaced(node: Start, tmp_path: Path) -> None:
-    program = """
-        Path(f"node.{rank}.{generation}").write_text(os.environ["NODE"])
-        reached("up")
-        while not Path("go").exists(): time.sleep(0.01)
-        if os.environ["NODE"] == "1": save(generation + 1); os.kill(os.getpid(), 11)
-        if generation < 2: time.sleep(600)
-    """
-    launchers = start_numbered(node, 3, program, spares=1, max_restarts=3)
-    launchers[0].says("is a spare")
-    (tmp_path / "go").write_text("")
-    code, errors = launchers[0].end()
-    assert code == 0, errors
-    line = f"the ranks of node 1 ({socket.gethostname()}) have failed 2 times: node 2 "
-    assert errors.count(line) == 1
-    code, errors = launchers[1].end()
-    assert code == 1
-    assert line in errors
-    assert launchers[2].end()[0] == 0
-    assert (tmp_path / "node.1.2").read_text() == "2"
 
 
 @pytest.mark.parametrize(

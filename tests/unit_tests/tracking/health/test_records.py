@@ -118,13 +118,13 @@ def test_clear_leaves_reports_and_folders(tmp_path: Path) -> None:
     clear(tmp_path)  # without a folder
     write_record(tmp_path, record(0))
     folder = health_folder(tmp_path)
-    names = ("stacks_00000.txt", "claim_cause_0", "dump_00000.txt", "report_20260101_000000.txt")
+    names = ("stacks_00000.txt", "claim_cause_0", "report_20260101_000000.txt")
     for name in names:
         (folder / name).write_text("")
     (folder / "rank_00007.json").mkdir()
     clear(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "dump_00000.txt", "rank_00007.json", "report_20260101_000000.txt",
+        "rank_00007.json", "report_20260101_000000.txt",
     ]  # fmt: skip
 
 

@@ -12,9 +12,8 @@ from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
 from mega_rl.data.build import build_order, source_lines
 from mega_rl.data.columns import RewardColumns
+from mega_rl.data.order import MixtureSampler, StepOrder
 from mega_rl.data.prompts import fingerprint
-from mega_rl.data.sampling.epochs import StepOrder
-from mega_rl.data.sampling.mixture import MixtureSampler
 from mega_rl.errors import UserError, UserErrors
 from mega_rl.trainer.assemble.data import Tokens, load_data, read_tokens
 from mega_rl.types import Prompt

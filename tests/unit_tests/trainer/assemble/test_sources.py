@@ -17,7 +17,6 @@ from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight.run import check_data
 from mega_rl.trainer.assemble.data import Tokens, load_data, load_data_source
-from mega_rl.trainer.assemble.inputs import load_rollout_source
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
 OWN = """
@@ -129,14 +128,6 @@ def test_mistakes_in_rows_are_one_message(
     with pytest.raises(UserError) as error:
         read(folder, name, *settings.split())
     assert any(line.startswith(message.format(folder / "own.py")) for line in str(error.value).splitlines())
-
-
-def test_a_rollout_source_has_its_methods(folder: Path) -> None:
-    config = load(None, [f"rollout.source={folder}/own.py:Rows"])
-    with pytest.raises(UserError, match="it has no method generate; a rollout source has generate and metrics"):
-        load_rollout_source(config)
-    assert load_rollout_source(load(None)) is None
-    assert load_data_source(load(None)) is None
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ class Run(NamedTuple):
     source: str = ""  # name of the run to resume from
     dynamic: bool = False
     kind: str = "success"  # or "stream", of a mixture of two
-    weight: float = 3.0  # of the larger stream
     forget: bool = False  # a planted fault: the checkpoint's rates are not restored
 
 
@@ -34,7 +33,7 @@ def config_of(folder: Path, name: str, run: Run) -> Config:
     else:
         sources = {
             "few": {"files": [str(folder / "few.jsonl")], "weight": 1.0},
-            "many": {"files": [str(folder / f"many-{part}.parquet") for part in range(3)], "weight": run.weight},
+            "many": {"files": [str(folder / f"many-{part}.parquet") for part in range(3)], "weight": 3.0},
         }
         config = replaced(config, "data", train_files=[], mixture=MixtureConfig(sources=sources))
         config = replaced(config, "data.stream", rows=10)

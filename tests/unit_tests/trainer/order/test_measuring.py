@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.data.sampling.success import SuccessRates
+from mega_rl.data.order import SuccessRates
 from mega_rl.errors import UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.trainer.collect import SamplingPlan, SuccessMeter

@@ -25,7 +25,6 @@ ALONE = {
     "dynamic resumed": Run("1", "dynamic", dynamic=True),
     "stream": Run("1", kind="stream", dynamic=True),
     "stream resumed": Run("1", "stream", kind="stream", dynamic=True),
-    "other weights": Run("1", "stream", kind="stream", dynamic=True, weight=0.5),
     "forgetful stream": Run("1", "stream", kind="stream", dynamic=True, forget=True),
 }
 LAYOUTS = ("tp2", "dp2", "fsdp 2") if FULL else ()  # on each, and from a checkpoint of one rank
@@ -96,19 +95,6 @@ def test_all_ranks_and_layouts_draw_the_same_prompts(runs: dict[str, Any], name:
     assert first["batches"] == second["batches"]
     alone = runs[next((kind for kind in ("dynamic", "stream") if kind in name), "whole")][0]
     assert first["batches"] == alone["batches"][first["start"] :]
-
-
-def test_other_weights_go_on_in_each_stream(folder: Path, runs: dict[str, Any]) -> None:
-    """The larger stream goes on where it was, only slower, and the smaller one faster."""
-    whole, changed = runs["stream"][0]["batches"], runs["other weights"][0]["batches"]
-    names = {batch[0].split()[0] for batch in whole}
-    assert names <= {"few", "many"}
-    before = records(folder, "stream")[SAVED]
-    after = records(folder, "other weights")[STEPS]
-    drawn = after["data/prompts"] - before["data/prompts"]
-    few = after["data/few/prompts"] - before["data/few/prompts"]
-    assert few == pytest.approx(drawn * 2 / 3, abs=1)
-    assert changed != whole[SAVED:]
 
 
 def test_rates_are_measured_from_the_first_step_on(folder: Path, runs: dict[str, Any]) -> None:

@@ -32,23 +32,19 @@ from mega_rl.operations.schedulers.options import (
 )
 
 MAX_WARNING_S = 65_535  # limit of sbatch --signal
-MIN_WORK_S = 60  # between a job's start and its warning, which Slurm sends up to a minute early
 SCRIPT = Path(__file__).with_name("job.sh")
 SBATCH = ("sbatch", "--parsable")
 SUBMIT_S = 120.0
 _VALUE = re.compile(r"[!$-&(-\[\]-~]+")  # printable, without characters that would need quoting
 _PATH = re.compile(r"/[!$-&(-+\--9;-\[\]-~]*")  # also without the commas and colons of pyxis
 _NAME = re.compile(r"[a-z]+(-[a-z]+)*")
-# Options of sbatch that the script depends on: set by others of `mega-rl launch slurm`, or of no use for a run.
-# --no-kill would keep a job without its first node, and so without this script, until the time limit.
-RESERVED = {
-    **dict.fromkeys(("nodes", "partition", "account", "time"), "the option of this name"),
-    **dict.fromkeys(("ntasks", "ntasks-per-node", "tasks-per-node"), "--nproc-per-node"),
-    **dict.fromkeys(("exclusive", "oversubscribe"), "--cpus-per-node"),
-    **{"job-name": "--name", "cpus-per-task": "--cpus-per-node", "signal": "--warning-s", "export": "--env"},
-    **dict.fromkeys(("requeue", "no-requeue"), "--requeue or --no-requeue"),
-    **dict.fromkeys(("array", "wrap", "wait", "parsable", "test-only", "open-mode", "chdir", "no-kill"), "none"),
-}
+# Options of sbatch that the script sets, by the options of `mega-rl launch slurm`, or that would break it. --no-kill
+# would keep a job without its first node, and so without this script, until the time limit.
+RESERVED = frozenset((
+    "nodes", "partition", "account", "time", "ntasks", "ntasks-per-node", "tasks-per-node", "exclusive",
+    "oversubscribe", "job-name", "cpus-per-task", "signal", "export", "requeue", "no-requeue", "array", "wrap", "wait",
+    "parsable", "test-only", "open-mode", "chdir", "no-kill",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,14 +89,8 @@ class SlurmRun:
 
 def directives(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> dict[str, str]:
     """Return sbatch's options, with empty values for flags. folder: the job's working folder."""
-    further: dict[str, str] = {}
-    for text in run.sbatch or ():
-        name, sign, value = text.removeprefix("--").partition("=")
-        if sign and not value:
-            raise UserError(
-                f"--sbatch={text}: has no value; write --sbatch {name}=VALUE, or --sbatch {name} for a flag"
-            )
-        further[name] = value
+    parts = (text.removeprefix("--").partition("=") for text in run.sbatch or ())
+    further = {name: value for name, _, value in parts}
     by_name = "gres" in further or "gpus-per-node" in further or facts.device == "cpu"
     given = {
         "job-name": run.name,
@@ -127,39 +117,17 @@ def check(run: SlurmRun, facts: RecipeFacts, *, folder: str) -> list[str]:
     for name, value in directives(run, facts, folder=folder).items():
         if value and not _VALUE.fullmatch(value):
             problems.append(f"--{name}={value!r}: has a blank, quote, backslash or #, which a batch script cannot hold")
-    for name in (text.removeprefix("--").partition("=")[0] for text in run.sbatch or ()):
-        if not _NAME.fullmatch(name):
-            problems.append(f"--sbatch={name}: is not an option of sbatch; write --sbatch NAME=VALUE or --sbatch NAME")
-        elif name in RESERVED:
-            problems.append(f"--sbatch={name}: would break the script; use instead: {RESERVED[name]}")
+    for text in run.sbatch or ():
+        name = text.removeprefix("--").partition("=")[0]
+        if name in RESERVED or not _NAME.fullmatch(name):
+            problems.append(f"--sbatch={name}: is no option of sbatch that a run can have")
     if run.requeue and facts.resume == "never":
         problems.append(
             "checkpoint.resume=never: a requeued job would begin anew; set checkpoint.resume=auto, or --no-requeue"
         )
     if not 1 <= run.warning_s <= MAX_WARNING_S:
         problems.append(f"--warning-s={run.warning_s}: needs 1 to {MAX_WARNING_S} seconds")
-    least = run.warning_s + MIN_WORK_S
-    if run.time and (seconds := seconds_of(run.time)) is not None and seconds < least:
-        problems.append(
-            f"--time={run.time}: is {seconds} s, of which --warning-s={run.warning_s} are for the last step and its "
-            f"checkpoint; take at least {least} s, or a shorter warning"
-        )
     return [*problems, *_check_paths(run, facts)]
-
-
-def seconds_of(time: str) -> int | None:
-    """Return the seconds of a time limit as sbatch reads it, None for UNLIMITED. Raises UserError."""
-    if time.upper() in ("UNLIMITED", "INFINITE"):
-        return None
-    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time, re.ASCII)
-    if match is None:
-        raise UserError(
-            f"--time={time}: is not a time limit of Slurm; write MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"
-        )
-    days, *clock = match.groups()
-    parts = [int(part) for part in clock if part is not None]
-    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
-    return 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def _check_paths(run: SlurmRun, facts: RecipeFacts) -> list[str]:
@@ -172,10 +140,6 @@ def _check_paths(run: SlurmRun, facts: RecipeFacts) -> list[str]:
     ]
     if run.venv is not None:
         problems.append(f"--venv={run.venv}: has no effect with --image, which brings its own; leave one out")
-    if not re.fullmatch(r"[!-~]+", run.image):
-        problems.append(
-            f"--image={run.image!r}: is not the name of an image; write REGISTRY#NAME:TAG or /PATH/FILE.sqsh"
-        )
     shown = ", ".join(mounts) or "there is none"
     if not is_below(facts.run_dir, mounts):
         problems.append(

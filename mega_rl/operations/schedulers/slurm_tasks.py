@@ -45,16 +45,11 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
             "start them with --ntasks-per-node"
         )
     per_node, counted = int(uniform[1]), int(uniform[2] or 1)
-    if per_node * nodes != tasks or counted != nodes:
-        raise UserError(
-            f"SLURM_STEP_TASKS_PER_NODE={counts[:80]}: contradicts SLURM_STEP_NUM_TASKS={tasks} or "
-            f"SLURM_STEP_NUM_NODES={nodes}; {_ADVICE}"
-        )
     local_task = _number(environment, "SLURM_LOCALID", 0, per_node - 1)
-    if task != node * per_node + local_task:
+    if per_node * nodes != tasks or counted != nodes or task != node * per_node + local_task:
         raise UserError(
-            f"SLURM_PROCID={task}: is task {local_task} of node {node}, and ranks are numbered node by node, "
-            f"{per_node} on each; start srun with --distribution=block"
+            f"SLURM_PROCID={task}: is not task {local_task} of node {node} with {counts[:80]} tasks on each; "
+            f"start srun with --distribution=block, and {_ADVICE}"
         )
     job, step = _number(environment, "SLURM_JOB_ID", 1, 2**32), _number(environment, "SLURM_STEP_ID", 0, 2**32)
     return {

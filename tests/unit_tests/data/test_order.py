@@ -1,0 +1,342 @@
+"""Orders of prompts: easiest first, by measured success, mixtures; each a function of draws, with epochs."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mega_rl.config.schema import ColumnCurriculum, DataConfig, MixtureConfig, SuccessCurriculum, TrainerConfig
+from mega_rl.data.build import build_order
+from mega_rl.data.order import (
+    MAX_CYCLE,
+    CurriculumSampler,
+    DrawOrder,
+    MixtureSampler,
+    PromptSampler,
+    SuccessRates,
+    SuccessSampler,
+    draw_by_weight,
+    shares_of,
+    weights_by_size,
+)
+from mega_rl.errors import UserError
+from mega_rl.types import Prompt
+
+SIZE, BATCH = 40, 5
+WEIGHTS = {"math": 3.0, "code": 1.0, "chat": 0.5}
+SIZES = {"math": 7, "code": 5, "chat": 11}
+
+
+def mixture_of(
+    prompts: Mapping[str, Sequence[Prompt]],
+    weights: Mapping[str, float],
+    *,
+    batch_size: int,
+    seed: int = 0,
+    **data: Any,
+) -> tuple[MixtureSampler, SuccessRates | None]:
+    """Return the order that a run draws from lists of prompts."""
+    sources = {name: {"files": [f"{name}.jsonl"], "weight": weight} for name, weight in weights.items()}
+    config = DataConfig(mixture=MixtureConfig(sources=sources), **data)
+    trainer = TrainerConfig(prompts_per_step=batch_size, seed=seed)
+    order, rates = build_order(config, trainer, [prompt for own in prompts.values() for prompt in own])
+    assert isinstance(order, MixtureSampler)
+    return order, rates
+
+
+def rated_prompts(size: int = SIZE, source: str = "") -> list[Prompt]:
+    """The hardest first, in pairs of equal difficulty."""
+    return [Prompt(n, (1,), str(n), "", difficulty=float((size - 1 - n) // 2), source=source) for n in range(size)]
+
+
+def easiest(
+    *, start: float = 0.25, draws: int = 100, high: bool = False, seed: int = 0, batch_size: int = BATCH
+) -> CurriculumSampler:
+    return CurriculumSampler(
+        rated_prompts(), start=start, draws=draws, easy_is_high=high, batch_size=batch_size, seed=seed
+    )
+
+
+@pytest.mark.parametrize("easy_is_high", [False, True])
+def test_draws_are_from_the_easiest_share(easy_is_high: bool) -> None:
+    order = easiest(high=easy_is_high)
+    ranks = {n: SIZE - 1 - n if not easy_is_high else n for n in range(SIZE)}  # 0 is the easiest, up to its pair
+    seen: set[int] = set()
+    for step in range(20):
+        pool = math.ceil(SIZE * (0.25 + 0.75 * step * BATCH / 100))
+        drawn = [prompt.index for prompt in order.batch(step)]
+        assert len(set(drawn)) == BATCH
+        assert all(ranks[index] <= pool for index in drawn)  # with the other one of the last pair
+        seen |= set(drawn)
+        if step == 3:
+            assert len(seen) <= 16
+    assert len(seen) > 25
+
+
+def test_epochs_of_all_prompts_follow() -> None:
+    order = easiest()
+    later = [prompt.index for prompt in order.take(100, 2 * SIZE)]
+    assert sorted(later[:SIZE]) == sorted(later[SIZE:]) == list(range(SIZE))
+    plain = PromptSampler(rated_prompts(), batch_size=BATCH, shuffle=True, seed=0)
+    assert order.take(100, 60) == plain.take(0, 60)
+
+
+def test_a_curriculums_step_depends_on_its_number() -> None:
+    once = easiest()
+    onwards = [once.batch(step) for step in range(30)]
+    for step in range(30):
+        assert easiest().batch(step) == onwards[step]
+    assert easiest().take(7, 100) == [prompt for batch in onwards for prompt in batch][7:107]
+    assert easiest(seed=1).batch(0) != onwards[0]
+
+
+def test_a_batch_above_the_first_share_repeats_no_more_than_it_must() -> None:
+    order = easiest(start=0.05, draws=40, batch_size=8)  # begins with two prompts
+    assert sorted(prompt.index for prompt in order.take(0, 2)) == [38, 39]
+    assert {prompt.index for prompt in order.take(40, SIZE)} == set(range(SIZE))
+
+
+def test_each_source_of_a_mixture_begins_with_its_easiest() -> None:
+    sources = {"a": rated_prompts(40, "a"), "b": rated_prompts(20, "b")}
+    order, _ = mixture_of(sources, {"a": 3, "b": 1}, batch_size=8, curriculum=ColumnCurriculum(start=0.25, steps=20))
+    first = order.batch(0)
+    assert all(prompt.difficulty < (5 if prompt.source == "a" else 3) for prompt in first)
+    after = order.take(160, 160)
+    for name, size in {"a": 40, "b": 20}.items():
+        assert {prompt.index for prompt in after if prompt.source == name} == set(range(size))
+
+
+def by_source(sizes: Mapping[str, int] = SIZES) -> dict[str, list[Prompt]]:
+    return {
+        name: [Prompt(index, (1,), f"{name} {index}", "", source=name) for index in range(size)]
+        for name, size in sizes.items()
+    }
+
+
+def mixed(*, shuffle: bool = True, seed: int = 0, batch_size: int = 4) -> MixtureSampler:
+    return mixture_of(by_source(), WEIGHTS, shuffle=shuffle, seed=seed, batch_size=batch_size)[0]
+
+
+@pytest.mark.parametrize("trial", range(40))
+def test_every_prefix_has_each_source_in_its_share(trial: int) -> None:
+    """Tijdeman's bound, 1 - 1/(2k - 2) prompts; over a second cycle, too."""
+    rng = random.Random(trial)
+    shares = [rng.choice([1, 2, rng.randint(1, 40)]) for _ in range(rng.randint(1, 7))]
+    order, counts = DrawOrder(shares), [0] * len(shares)
+    bound = 1 - 1 / (2 * len(shares) - 2) if len(shares) > 1 else 0.0
+    for number in range(1, 2 * sum(shares) + 1):
+        source, before = order.draw(number - 1)
+        assert before == counts[source]
+        counts[source] += 1
+        for count, share in zip(counts, shares, strict=True):
+            assert abs(count - number * share / sum(shares)) <= bound + 1e-9
+        assert order.counts(number) == counts
+
+
+def test_a_draw_is_known_without_those_before() -> None:
+    order = DrawOrder([6, 2, 1])
+    draws = [order.draw(number) for number in range(40)]
+    assert [DrawOrder([6, 2, 1]).draw(number) for number in reversed(range(40))] == draws[::-1]
+    far, cycles = 10**12 + 3, (10**12 + 3) // 9
+    expected = [6 * cycles, 2 * cycles, cycles]
+    assert [a + b for a, b in zip(expected, order.counts(far % 9), strict=True)] == DrawOrder([6, 2, 1]).counts(far)
+
+
+def test_shares_are_the_weights_as_they_are_written() -> None:
+    assert shares_of(WEIGHTS) == {"math": 6, "code": 2, "chat": 1}
+    assert shares_of({"a": 0.1, "b": 0.2, "c": 0.7}) == {"a": 1, "b": 2, "c": 7}
+    assert shares_of({"a": 5.0}) == {"a": 1}
+    fine = shares_of({"a": 1e-9, "b": 1 / 3, "c": 2 / 3})
+    assert sum(fine.values()) == MAX_CYCLE
+    assert fine == pytest.approx({"a": 1, "b": MAX_CYCLE / 3, "c": 2 * MAX_CYCLE / 3}, abs=1.0)
+
+
+def test_a_temperature_goes_from_all_prompts_alike_to_all_sources_alike() -> None:
+    sizes = {"large": 8000, "small": 80}
+    assert shares_of(weights_by_size(sizes, 1.0)) == {"large": 100, "small": 1}
+    square_root = weights_by_size(sizes, 2.0)
+    assert square_root["large"] / square_root["small"] == pytest.approx(10.0)
+    even = weights_by_size(sizes, 1e9)
+    assert even["large"] / even["small"] == pytest.approx(1.0)
+    assert shares_of(weights_by_size({"a": 10**12, "b": 1}, 0.01))["b"] == 1  # no overflow
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_source_has_epochs_of_its_own(shuffle: bool) -> None:
+    order = mixed(shuffle=shuffle)
+    drawn = order.take(0, 9 * 60)
+    assert Counter(prompt.source for prompt in drawn) == {"math": 360, "code": 120, "chat": 60}
+    for name, size in SIZES.items():
+        own = [prompt.index for prompt in drawn if prompt.source == name]
+        epochs = [own[first : first + size] for first in range(0, len(own) - size + 1, size)]
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert (len({tuple(epoch) for epoch in epochs}) > 1) == shuffle
+    metrics = order.metrics(9 * 60)
+    assert metrics["data/epochs"] == 540 / 23
+    assert metrics["data/math/epochs"] == 360 / 7
+    assert metrics["data/code/prompts"] == 120.0
+
+
+def test_a_step_depends_on_its_number_alone() -> None:
+    once = mixed()
+    onwards = [once.batch(step) for step in range(12)]
+    for step in range(12):
+        assert mixed().batch(step) == onwards[step]
+    assert mixed(batch_size=1).take(9, 7) == [*onwards[2], *onwards[3], *onwards[4]][1:8]
+    assert mixed(seed=1).batch(0) != onwards[0]
+
+
+def test_the_order_of_a_source_does_not_depend_on_the_others_names() -> None:
+    """A name seeds its source, not its place: an earlier name beside it changes nothing."""
+    sizes = {"math": 7, "a_new_one": 4}
+    other, _ = mixture_of(by_source(sizes), {"math": 1.0, "a_new_one": 1.0}, batch_size=1)
+    first, second = (
+        [prompt.index for prompt in order.take(0, 60) if prompt.source == "math"][:14] for order in (mixed(), other)
+    )
+    assert first == second
+
+
+def test_sources_of_one_size_have_different_orders() -> None:
+    alike, _ = mixture_of(by_source({"a": 9, "b": 9}), {"a": 1, "b": 1}, batch_size=1)
+    drawn = alike.take(0, 18)
+    first, second = ([prompt.index for prompt in drawn if prompt.source == name] for name in ("a", "b"))
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_a_resumed_mixture_keeps_its_shares() -> None:
+    resumed = mixed()
+    resumed.restore(mixed().numbers())
+    other, _ = mixture_of(by_source(), {"math": 1.0, "code": 1.0, "chat": 6.0}, batch_size=4)
+    with pytest.raises(UserError, match=r"checkpoint has shares of draws .*'math': 6.*, this run .*'math': 1"):
+        other.restore(mixed().numbers())
+
+
+def plain_prompts(count: int = 12, *, first: int = 0, source: str = "") -> list[Prompt]:
+    return [Prompt(3 * index + first, (1,), str(index), "", source=source) for index in range(count)]
+
+
+def rates_of(own: list[Prompt], right: dict[int, float], *, n: int = 8, memory: float = 0.5) -> SuccessRates:
+    """Rates with `n` samples of some prompts, by place."""
+    rates = SuccessRates(own, memory=memory)
+    visited = [own[place] for place in right]
+    rates.record(visited, right=list(right.values()), samples=[n] * len(right))
+    return rates
+
+
+def preferring(own: list[Prompt], rates: SuccessRates, *, seed: int = 0, explore: float = 0.25) -> SuccessSampler:
+    return SuccessSampler(own, rates, rule="learnable", explore=explore, batch_size=4, seed=seed)
+
+
+def test_weights_are_those_of_the_papers() -> None:
+    own = plain_prompts(4)
+    rates = rates_of(own, {0: 0, 1: 2, 2: 8})
+    places = np.arange(4)
+    assert rates.weights(places, "learnable") / (1 << 30) == pytest.approx([0, 0.25 * 0.75, 0, 1 / 6], abs=1e-8)
+    assert rates.weights(places, "unsolved") / (1 << 30) == pytest.approx([1, 0.75, 0, 0.5], abs=1e-8)
+
+
+@pytest.mark.parametrize(("memory", "rate"), [(0.5, (1 + 6) / (4 + 8)), (0.0, 6 / 8), (1.0, (2 + 6) / 16)])
+def test_earlier_visits_count_less(memory: float, rate: float) -> None:
+    own = plain_prompts(2)
+    rates = rates_of(own, {1: 2}, memory=memory)
+    rates.record([own[1]], right=[6], samples=[8])
+    assert rates.right[1] / rates.samples[1] == pytest.approx(rate)
+    rates.record([own[1]], right=[0], samples=[0])  # all of its samples failed: no visit
+    assert rates.right[1] / rates.samples[1] == pytest.approx(rate)
+
+
+def test_a_prompt_twice_in_a_step_is_one_visit() -> None:
+    own = plain_prompts(2)
+    rates = rates_of(own, {0: 4})
+    rates.record([own[0], own[1], own[0]], right=[1, 0, 2], samples=[8, 8, 8])
+    assert (rates.right.tolist(), rates.samples.tolist()) == ([2 + 3, 0], [4 + 16, 8])
+
+
+def test_draws_follow_the_weights() -> None:
+    weights = np.array([1, 2, 0, 5], dtype=np.int64)
+    counts = Counter(draw_by_weight(weights, 1, taken=(), key=(7, number))[0] for number in range(4000))
+    assert counts[2] == 0
+    for place, share in ((0, 1 / 8), (1, 2 / 8), (3, 5 / 8)):
+        assert counts[place] / 4000 == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
+
+
+def test_later_draws_follow_the_weights_that_are_left() -> None:
+    """P(0 first, 1 second) = 1/4 * 1/3 with weights 1, 1, 2."""
+    weights = np.array([1, 1, 2], dtype=np.int64)
+    pairs = Counter(tuple(draw_by_weight(weights, 2, taken=(), key=(8, number))) for number in range(6000))
+    assert pairs[0, 1] / 6000 == pytest.approx(1 / 12, abs=4 * (1 / 12 * 11 / 12 / 6000) ** 0.5)
+    assert pairs[0, 2] / 6000 == pytest.approx(1 / 6, abs=4 * (1 / 6 * 5 / 6 / 6000) ** 0.5)
+    assert not any(first == second for first, second in pairs)
+
+
+def test_without_a_weight_left_the_others_are_drawn_and_then_all_again() -> None:
+    weights = np.array([0, 3, 0, 0], dtype=np.int64)
+    drawn = draw_by_weight(weights, 6, taken=(2,), key=(1,))
+    assert drawn[0] == 1
+    assert sorted(drawn[:3]) == [0, 1, 3]
+    assert len(drawn) == 6
+
+
+def test_learnable_prompts_come_more_often_and_the_others_by_epochs() -> None:
+    own = plain_prompts(40)
+    rates = rates_of(own, {place: 4 if place < 10 else 8 for place in range(40)})
+    order = preferring(own, rates)
+    counts = Counter(prompt.text for step in range(40) for prompt in order.batch(step))  # 160 draws, 40 by epochs
+    solved = [counts[str(place)] for place in range(10, 40)]
+    assert solved == [1] * 30
+    assert sum(counts[str(place)] for place in range(10)) == 130
+
+
+def test_no_prompt_comes_twice_in_a_step() -> None:
+    own = plain_prompts(12)
+    order = preferring(own, rates_of(own, {place: 4 for place in range(5)}))
+    for step in range(30):
+        batch = [prompt.index for prompt in order.batch(step)]
+        assert len(set(batch)) == 4
+
+
+def test_the_order_is_a_function_of_draws_and_rates() -> None:
+    own = plain_prompts(20)
+    rates = rates_of(own, {place: place % 9 for place in range(15)})
+    order, again = preferring(own, rates), preferring(own, rates)
+    later = [order.batch(step) for step in range(5)][-1]
+    assert again.batch(4) == later
+    assert preferring(own, rates, seed=1).batch(4) != later
+    rates.record(own, right=[0] * 10 + [4] * 10, samples=[8] * 20)
+    assert again.batch(4) != later
+
+
+def test_each_source_of_a_mixture_has_preferences_of_its_own() -> None:
+    sources = {"a": plain_prompts(12, source="a"), "b": plain_prompts(12, first=100, source="b")}
+    everyone = [*sources["a"], *sources["b"]]
+    order, rates = mixture_of(sources, {"a": 3, "b": 1}, batch_size=8, curriculum=SuccessCurriculum())
+    assert rates is not None
+    right = [4 if place % 12 < 6 else 0 for place in range(24)]
+    rates.record(everyone, right=right, samples=[8] * 24)
+    batches = [order.batch(step) for step in range(30)]
+    assert all(Counter(prompt.source for prompt in batch) == {"a": 6, "b": 2} for batch in batches)
+    learnable = sum(int(prompt.text) < 6 for batch in batches for prompt in batch) / 240
+    assert learnable == pytest.approx(0.75 + 0.25 / 2, abs=0.06)  # those by weight, and half of those by epochs
+    metrics = order.metrics(240)
+    assert metrics["data/success_mean"] == metrics["data/a/success_mean"] == pytest.approx(0.25)
+    assert metrics["data/unsolved_fraction"] == metrics["data/b/unsolved_fraction"] == 0.5
+
+
+def test_metrics_say_what_is_measured() -> None:
+    own = plain_prompts(8)
+    order = preferring(own, rates_of(own, {0: 0, 1: 8, 2: 8, 3: 4}))
+    measured = {name: value for name, value in order.metrics(0).items() if "fraction" in name or "mean" in name}
+    assert measured == {
+        "data/success_mean": 20 / 32,
+        "data/unseen_fraction": 0.5,
+        "data/solved_fraction": 0.25,
+        "data/unsolved_fraction": 0.125,
+    }
+    assert "data/success_mean" not in preferring(own, SuccessRates(own, memory=0.5)).metrics(0)
