@@ -201,27 +201,29 @@ def merge_layouts(texts: Iterable[str]) -> dict[str, WholeTensor]:
 
 def _wait_for_records(job: SaveJob, deadline: float, given_up: Callable[[], bool]) -> list[str]:
     """Return the texts of all shards' `.done`. Raises SaveError for `.failed` or lateness."""
-    texts: dict[str, str] = {}
     wait_s = FIRST_WAIT_S
-    while missing := [shard for shard in job.shards if shard not in texts]:
-        for shard in missing:
-            failed = _record(job.folder, shard, "failed")
-            try:
-                if failed.exists():
-                    raise SaveError(failed.read_text(encoding="utf-8"))
-                texts[shard] = _record(job.folder, shard, "done").read_text(encoding="utf-8")
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise SaveError(f"{failed.with_suffix('')}: {error.strerror}") from error
+    while True:
+        texts = [_text_of(job.folder, shard) for shard in job.shards]
+        missing = [shard for shard, text in zip(job.shards, texts, strict=True) if text is None]
+        if not missing:
+            return [text for text in texts if text is not None]
         if given_up():
             raise SaveError("given up")
         if time.monotonic() > deadline:
             raise SaveError(f"waited {job.timeout_s:g} s for {', '.join(missing)}, which other ranks write")
-        if any(shard not in texts for shard in missing):
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-    return [texts[shard] for shard in job.shards]
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+
+def _text_of(folder: Path, shard: str) -> str | None:
+    """Return the text of a shard's `.done`, None before it is there. Raises SaveError for `.failed`."""
+    failed, done = _record(folder, shard, "failed"), _record(folder, shard, "done")
+    try:
+        if failed.exists():
+            raise SaveError(failed.read_text(encoding="utf-8"))
+        return done.read_text(encoding="utf-8") if done.exists() else None
+    except OSError as error:
+        raise SaveError(f"{done}: {error.strerror}") from error
 
 
 def _record(folder: Path, shard: str, kind: str) -> Path:
