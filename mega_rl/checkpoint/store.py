@@ -140,7 +140,7 @@ class RunCheckpoints:
         if rank == 0:
             shards = [shard_name(other) for other in range(self._ranks.size) if counts[other]]
             record = self._run.record(step, state, metrics or {}, numbers)
-            job = job._replace(shards=shards, publish=partial(self._publish, record))
+            job = job._replace(shards=shards, publish=partial(_publish, self._root, settings, record))
         works = bool(pieces) or rank == 0
         save = self._current = _Save(step, begin, int(sizes_of.sum()), done=not works)
         failure = failure_of(lambda: self._make_room(save), self._ranks)
@@ -247,18 +247,6 @@ class RunCheckpoints:
                 "make room, or set checkpoint.keep to less"
             )
 
-    def _publish(
-        self, record: JsonObject, tensors: dict[str, WholeTensor], shards: tuple[ShardRecord, ...]
-    ) -> list[str]:
-        """Publish a checkpoint, then remove old ones; return the problems of the removal."""
-        folders.publish(self._root, Manifest(**record, saved_at=now(), tensors=tensors, shards=shards))
-        kept = {name: getattr(self._settings, name) for name in ("keep", "keep_interval", "keep_best")}
-        try:
-            folders.remove([path for path, _ in folders.surplus(self._root, newest_step=record["step"], **kept)])
-        except (SaveError, UserError) as error:
-            return [f"old checkpoints could not be removed: {error}"]
-        return []
-
     def _look(self, wait_s: float) -> None:
         """Settle a pending save if it has ended on all ranks, or failed on any; collective."""
         save = self._current
@@ -304,6 +292,23 @@ class RunCheckpoints:
             raise RunError(text)
         if self._ranks.rank == 0:
             log.error("%s; training continues", text)
+
+
+def _publish(
+    root: Path,
+    settings: CheckpointConfig,
+    record: JsonObject,
+    tensors: dict[str, WholeTensor],
+    shards: tuple[ShardRecord, ...],
+) -> list[str]:
+    """Publish a checkpoint, then remove old ones; return the problems of the removal."""
+    folders.publish(root, Manifest(**record, saved_at=now(), tensors=tensors, shards=shards))
+    kept = {name: getattr(settings, name) for name in ("keep", "keep_interval", "keep_best")}
+    try:
+        folders.remove([path for path, _ in folders.surplus(root, newest_step=record["step"], **kept)])
+    except (SaveError, UserError) as error:
+        return [f"old checkpoints could not be removed: {error}"]
+    return []
 
 
 def _newest_step(root: Path) -> int:
