@@ -14,7 +14,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from mega_rl.config.schema import DataParallelConfig
 from mega_rl.ddp import megatron_fsdp, torch_fsdp2
 from mega_rl.ddp.bucket_groups import finalize_sums, gather_outdated, use_summing_groups
-from mega_rl.ddp.reduce_scatter import RoundingError, Scratch
+from mega_rl.ddp.reduce_scatter import Scratch
 from mega_rl.errors import UserError, UserErrors
 
 
@@ -112,8 +112,7 @@ def _choose_collectives(wrapped: Sequence[DistributedDataParallel], ddp: DataPar
     ):
         return
     sizes = [bucket.grad_data.nbytes for buffer in buffers for bucket in buffer.buckets]
-    error = RoundingError() if ddp.reduce_scatter_fp32_accumulation else None
-    scratch = Scratch(max(sizes, default=0), error=error)
+    scratch = Scratch(max(sizes, default=0))
     for chunk in wrapped:
         use_summing_groups(chunk, scratch=scratch)
 
