@@ -11,7 +11,6 @@ from typing import Any
 from mega_rl.verify.twin.compare import hf_logits
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.distributed.family_cases import CASES, LAYOUTS, measure, tokens_of, world_sizes, write_case
-from tests.unit_tests.distributed.peer_mistakes import MISTAKES, measure_mistakes
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "converters.md"
 BEGIN, END = "<!-- parity table -->\n", "<!-- end of parity table -->"
@@ -50,19 +49,11 @@ def table(answers: dict[str, list[dict[str, Any]]]) -> str:
     for family in cases:
         worst = max(errors[family, layout] for layout in others if (family, layout) in errors)
         lines.append(f"| `{family}` | {len(cases[family])} | {errors[family, alone]:.0e} | {worst:.0e} |")
-    lines += ["", *mistakes_table(), ""]
+    lines += [""]
     used = ", ".join(f"{package} {version(package)}" for package in ("torch", "megatron-core", "transformers"))
     different = {family: count for family, count in changed.items() if count}
     bits = f"Exports after loading that differ in bits, bf16 too: {different or 'none'}."
     return "\n".join(lines) + f"\nGloo on a CPU; {used}. {bits} Layouts: {', '.join(LAYOUTS)}.\n"
-
-
-def mistakes_table() -> list[str]:
-    """What mistakes of other converters would cost on the same models."""
-    with tempfile.TemporaryDirectory(prefix="parity_") as folder:
-        (actual,) = run_ranks(1, measure_mistakes, folder, timeout_s=300, device="cpu")
-    rows = [f"| {MISTAKES[name].words} | {right:.0e} | {wrong:.2g} |" for name, (right, wrong) in actual.items()]
-    return ["| mistake that other converters make | here | with the mistake |", "|---|---|---|", *rows]
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 # Campaigns, upstream releases, images and clusters; `make test` and `make test-fast` stand in the Makefile.
 .PHONY: test-full test-nccl test-ray test-slurm test-newest test-versions test-swanlab test-triton special-distributed \
-	campaign-checkpoint campaign-faults campaign-rl campaign-sandbox planted-faults parity compare-megatron two-hosts \
-	wheel-check real-models doc-commands image-cpu image-lint test-image report-pictures terminal-check
+	campaign-checkpoint campaign-faults campaign-rl campaign-sandbox planted-faults parity two-hosts \
+	wheel-check real-models doc-commands image-cpu image-lint test-image
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
 test-full: setup sglang te peers kubernetes linters
@@ -31,10 +31,6 @@ MEGATRON_TESTS := $(addprefix tests/unit_tests/,ddp engines distributed parallel
 test-newest: setup
 	@folder=$$($(BIN)/python -m tests.upstream.fetch $(MEGATRON)) && \
 		PYTHONPATH="$$folder:$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEGATRON_TESTS)
-
-# What the package uses of Megatron-Core, release by release.
-compare-megatron: setup
-	@$(BIN)/python -m tests.upstream.symbols $$($(BIN)/python -m tests.upstream.fetch all)
 
 # SwanLab wants an older protobuf than TensorBoard and W&B have here, so it gets a folder of its own.
 test-swanlab: setup
@@ -125,13 +121,3 @@ test-image: setup
 # What hadolint and shellcheck say of docker/, and the rest of its tests; part of `make test`.
 image-lint: setup linters
 	@$(BIN)/python -m pytest tests/unit_tests/test_images.py
-
-# Pictures of docs/report.md; RUNS names the folders of runs.
-RUNS ?=
-report-pictures: setup
-	@$(BIN)/python -m tests.report_pictures $(RUNS)
-
-# How long the quickstart leaves a terminal silent; COMMAND measures another.
-COMMAND ?= $(BIN)/mega-rl quickstart --run-dir runs/terminal-check
-terminal-check: setup
-	@$(BIN)/python -m tests.terminal_check --columns 80 --show $(COMMAND)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -100,13 +99,6 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
             self.param_gather_handle = works
         else:
             works.wait()
-
-    def exchanges(self, bucket: _ParamAndGradBucket) -> int:
-        """All-to-alls (and reductions over instances) that a bucket takes: one per buffer of `Scratch`."""
-        ranks = self.group.size()
-        step = self.scratch.step(ranks=ranks, dtype=bucket.grad_data.dtype)
-        longest = math.ceil(bucket.grad_data.numel() / ranks)
-        return math.ceil(longest / step)
 
     def _reduce(self, bucket: _ParamAndGradBucket, *, whole: bool) -> Reduction:
         """Scale a bucket and start its reduction: to this rank's shard, or `whole` to every rank."""

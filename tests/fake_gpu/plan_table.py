@@ -1,9 +1,9 @@
-"""Peaks that the plan expects against those counted on the fake device: `python -m tests.fake_gpu.plan_table`."""
+"""Peaks that the plan expects against those counted on the fake device."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +17,14 @@ from tests.fake_gpu.launch import reports_of
 from tests.fake_gpu.models import MODELS
 
 SP = {"sequence_parallel": True}
+SELECTIVE = {"recompute": "selective"}
 SIZES: dict[str, Any] = {"tokens": 16384, "length": 2048, "micros": 1}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"model": "0.6b"},
-    "dense, selective": {"model": "0.6b, 4 layers", "recompute": "selective"},
+    "dense, selective": {"model": "0.6b, 4 layers", **SELECTIVE},
     "dense, full": {"model": "0.6b, 4 layers", "recompute": "full"},
     "dense, tp4-sp": {"model": "8b", "world": 8, "layout": {"tp": 4, **SP}},
-    "dense, tp4-sp, selective": {
-        "model": "8b, 4 layers",
-        "world": 8,
-        "layout": {"tp": 4, **SP},
-        "recompute": "selective",
-    },
+    "dense, tp4-sp, selective": {"model": "8b, 4 layers", "world": 8, "layout": {"tp": 4, **SP}, **SELECTIVE},
     "dense, first of pp2": {"model": "8b, 4 layers", "world": 2, "layout": {"pp": 2}, "micros": 4},
     "dense, cp2": {"model": "8b, 4 layers", "world": 2, "layout": {"cp": 2}},
     "critic": {"model": "8b, 4 layers", "head": "value"},
@@ -45,11 +41,6 @@ class Peak:
     counted: int
     state: int  # weights and gradients, counted
     planned_state: int
-
-    @property
-    def error(self) -> float:
-        """Return the relative error of what a pass adds to the state."""
-        return self.planned / self.counted - 1
 
 
 def setup_of(case: dict[str, Any]) -> tuple[RunSetup, PlannedModel]:
@@ -95,23 +86,3 @@ def peak_of(case: dict[str, Any], report: dict[str, Any]) -> Peak:
     planned = training_pass(setup, model, pp_rank).total
     held = state.weights + state.gradients + state.optimizer - moments
     return Peak(planned, report["train"]["peak"] - before, before, held)
-
-
-def table(results: dict[str, Peak]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
-    yield "| model | head | layout | recompute | state, GB | a pass, planned | counted | error |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, peak in results.items():
-        case, layout = CASES[name], setup_of(CASES[name])[0].layout
-        words = [case["model"], case.get("head", "lm"), str(layout), case.get("recompute", "none")]
-        sizes = [f"{size / 1e9:.2f}" for size in (peak.state, peak.planned, peak.counted)]
-        yield f"| {' | '.join([*words, *sizes])} | {peak.error:+.1%} |"
-
-
-def main() -> None:
-    """Print the table of all cases."""
-    print("\n".join(table(peaks(CASES))))
-
-
-if __name__ == "__main__":
-    main()

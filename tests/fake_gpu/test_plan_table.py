@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.fake_gpu import guard
-from tests.fake_gpu.plan_table import CASES, Peak, peaks, table
+from tests.fake_gpu.plan_table import CASES, Peak, peaks
 from tests.helpers.selection import FULL
 
 # Three other cases are in test_fake_gpu.py, whose program runs them anyway.
@@ -30,8 +28,3 @@ def test_a_pass_needs_what_the_plan_says(name: str, counted: dict[str, Peak]) ->
     peak = counted[name]
     assert peak.planned == pytest.approx(peak.counted, rel=TOLERANCE)
     assert peak.planned_state == pytest.approx(peak.state, rel=0.01)
-
-
-def test_the_page_has_this_table(counted: dict[str, Peak]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
-    assert "\n".join(table(counted)) in page

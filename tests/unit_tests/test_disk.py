@@ -129,10 +129,3 @@ def test_removed_lock_file_is_taken_anew(tmp_path: Path) -> None:
     assert os.fstat(second).st_ino == (tmp_path / "lock").stat().st_ino != os.fstat(first).st_ino
     os.close(first)
     os.close(second)
-
-
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="symbolic links"):
-        disk.lock_file(tmp_path / "lock")
-    assert not (tmp_path / "elsewhere").exists()

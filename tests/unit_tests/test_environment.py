@@ -95,12 +95,6 @@ def test_variables_are_there_before_cuda_is_asked_for_devices(
     assert [record.getMessage()[:28] for record in caplog.records] == said
 
 
-def test_a_cpu_is_given_none(shell: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    accelerator.prepare("auto", variables=ORDERED)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in shell
-
-
 def test_the_page_names_every_variable() -> None:
     page = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
     for name, value in variables_of([TP, SERVERS, "trainer.deterministic=true"]).items():

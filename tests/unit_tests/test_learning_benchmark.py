@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,15 +90,6 @@ def runs_of(
     ]
 
 
-def test_equal_curves_overlap_and_the_times_are_compared_seed_by_seed(learning: Any, tmp_path: Path) -> None:
-    runs = runs_of(learning, gain=0.01)
-    assert learning.problems(runs, learning.compare(runs)) == []
-    assert learning.time_ratio(runs) == pytest.approx((0.25, 0.25, 0.25))
-    picture = tmp_path / "curves.svg"
-    assert learning.judge(runs, picture) == 0
-    assert "mega_rl" in picture.read_text()
-
-
 def test_bands_that_are_apart_are_named(learning: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Three values 0.01 apart have a 95 % interval of 4.303 * 0.01 / sqrt(3) = 0.0248 to each side."""
     assert learning.judge(runs_of(learning, gain=0.048), None) == 0
@@ -128,23 +118,6 @@ def test_a_difference_that_all_seeds_share_is_seen_where_bands_overlap(
     assert "the bands are apart" not in printed
 
 
-def test_noise_is_a_difference_in_one_comparison_of_twenty(learning: Any) -> None:
-    """Noise of the size measured, 0.017 a pair. The share of 2000 has a standard error of 0.005: four of them."""
-    generator = random.Random(0)
-
-    def is_seen(shift: float) -> bool:
-        runs = [
-            learning.Run(name, seed, [generator.gauss(mean, 0.012)] * learning.EARLY, [], [])
-            for name, mean in (("mega_rl", shift), ("trl", 0.0))
-            for seed in range(5)
-        ]
-        _, low, high = learning.early_difference(runs, "rewards")
-        return not low <= 0.0 <= high
-
-    assert sum(is_seen(0.0) for _ in range(2000)) / 2000 == pytest.approx(0.05, abs=0.02)
-    assert sum(is_seen(-0.049) for _ in range(200)) / 200 > 0.95, "advantages one token late cost 0.049"
-
-
 def test_curves_that_do_not_rise_or_lack_a_seed_compare_nothing(learning: Any) -> None:
     flat = [
         learning.Run(run.trainer, run.seed, [0.1 + 0.01 * run.seed] * 30, [0.1], [2.0] * 30)
@@ -169,14 +142,3 @@ def test_runs_that_are_there_already_are_joined(learning: Any, tmp_path: Path, m
     monkeypatch.setattr(sys, "argv", ["learning.py", "--join", *map(str, files), "--json", str(tmp_path / "all.json")])
     assert learning.main() == 0
     assert learning.read_runs([tmp_path / "all.json"]) == runs
-
-
-@pytest.mark.parametrize("options", [["--seeds", "1"], ["--steps", "15"], ["--steps", "10"]])
-def test_numbers_that_give_no_bands_are_refused(
-    learning: Any, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["learning.py", *options])
-    with pytest.raises(SystemExit) as stopped:
-        learning.main()
-    assert stopped.value.code == 2
-    assert f"{options[0]} {options[1]}: give" in capsys.readouterr().err

@@ -92,10 +92,3 @@ def test_the_description_leads_nowhere_that_a_package_page_has_not(release: Rele
     assert "mega-rl quickstart" in description
     targets = re.findall(r"\]\(([^)]*)\)", description)
     assert [target for target in targets if not target.startswith("https://")] == []
-
-
-def test_the_licence_is_the_whole_of_apache_2() -> None:
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert "Version 2.0, January 2004" in text
-    assert "END OF TERMS AND CONDITIONS" in text
-    assert [int(number) for number in re.findall(r"^   (\d)\. ", text, flags=re.MULTILINE)] == list(range(1, 10))

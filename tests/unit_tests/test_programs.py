@@ -70,12 +70,6 @@ def test_without_the_helper_the_files_run(poisoned: Path) -> None:
     assert (poisoned / "ran").exists()
 
 
-def test_pythonpath_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "of_a_folder_apart.py").write_text("print('here')")
-    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    assert subprocess.check_output(python_module("of_a_folder_apart"), env=variables, text=True) == "here\n"
-
-
 def test_only_the_helper_writes_commands_of_python() -> None:
     files, modules = [], set()
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -21,7 +21,7 @@ from mega_rl.algorithms.advantages.base import AdvantageInputs
 from mega_rl.algorithms.advantages.groups import gdpo, opo
 from mega_rl.algorithms.statistics import SumOverRanks, identity
 from mega_rl.types import Experience, RewardParts
-from tests.helpers.simulated_ranks import on_simulated_ranks
+from tests.helpers.threads import on_simulated_ranks
 
 GAMMA = 0.9
 

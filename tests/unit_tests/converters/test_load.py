@@ -69,20 +69,6 @@ def test_every_rank_gets_its_slices(tmp_path: Path, layout: ParallelLayout, tied
         assert (report.kept_init, report.ignored) == ((), ())
 
 
-def test_reads_are_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf = small_config()
-    state = hf_state(hf)
-    write(tmp_path, state)
-    import os
-
-    calls = []
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, *rest: (calls.append(rest[1]), preadv(fd, *rest))[1])
-    load_one(tmp_path, hf, state)
-    # One read per tensor of the checkpoint, although q, k and v go to as many places as there are heads.
-    assert len(calls) == len(state)
-
-
 # Checkpoints that do not fit.
 
 
@@ -309,13 +295,6 @@ def test_plan_and_model_must_agree(tmp_path: Path) -> None:
         layer.layer_number = number  # type: ignore[assignment]
     with pytest.raises(AssertionError, match=r"numbered \[3, 4\]"):
         load("pp2")
-
-
-def test_a_load_is_told_in_a_sentence_without_the_names_of_fields() -> None:
-    report = LoadReport(27, 1_190_000_000, (), ("lm_head.weight",), {"open": 0.1, "plan": 0.4, "read": 3.6})
-    assert str(report) == "1.19 GB of weights in 4.1 s"
-    fresh = LoadReport(27, 952_576, ("output_layer.weight",), (), {"read": 0.02})
-    assert str(fresh) == "0.95 MB of weights in 0.0 s; new, not in the checkpoint: output_layer.weight"
 
 
 def test_names_do_not_depend_on_the_release_of_megatron_core() -> None:

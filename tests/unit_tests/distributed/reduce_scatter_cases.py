@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -218,11 +219,11 @@ def run_world(rank: int, size: int) -> dict[str, Any]:
             "function": function_cases(rank, size, device),
             "others": against_others(rank, size, device),
             "instances": across_instances(rank, size, device) if size > 1 else [],
-            "buckets": {
-                f"{overlap=} {mean=}": through_buckets(rank, size, groups, device, overlap=overlap, mean=mean)
-                for overlap in (False, True)
-                for mean in (False, True)
-            },
+            "buckets": [
+                f"{overlap=} {mean=}: {wrong}"
+                for overlap, mean in itertools.product((False, True), repeat=2)
+                for wrong in through_buckets(rank, size, groups, device, overlap=overlap, mean=mean)
+            ],
             "links": linked_groups(groups, device),
             "refusals": [refusal(groups, device, in_fp32=in_fp32) for in_fp32 in (True, False)],
         }

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import worst_difference
 from tests.unit_tests.distributed.context_parallel_cases import MODELS, PAIRS, run_rank, write_models
 from tests.unit_tests.distributed.shared_attention_cases import chunk_differences
-from tests.unit_tests.distributed.test_engine_parity import worst_difference
 from tests.unit_tests.engines.models.attention_cases import VARIANTS
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import worst_difference
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import FULL, covering
 from tests.unit_tests.distributed.ddp_cases import CONFIGS, RESUMED, run_world
-from tests.unit_tests.distributed.test_engine_parity import worst_difference
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
 

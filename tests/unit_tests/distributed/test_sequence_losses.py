@@ -13,6 +13,7 @@ from mega_rl.algorithms.sequences import Sequences
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import TokenOutputs
 from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import worst_difference
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.sequence_losses_on_ranks import (
@@ -22,7 +23,6 @@ from tests.unit_tests.distributed.sequence_losses_on_ranks import (
     losses_of,
     run_cases,
 )
-from tests.unit_tests.distributed.test_engine_parity import worst_difference
 
 pytestmark = pytest.mark.timeout(300)
 

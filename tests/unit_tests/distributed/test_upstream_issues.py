@@ -150,6 +150,11 @@ def test_outputs_freed_while_gloo_sends_them(ranks: list[dict[str, Any]]) -> Non
     assert actual["ours"] is False
 
 
+def test_parameters_of_mixtures_are_gathered_once(ranks: list[dict[str, Any]]) -> None:
+    """Upstream's optimizers of dense weights and of experts each start the gathering of all buckets."""
+    assert ranks[0]["gathers"] == {"upstream": 2, "ours": 1}
+
+
 def test_checkpoint_names_of_norms_in_front_of_experts(alone: dict[str, Any]) -> None:
     """Upstream's local spec names them as if they were part of a dense MLP, its Transformer Engine spec does not."""
     assert alone["names"] == {"upstream": "mlp.linear_fc1.layer_norm_", "ours": None}

@@ -13,9 +13,9 @@ from mega_rl.algorithms.losses.aggregation import sequence_mean_token_mean
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience
 from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import worst_difference
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.models import random_experience, write_tiny_checkpoint
-from tests.unit_tests.distributed.test_engine_parity import worst_difference
 from tests.unit_tests.distributed.whole_vocabulary_on_ranks import (
     CASES,
     ENTROPY_COEF,
@@ -33,23 +33,38 @@ RELATIVE_TOLERANCE = 1e-5
 Expected = dict[str, tuple[float, dict[str, Tensor]]]  # loss and gradients by name
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    student = write_tiny_checkpoint(folder / "student", family="qwen3", tied=True)
-    return student, write_tiny_checkpoint(folder / "teacher", family="llama", tied=False, hidden_size=48, seed=5)
+VOCABULARY = 51  # is padded for two ranks, and not for one
 
 
 @pytest.fixture(scope="module")
-def results(checkpoints: tuple[Path, Path]) -> dict[str, Any]:
-    """Every case, by name; one launch for each number of ranks."""
-    paths = [str(path) for path in checkpoints]
-    return run_ranks(1, run_cases, 1, *paths)[0] | run_ranks(2, run_cases, 2, *paths)[0]
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "student"
+    return write_tiny_checkpoint(folder, family="qwen3", tied=True, vocab_size=VOCABULARY)
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoints: tuple[Path, Path]) -> Expected:
-    return in_float64(*checkpoints)
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Another family and width with a projection of its own, and a tied mixture of experts."""
+    folder, common = tmp_path_factory.mktemp("teachers"), {"vocab_size": VOCABULARY, "seed": 5}
+    dense = write_tiny_checkpoint(folder / "dense", family="llama", tied=False, hidden_size=48, **common)
+    return {"dense": dense, "experts": write_tiny_checkpoint(folder / "experts", family="qwen3_moe", **common)}
+
+
+@pytest.fixture(scope="module")
+def results(student: Path, teachers: dict[str, Path]) -> dict[str, Any]:
+    """Every case, by name: rank 0's, and differences of log-probs on all ranks; one launch for each number of ranks."""
+    paths = {name: str(path) for name, path in teachers.items()}
+    results: dict[str, Any] = {}
+    for size in sorted({case.ranks for case in CASES.values()}):
+        ranks = run_ranks(size, run_cases, size, str(student), paths)
+        for name, result in ranks[0].items():
+            results[name] = {**result, "logprobs": [d for rank in ranks for d in rank[name].get("logprobs", [])]}
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected(student: Path, teachers: dict[str, Path]) -> dict[str, Expected]:
+    return {name: in_float64(student, path) for name, path in teachers.items()}
 
 
 def in_float64(student_path: Path, teacher_path: Path) -> Expected:
@@ -90,20 +105,23 @@ def _row_loss(student: Any, teacher: Any, batch: Experience, row: int, *, beta: 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_layout_equals_float64(results: dict[str, Any], expected: Expected, case: str, loss: str) -> None:
+def test_every_layout_equals_float64(
+    results: dict[str, Any], expected: dict[str, Expected], case: str, loss: str
+) -> None:
     """The loss, the gradient norm, and where an engine shows them all gradients."""
-    check_update(results[case][loss], expected[loss])
-
-
-def check_update(actual: dict[str, Any], expected: tuple[float, dict[str, Tensor]]) -> None:
-    """Compare loss, gradient norm, and where an engine shows them all gradients."""
-    value, gradients = expected
+    actual, (value, gradients) = results[case][loss], expected[CASES[case].teacher][loss]
     assert actual["metrics"]["actor/loss"] == pytest.approx(value, rel=RELATIVE_TOLERANCE)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     assert actual["metrics"]["grad_norm"] == pytest.approx(float(norm), rel=RELATIVE_TOLERANCE)
     if "gradients" in actual:
-        distance, name = worst_difference({k: v.double() for k, v in actual["gradients"].items()}, gradients)
+        distance, name = worst_difference(actual["gradients"], gradients)
         assert distance <= RELATIVE_TOLERANCE, name
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.reference is not None])
+def test_log_probs_are_those_of_the_students_layout(results: dict[str, Any], case: str) -> None:
+    """Sums in fp32 over other parts: log-probs of some nats differ by some 1e-6."""
+    assert max(results[case]["logprobs"]) <= 1e-5
 
 
 def test_the_cases_are_different(results: dict[str, Any]) -> None:

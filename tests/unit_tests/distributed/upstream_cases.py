@@ -62,6 +62,7 @@ def two_ranks(rank: int, root: str) -> dict[str, Any]:
     results["whole weights marked"] = whole_weights_marked(accelerator, root)
     results["strided"] = strided_sums()
     results["freed"] = freed_while_sent(rank)
+    results["gathers"] = gathers_of_a_mixture(accelerator, root)
     return results
 
 
@@ -99,6 +100,31 @@ def whole_weights_marked(accelerator: Any, root: str) -> dict[str, Any]:
         right = compared(accelerator, root, "latent", "tp2+sp")
         with patch("mega_rl.engines.models.build.unmark_whole_weights", nothing):
             return {"right": right, "wrong": compared(accelerator, root, "latent", "tp2+sp")}
+
+
+def gathers_of_a_mixture(accelerator: Any, root: str) -> dict[str, float]:
+    """How often a step gathers each bucket of dense weights, by upstream and by us, where experts have an optimizer."""
+    from mega_rl.config.schema import OptimConfig
+    from mega_rl.converters.hf.config import read_hf_config
+    from mega_rl.ddp.optimizer import step
+    from mega_rl.verify.measure import engine_of
+    from tests.helpers.counting import CollectiveRecorder
+
+    twin = Path(root) / "qwen3_moe" / "twin"
+    plan = Plan(str(twin), root, (), timeout_s=60.0)
+    gathers = {}
+    with engine_of(plan, resolve("ep2", read_hf_config(twin)), accelerator, OptimConfig()) as engine:
+        buckets = [bucket for chunk in engine.chunks for buffer in chunk.buffers for bucket in buffer.buckets]
+        for chunk in engine.chunks:
+            chunk.zero_grad_buffer()
+        for who in ("upstream", "ours"):
+            engine.optimizer.prepare_grads()
+            with CollectiveRecorder() as recorder:
+                engine.optimizer.step_with_ready_grads() if who == "upstream" else step(engine.optimizer, engine.chunks)
+            group = engine.groups.collection.dp_cp
+            sent = recorder.of(group, "all_gather") or recorder.of(group, "broadcast")[:: group.size()]  # as on gloo
+            gathers[who] = len(sent) / len(buckets)
+    return gathers
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,14 @@
-"""Updates of a student on every token's divergence from its teacher, on each rank of a launch."""
+"""Updates of a student on every token's divergence from its teacher, whose layout may be another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mega_rl.algorithms.kl import k2
@@ -23,22 +25,46 @@ from tests.helpers.selection import without
 
 PADDED = {"packing": False, "size": 3}
 TEMPERATURE = 0.8
-# name -> (ranks, layout of `LAYOUTS`, engine, settings of trainer.microbatch)
-CASES: dict[str, tuple[int, str, str, dict[str, Any]]] = {
-    "1": (1, "1", "megatron", {}),
-    "packed, one sequence": (1, "1", "megatron", {"max_tokens": 24}),
-    "padded": (1, "1", "megatron", PADDED),
-    "tp2": (2, "tp2", "megatron", {}),
-    "tp2-sp": (2, "tp2-sp", "megatron", {}),
-    "pp2-vpp2": (2, "pp2-vpp2", "megatron", {}),
-    "dp2": (2, "dp2", "megatron", {}),
-    "cp2": (2, "cp2", "megatron", {}),
-    "cp2 padded": (2, "cp2", "megatron", PADDED),
-    "fsdp 2": (2, "dp2", "fsdp", {}),
-    "fsdp 2 padded": (2, "dp2", "fsdp", PADDED),
+
+
+class Case(NamedTuple):
+    """A student, and a teacher on the student's layout or on its own."""
+
+    ranks: int
+    student: str  # layout of `LAYOUTS`
+    microbatch: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    engine: str = "megatron"
+    reference: dict[str, Any] | None = None  # settings of engine.megatron.reference: the teacher's own layout
+    teacher: str = "dense"  # which checkpoint
+
+
+CASES = {
+    "1": Case(1, "1"),
+    "packed, one sequence": Case(1, "1", {"max_tokens": 24}),
+    "padded": Case(1, "1", PADDED),
+    "tp2": Case(2, "tp2"),
+    "tp2-sp": Case(2, "tp2-sp"),
+    "pp2-vpp2": Case(2, "pp2-vpp2"),
+    "dp2": Case(2, "dp2"),
+    "cp2": Case(2, "cp2"),
+    "cp2 padded": Case(2, "cp2", PADDED),
+    "fsdp 2": Case(2, "dp2", engine="fsdp"),
+    "fsdp 2 padded": Case(2, "dp2", PADDED, "fsdp"),
+    "tp2 from dp2": Case(2, "tp2", reference={"tp": 1}),
+    "tp2-sp from pp2": Case(2, "tp2-sp", reference={"tp": 1, "pp": 2}),
+    "dp2 from tp2": Case(2, "dp2", reference={"tp": 2}),
+    "dp2 padded from cp2": Case(2, "dp2", PADDED, reference={"cp": 2}),
+    "pp2-vpp2 from tp2": Case(2, "pp2-vpp2", reference={"pp": 1, "tp": 2}),
+    "pp2 from pp2, uneven": Case(2, "pp2", reference={"pp": 2, "pipeline": "Et|tttL"}),
+    "cp2 from experts tp2-etp1-ep2": Case(2, "cp2", reference={"cp": 1, "tp": 2, "etp": 1, "ep": 2}, teacher="experts"),
+    "tp2-dp2 from cp2-pp2": Case(4, "tp2-dp2", reference={"tp": 1, "cp": 2, "pp": 2}),
 }
 # Others have their parts.
-CASES = without(CASES, "packed, one sequence", "tp2", "dp2", "cp2 padded", "fsdp 2 padded")
+CASES = without(
+    CASES,
+    *("packed, one sequence", "tp2", "dp2", "cp2 padded", "fsdp 2 padded", "tp2-sp from pp2", "dp2 from tp2"),
+    *("pp2 from pp2, uneven", "tp2-dp2 from cp2-pp2"),
+)
 ENTROPY_COEF = 0.3
 
 
@@ -74,36 +100,72 @@ def minibatch_of(engine: Any) -> Any:
     return minibatch
 
 
-def run_case(student: str, teacher: str, name: str) -> dict[str, dict[str, Any]]:
-    """Metrics of an update of length zero and, of the engine that shows them, every gradient; by loss."""
+def run_case(student: str, teachers: dict[str, str], name: str) -> dict[str, Any]:
+    """Metrics of an update of length zero and, of the engine that shows them, every gradient; by loss.
+
+    A teacher on its own layout gives the log-probs of one on the student's: under "logprobs" the differences, of all
+    rows and of one row for each of the student's replicas.
+    """
     from mega_rl.parallel.accelerator import prepare
 
     accelerator = prepare("auto")
     from mega_rl.trainer.assemble import build_actor, session
 
-    _, layout, backend, cut = CASES[name]
-    config = make_config(Path(student), layout=layout, engine=backend)
-    config = replaced(replaced(config, "trainer.microbatch", **cut), "optim", clip_grad=0.0)
-    config = replaced(config, "engine.megatron.optimizer", distributed=backend != "megatron")
+    case = CASES[name]
+    config = make_config(Path(student), layout=case.student, engine=case.engine)
+    config = replaced(config, "engine.megatron.reference", **(case.reference or {}))
+    config = replaced(replaced(config, "trainer.microbatch", **case.microbatch), "optim", clip_grad=0.0)
+    config = replaced(config, "engine.megatron.optimizer", distributed=case.engine != "megatron")
     config = replaced(config, "rollout", temperature=TEMPERATURE)
-    results = {}
+    teacher = replaced(config, "model", path=teachers[case.teacher])
+    results: dict[str, Any] = {}
     with session(config, accelerator) as groups:
         engine = build_actor(config, groups, accelerator)
-        frozen = build_actor(replaced(config, "model", path=teacher), groups, accelerator, trainable=False)
+        frozen = same = build_actor(teacher, groups, accelerator, trainable=False)
         minibatch = minibatch_of(engine)
-        before = frozen.forward(minibatch).logprobs
+        before = same.forward(minibatch).logprobs
+        if case.reference is not None:
+            frozen = on_own_layout(teacher, groups, accelerator, engine)
+            batch = own_rows(random_experience(), engine)
+            pairs = [(same.forward(rows).logprobs, frozen.evaluate(rows).logprobs) for rows in (batch, batch[:1])]
+            assert all(expected.abs().max() > 1.0 for expected, _ in pairs)
+            results["logprobs"] = [float((actual - expected).abs().max()) for expected, actual in pairs]
         for loss_name, (beta, loss) in LOSSES.items():
             lesson = replace(frozen.teach(minibatch), beta=beta)
             result: dict[str, Any] = {"metrics": engine.train_minibatch(minibatch, loss, lr=0.0, lesson=lesson)}
-            if backend == "megatron":
+            if case.engine == "megatron":
                 result["gradients"] = exported_gradients(engine)
             results[loss_name] = result
-        after = frozen.forward(minibatch).logprobs
-        assert before is not None
-        assert before.equal(after), "a model that teaches computes log-probs as before"
+        assert before.equal(same.forward(minibatch).logprobs), "a model that teaches computes log-probs as before"
     return results
 
 
-def run_cases(rank: int, world_size: int, student: str, teacher: str) -> dict[str, Any]:
+def on_own_layout(config: Any, groups: Any, accelerator: Any, student: Any) -> Any:
+    """A model on the layout of `engine.megatron.reference`, whose passes find its groups in Megatron-Core's globals."""
+    from megatron.core import parallel_state
+
+    from mega_rl.engines.own_layout import OwnLayout
+    from mega_rl.parallel.groups import another
+    from mega_rl.parallel.layout import ParallelLayout
+    from mega_rl.trainer.assemble import build_actor
+
+    layout = ParallelLayout.of_engine(config.engine.of_reference, world_size=groups.world.size())
+    its_groups = another(layout, groups, timeout_s=60.0)
+    with its_groups.current():
+        frozen = build_actor(config, its_groups, accelerator, trainable=False)
+
+    def watched(run: Any) -> Any:
+        def call(batch: Any) -> Any:
+            assert parallel_state.get_tensor_model_parallel_group() is its_groups.tp
+            assert parallel_state.get_context_parallel_group() is its_groups.cp
+            return run(batch)
+
+        return call
+
+    model = SimpleNamespace(forward=watched(frozen.forward), teach=watched(frozen.teach))
+    return OwnLayout(model, frozen, student, torch.float32)  # type: ignore[arg-type]
+
+
+def run_cases(rank: int, world_size: int, student: str, teachers: dict[str, str]) -> dict[str, Any]:
     """Every case of this many ranks, by name."""
-    return {name: run_case(student, teacher, name) for name in CASES if CASES[name][0] == world_size}
+    return {name: run_case(student, teachers, name) for name, case in CASES.items() if case.ranks == world_size}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -76,22 +75,8 @@ def answers(rank: int, size: int) -> Answers:
     return Answers(tokens=torch.full((count, length), rank), texts=texts, source="here", batch_size=[count])
 
 
-def mixed(rank: int, size: int) -> TensorDict:
-    """Every kind of field, entered in another order on every rank; rows that say where they come from."""
-    count, length = BATCHES[size][rank], LENGTHS[size][rank]
-    row = torch.arange(count)
-    fields: list[tuple[str, Any]] = [
-        ("a", (100 * rank + row).to(torch.int16)),
-        ("b", (row[:, None, None] + torch.ones(count, length, 2)).bfloat16().requires_grad_()),
-        ("c", torch.full((count, 3), rank, dtype=torch.int64)),
-        ("d", NonTensorStack(*[None, {"row": [rank, "ü", True]}, -1, 0.5, math.inf, ""])[:count]),
-        ("e", NonTensorData({"step": 3, "of": [None, "x"]}, batch_size=[count])),
-    ]
-    return TensorDict(dict(fields[rank:] + fields[:rank]), batch_size=[count])
-
-
 def objects(ranks: GroupRanks) -> None:
-    """Objects and batches of them from all ranks."""
+    """Objects and rows with objects from all ranks; special_distributed/test_tensor_dict.py has every kind of field."""
     size, rank = ranks.size, ranks.rank
     for value in (lambda r: r, lambda r: [{"rank": r, "text": "ü" * 100 * r}, None, 1e-300, True], lambda r: ""):
         assert ranks.gather_json(value(rank)) == [value(other) for other in range(size)]
@@ -100,20 +85,6 @@ def objects(ranks: GroupRanks) -> None:
     assert list(results.texts) == [text for part in expected for text in part.texts]
     assert results.source == "here"
     assert torch.equal(results.tokens, torch.cat([padded(part.tokens, max(LENGTHS[size])) for part in expected]))
-    batch = ranks.gather_tensordict(mixed(rank, size))
-    parts = [mixed(other, size) for other in range(size)]
-    assert batch.batch_size == (sum(BATCHES[size]),)
-    assert sorted(batch.keys()) == ["a", "b", "c", "d", "e"]
-    for name in ("a", "b", "c"):
-        longest = max(LENGTHS[size])
-        whole = [part[name] for part in parts]
-        if name == "b":
-            whole = [torch.nn.functional.pad(one.detach(), (0, 0, 0, longest - one.shape[1])) for one in whole]
-        assert batch[name].dtype == whole[0].dtype
-        assert torch.equal(batch[name], torch.cat(whole))
-        assert not batch[name].requires_grad
-    assert batch.get("d").tolist() == [value for part in parts for value in part.get("d").tolist()]
-    assert batch["e"] == {"step": 3, "of": [None, "x"]}
 
 
 def refusals(ranks: GroupRanks) -> None:
@@ -276,39 +247,6 @@ def one_rank_compares(rank: int) -> None:
 
 def test_a_group_of_one_rank_does_without_torch_distributed() -> None:
     run_ranks(1, one_rank_compares)
-
-
-def test_a_single_rank_moves_nothing_and_copies() -> None:
-    ranks = SingleRank()
-    assert (ranks.rank, ranks.size) == (0, 1)
-    tensor = torch.arange(3.0)
-    for copy in (ranks.sum(tensor), ranks.max(tensor), ranks.broadcast(tensor)):
-        assert torch.equal(copy, tensor)
-        assert copy.data_ptr() != tensor.data_ptr()
-    rows = rollout(0, 2)
-    for moved in (ranks.gather_rows(rows), ranks.exchange_rows(rows, torch.zeros(3, dtype=torch.int64))):
-        expect(moved, [rows], 4)
-        assert moved.tokens.data_ptr() != rows.tokens.data_ptr()
-
-
-def test_a_single_rank_takes_the_objects_that_many_ranks_take() -> None:
-    ranks = SingleRank()
-    value = [{"a": None}]
-    assert ranks.gather_json(value) == [value]
-    assert ranks.gather_json(value)[0] is not value
-    batch = mixed(2, 4)
-    copy = ranks.gather_tensordict(batch)
-    for name in ("a", "b", "c"):
-        assert torch.equal(copy[name], batch[name])
-        assert copy[name].data_ptr() != batch[name].data_ptr()
-    assert copy.get("d").tolist() == batch.get("d").tolist()
-    assert copy["e"] == batch["e"]
-    assert list(ranks.gather_rows(answers(2, 4)).texts) == ["2.0", "2.1", "2.2", "2.3", "2.4"]
-
-
-def test_objects_are_gathered_and_not_exchanged() -> None:
-    with pytest.raises(AssertionError, match="objects cannot be exchanged: texts, source"):
-        SingleRank().exchange_rows(answers(0, 2), torch.zeros(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor([0, 0, 1]), torch.tensor([0, 0, -1]), torch.tensor([0, 0])])

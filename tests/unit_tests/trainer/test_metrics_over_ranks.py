@@ -21,7 +21,7 @@ from mega_rl.trainer.step_metrics import (
 )
 from mega_rl.types import Experience, Metrics, Rewards, Rollout, TokenOutputs
 from tests.helpers.fakes import FakeRanks
-from tests.helpers.simulated_ranks import on_simulated_ranks
+from tests.helpers.threads import on_simulated_ranks
 
 PROMPTS, SAMPLES, WIDTH = 8, 4, 40
 ROWS = PROMPTS * SAMPLES

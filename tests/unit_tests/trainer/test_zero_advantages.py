@@ -13,10 +13,10 @@ from mega_rl.trainer.filters import rows_with_advantages
 from mega_rl.trainer.policy_gradient import LEFT_OUT, MinibatchPlan, PolicyGradientRules
 from mega_rl.types import Experience
 from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import worst_difference
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.loops import FakeRun
 from tests.helpers.models import write_tiny_checkpoint
-from tests.unit_tests.distributed.test_engine_parity import worst_difference
 from tests.unit_tests.trainer.zero_advantages_on_ranks import (
     ALL_ZERO,
     CASES,

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of
 FAMILIES = ("qwen2", TIED_DENSE, "llama", ROUTED, "mixtral", "deepseek_v3")
 EXPERTS_ONLY = ("ep2", "ep2+etp2", "tp2+ep2+sp")
 MIXTURES = (ROUTED, "mixtral", "deepseek_v3")
-# Every layout once and every family twice: test_family_gradients.py and test_engine_parity.py have more of them. All
+# Every layout once and every family twice: test_expert_parallel.py and test_engine_parity.py have more of them. All
 # families on all layouts in `make test-full`.
 PAIRS = covering(
     (family, name) for family in FAMILIES for name in ALL.split(",") if name not in EXPERTS_ONLY or family in MIXTURES

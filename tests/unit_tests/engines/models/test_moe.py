@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import worst_difference
 from tests.helpers.models import random_experience
 from tests.helpers.selection import without
-from tests.unit_tests.distributed.expert_cases import LAYOUTS, relative, write_family
+from tests.unit_tests.distributed.expert_cases import LAYOUTS, write_family
 from tests.unit_tests.engines.models.moe_cases import BIAS, USED, run_cases, write_lopsided
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
@@ -99,19 +100,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return answers
 
 
-def worst(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest relative distance of two tensors of one name, and that name."""
-    assert results.keys() == expected.keys()
-    return max((relative(results[name], expected[name]), name) for name in expected)
-
-
 @pytest.mark.parametrize("name", list(IDLE))
 def test_experts_and_ranks_without_tokens(results: dict[str, Any], name: str) -> None:
     """No hang; everything as on one rank, though whole ranks have no token for their experts and no rows."""
     one, many = results["idle 1"], results[f"idle {name}"]
     assert (many["logprobs"] - one["logprobs"]).abs().max() <= 1e-5
     assert many["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=2e-6)
-    distance, weight = worst(many["gradients"], one["gradients"])
+    distance, weight = worst_difference(many["gradients"], one["gradients"])
     assert distance <= TOLERANCE, weight
     for weight, gradient in many["gradients"].items():
         if ".mlp.experts." in weight:
@@ -137,7 +132,7 @@ def test_balance_loss_is_what_its_definition_says(results: dict[str, Any], famil
     by_hand = results[f"by hand {family}"]
     engine = results["balance 1" if family == "deepseek_v3" else "balance 1 mixtral"]
     assert engine["loss"] == pytest.approx(by_hand["loss"], rel=1e-6)
-    distance, weight = worst(engine["gradients"], by_hand["gradients"])
+    distance, weight = worst_difference(engine["gradients"], by_hand["gradients"])
     assert distance <= TOLERANCE, weight
     routers = [name for name in by_hand["gradients"] if name.endswith(".gate.weight")]
     assert routers
@@ -149,7 +144,7 @@ def test_balance_loss_does_not_depend_on_layout_or_micro_batches(results: dict[s
     """Value and gradients, of a loss that is nothing else."""
     one, many = results["balance 1"], results[f"balance {name}"]
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
-    distance, weight = worst(many["gradients"], one["gradients"])
+    distance, weight = worst_difference(many["gradients"], one["gradients"])
     assert distance <= TOLERANCE, weight
 
 
@@ -210,6 +205,6 @@ def test_recomputation_changes_no_gradient(results: dict[str, Any], name: str) -
     """The same operations again; and every token is counted once."""
     case = RECOMPUTE[name]
     kept, again = results[f"recompute {case['layout']} {case['family']} none"], results[f"recompute {name}"]
-    distance, weight = worst(again["gradients"], kept["gradients"])
+    distance, weight = worst_difference(again["gradients"], kept["gradients"])
     assert distance <= REORDERED.get(name.split()[-1], 0.0), weight
     assert torch.equal(again["loads"], kept["loads"])

@@ -11,13 +11,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.parallel.accelerator import cpu, megatron_core, patches, prepare, rewrite, standin
+from mega_rl.parallel.accelerator import cpu, megatron_core, patches, prepare, standin
 from mega_rl.parallel.accelerator.rewrite import rewrite_code
 from tests.helpers.distributed import run_ranks
 
@@ -90,17 +89,6 @@ def test_rewriting_reaches_nested_code_and_leaves_docstrings() -> None:
     device, constants, inner = function()
     assert (device, constants, function.__doc__) == ("cpu", ("cpu", 1), "cuda kernels")
     assert inner(Thing()) == "cuda:x"
-
-
-def test_names_of_single_modules() -> None:
-    """A module that imports Triton without need gets the stand-in, whose kernels say that they cannot run."""
-    names = rewrite.stand_in_for_triton()
-    assert set(names) == set(rewrite.NEED_TRITON)
-    source = "import triton\nimport triton.language as tl\n@triton.jit\ndef kernel(n: tl.constexpr): ...\n"
-    namespace: dict[str, Any] = {}
-    exec(rewrite_code(compile(source, "<text>", "exec"), names[rewrite.NEED_TRITON[0]], {}), namespace)
-    with pytest.raises(RuntimeError, match="kernel is a Triton kernel, and Triton is not installed"):
-        namespace["kernel"][(1,)](3)
 
 
 def test_unknown_device_is_refused() -> None:

@@ -41,11 +41,6 @@ def test_share_of_a_rank(host: Path, limit: str | None, ranks: int, share: int) 
     assert cores.threads_per_rank(ranks) == share
 
 
-def test_affinity_limits_the_share(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4})
-    assert cores.threads_per_rank(1) == 2
-
-
 def test_torch_gets_the_share_unless_the_user_says_otherwise(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)

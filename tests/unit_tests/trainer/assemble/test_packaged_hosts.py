@@ -1,4 +1,4 @@
-"""Packaged recipes of several hosts: who starts, steers and asks which server. With real hosts: `make two-hosts`."""
+"""Packaged recipes of several hosts: who starts, steers and asks which server."""
 
 from __future__ import annotations
 
