@@ -37,8 +37,7 @@ def build_optimizer(
     `engine.megatron.optimizer`, `implementation` is `engine.megatron.ddp.name`: under FSDP the optimizer
     state is sharded by nature, and parameters of torch_fsdp2 are the FP32 main parameters themselves.
 
-    Raises:
-        UserErrors: combinations of settings, and a missing package.
+    Raises UserErrors: combinations of settings, and a missing package.
     """
     _check(placement, implementation)
     fsdp2 = implementation == "torch_fsdp2"

@@ -49,8 +49,7 @@ def find_regions(
 
     `shapes` are those of the parameters, whole over data parallelism and cut by tensor and expert parallelism.
 
-    Raises:
-        UserError: a module has state that is not a tensor, as Transformer Engine's FP8 has.
+    Raises UserError: a module has state that is not a tensor, as Transformer Engine's FP8 has.
     """
     with _stand_ins(model, shapes) as names:
         # Keys with the number of the layer do not depend on the pipeline, and may lack optimizer state one by one.

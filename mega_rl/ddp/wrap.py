@@ -35,8 +35,7 @@ def wrap_chunks(
     mean (`config.calculate_per_token_loss`). With `average_in_collective` DDP divides by dp x cp and the schedule
     by the number of micro-batches; the engine multiplies every loss by both.
 
-    Raises:
-        UserError: FP32 accumulation of gradients that travel in FP32.
+    Raises UserError: FP32 accumulation of gradients that travel in FP32.
     """
     if ddp.name != "ddp":
         check_fsdp(ddp, chunks=chunks, collection=collection)
@@ -139,8 +138,7 @@ def check_fsdp(
 ) -> None:
     """Refuse layouts and settings under which sharded data parallelism of megatron-core 0.16.1 is wrong or undone.
 
-    Raises:
-        UserErrors: on all ranks alike.
+    Raises UserErrors: on all ranks alike.
     """
     problems = list(_both(ddp, chunks))
     if ddp.name == "megatron_fsdp":

@@ -139,8 +139,7 @@ def check_norm(name: str, norm: float, metrics: Metrics) -> None:
 def check_numbers(name: str, numbers: Mapping[str, int | float], *, trains: bool) -> int:
     """Return the optimizer's steps of a checkpoint's numbers, 0 for a model that does not train.
 
-    Raises:
-        UserError: the numbers are not those of an engine; `name` is its role.
+    Raises UserError: the numbers are not those of an engine; `name` is its role.
     """
     expected = [STEPS] if trains else []
     steps = numbers.get(STEPS, 0)

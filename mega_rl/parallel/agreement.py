@@ -128,9 +128,8 @@ def run_on_all(
     cancel: called on ranks that still work once the work of another has failed, to end theirs soon; an error of work
     that was cancelled is not reported.
 
-    Raises:
-        RunError: on all ranks, when the work of any raised (UserError for a UserError), with the message of the lowest
-            rank that failed; on a rank that failed its own error.
+    Raises RunError: on all ranks, when the work of any raised (UserError for a UserError), with the message of the
+    lowest rank that failed; on a rank that failed its own error.
     """
     running = Running(work, name="run_on_all")
     cancelled = False
@@ -166,9 +165,8 @@ def run_beside_meetings(
     Stalled work of a main thread is interrupted by an exception. Where that does not end it, as in compiled code, this
     process ends, with the code of a RunError.
 
-    Raises:
-        StalledError: on the ranks whose work has ended, when some rank's is stalled, with its message.
-        HungError: on the stalled rank, at the line that it is at, unless that is in C code.
+    Raises StalledError: on the ranks whose work has ended, when some rank's is stalled, with its message; HungError: on
+    the stalled rank, at the line that it is at, unless that is in C code.
     """
     ended = threading.Event()
     with _interruptible() as interrupt:

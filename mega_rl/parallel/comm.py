@@ -116,8 +116,7 @@ class GroupRanks:
         with zeros (False) to the group's largest S of that field; a NonTensorStack, an object for each row; and
         NonTensorData, one value for all rows, which stays as it is. Objects are those that `gather_json` takes.
 
-        Raises:
-            RunError: on all ranks alike, the ranks' fields, their types or their NonTensorData differ.
+        Raises RunError: on all ranks alike, the ranks' fields, their types or their NonTensorData differ.
         """
         parts = _Parts(batch)
         messages = self.gather_json(parts.message())

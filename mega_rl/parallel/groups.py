@@ -109,8 +109,7 @@ def initialize(
     Joins the world first unless somebody has. Every group fails a collective that does not end within `timeout_s`
     seconds. `optimizer_instances` sharded copies of the optimizer state split each data-parallel group.
 
-    Raises:
-        UserError: the world has not `layout.world_size` ranks, the timeout is not positive, or ranks share a GPU.
+    Raises UserError: the world has not `layout.world_size` ranks, the timeout is not positive, or ranks share a GPU.
     """
     assert not parallel_state.model_parallel_is_initialized(), "groups exist already: destroy() them first"
     if timeout_s <= 0:
@@ -132,8 +131,7 @@ def another(layout: ParallelLayout, groups: Groups, *, timeout_s: float) -> Grou
     Megatron-Core's globals go on to name `groups`; see `Groups.current`. Every group fails a collective that does not
     end within `timeout_s` seconds.
 
-    Raises:
-        UserError: the world has not `layout.world_size` ranks.
+    Raises UserError: the world has not `layout.world_size` ranks.
     """
     _check_world(layout, groups.world.size())
     # Models take no pass at the same time, so one scratch buffer serves them all.

@@ -131,9 +131,8 @@ def _quiet() -> None:
 def prepare() -> CpuAccelerator:
     """Make Megatron-Core importable and runnable on this CPU.
 
-    Raises:
-        UserError: a megatron-core that is not supported, or not what the patches were written for; psutil missing;
-            megatron imported already.
+    Raises UserError: a megatron-core that is not supported, or not what the patches were written for; psutil missing;
+    megatron imported already.
     """
     assert not torch.cuda.is_available(), "the CPU stand-in must not be installed where CUDA is available"
     problems = _missing()
