@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import random
-import re
 import resource
 import shutil
 import struct
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-import mega_rl.checkpoint
 from mega_rl.checkpoint import folders
 from mega_rl.checkpoint import maintenance as verbs
 from mega_rl.checkpoint.format.reader import Checkpoint
@@ -124,16 +122,6 @@ def test_every_truncation_is_found_and_named(original: Path, folder: Path) -> No
             assert f"{size} bytes, expected {(original / name).stat().st_size}" in message, message
         shutil.copy(original / name, folder / name)
     check(folder)
-
-
-def test_shrinking_open_file_is_named(folder: Path) -> None:
-    checkpoint = Checkpoint.open(folder)
-    piece = max(checkpoint.all_pieces(), key=lambda piece: (piece.file, piece.offset))
-    os.truncate(piece.file, piece.offset + piece.spec.nbytes - 1)
-    with pytest.raises(UserError, match="truncated") as caught:
-        checkpoint.verify(checkpoint.all_pieces())
-    assert piece.spec.name in str(caught.value)
-    assert str(piece.file) in str(caught.value)
 
 
 def swap_shards(folder: Path) -> None:
@@ -465,17 +453,3 @@ def use_everything(folder: Path) -> None:
             use()
         except UserError:
             continue
-
-
-EXECUTING = re.compile(
-    r"import (pickle|dill|cloudpickle|joblib|marshal|shelve|yaml)|torch\.(load|save)\b|np\.load\b|numpy\.load\b"
-    r"|\b(eval|exec)\(|os\.(system|popen)|shell=True"
-)
-
-
-def test_package_uses_nothing_that_executes_files() -> None:
-    package = Path(mega_rl.checkpoint.__file__ or "").parents[1]
-    sources = [path for folder in ("checkpoint", "storage") for path in sorted((package / folder).glob("**/*.py"))]
-    assert len(sources) > 5
-    assert [f"{path.name}: {match[0]}" for path in sources for match in EXECUTING.finditer(path.read_text())] == []
-    assert EXECUTING.search("import pickle")
