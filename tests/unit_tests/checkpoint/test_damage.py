@@ -157,17 +157,6 @@ def test_mixed_up_files_are_named(case: str, folder: Path) -> None:
     assert message in refusal(next(folder.parent.glob("step_*")))
 
 
-def test_foreign_data_under_fitting_header_is_found(folder: Path, tmp_path: Path) -> None:
-    """Same sizes, same header: only the data's own checksums tell."""
-    other = written.save(tmp_path / "other", 10, seed=1) / "shard_00002.safetensors"
-    mine = folder / "shard_00002.safetensors"
-    start = 8 + struct.unpack("<Q", mine.read_bytes()[:8])[0]
-    mine.write_bytes(mine.read_bytes()[:start] + other.read_bytes()[start:])
-    message = refusal(folder)
-    assert written.MATRIX in message
-    assert "[6, 7]" in message
-
-
 @pytest.mark.parametrize("name", ["COMMIT", "manifest.json", "shard_00000.safetensors"])
 @pytest.mark.parametrize("kind", ["link", "outside link", "pipe", "folder", "device"])
 def test_irregular_files_are_refused(name: str, kind: str, folder: Path, tmp_path: Path) -> None:

@@ -105,17 +105,6 @@ def test_damaged_file_is_named(tmp_path: Path, file: str, text: str, message: st
         read_runs([tmp_path])
 
 
-def test_wrong_folder_is_named(tmp_path: Path) -> None:
-    run = plant(tmp_path / "a")
-    for folders, message in {
-        (tmp_path / "nowhere",): r"no such folder; give the folder of a run",
-        (tmp_path,): r"has no metrics\.jsonl",
-        (run, tmp_path / "b" / ".." / "a"): "is given twice",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            read_runs(folders)
-
-
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 
@@ -126,23 +115,6 @@ def test_short_run_keeps_every_value() -> None:
     assert thin(run.series["x/60"], grid) == {"at": None, "mean": [0.5] * 60}
     series = Series(array("q", [1, 2, 3]), array("d", [1.0, math.nan, 3.0]))
     assert thin(series, Grid(1, 1, 3)) == {"at": [0, 2], "mean": [1, 3], "bad": [1]}
-
-
-def test_long_run_keeps_means_and_extremes() -> None:
-    values = array("d", [math.sin(step / 1000) for step in range(100_000)])
-    values[54_321] = 77.0
-    values[4_321] = -55.0
-    series = Series(array("q", range(1, 100_001)), values)
-    grid = make_grid([Run(Path("run"), "run", {"x/y": series}, {})])
-    curve = thin(series, grid)
-    assert grid.columns <= 1000
-    assert len(curve["mean"]) == len(curve["low"]) == len(curve["high"]) == grid.columns
-    assert max(curve["high"]) == 77
-    assert min(curve["low"]) == -55
-    assert curve["high"].index(77) == grid.column(54_322)
-    middle = grid.columns // 3
-    inside = values[middle * grid.width : (middle + 1) * grid.width]
-    assert curve["mean"][middle] == pytest.approx(sum(inside) / len(inside), rel=1e-3)  # four digits are kept
 
 
 def test_runs_share_a_grid() -> None:
