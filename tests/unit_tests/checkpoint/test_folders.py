@@ -178,6 +178,19 @@ def test_multiples_and_the_best_are_kept(root: Path) -> None:
     assert keep(root, 50, keep=1, best="no/such") == ["step_000030"]
 
 
+@pytest.mark.parametrize("damage", ["COMMIT", "shard_00001.safetensors", "shorter"])
+def test_damaged_newest_checkpoint_stops_retention(damage: str, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(root, 10)
+    folder = save(root, 20)
+    if damage == "shorter":
+        os.truncate(folder / "shard_00001.safetensors", 100)
+    else:
+        (folder / damage).unlink()
+    assert keep(root, 20, keep=1) == []
+    assert "no other checkpoint is removed" in caplog.text
+    assert (root / "step_000010" / "COMMIT").exists()
+
+
 def test_the_lock_is_refused_to_a_second_process(root: Path) -> None:
     with RunLock(root) as lock:
         record = json.loads(lock.path.read_text())

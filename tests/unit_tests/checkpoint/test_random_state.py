@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mega_rl.checkpoint.run_state import seed_python
 from mega_rl.errors import UserError
 from tests.helpers.distributed import run_ranks
 
@@ -92,3 +93,19 @@ def test_random_numbers_continue_after_restore(tmp_path: Path) -> None:
         assert actual["none"]
     # The tensor-parallel ranks draw differently, so each must have had its own back.
     assert first["saved"] != second["saved"]
+
+
+def test_python_and_numpy_seeds_differ_by_rank() -> None:
+    """What a user's reward draws is the same in the next run of this seed, and another one on another rank."""
+
+    def drawn(seed: int, rank: int) -> tuple[float, float]:
+        seed_python(seed, rank)
+        return random.random(), float(np.random.random())
+
+    before = random.getstate(), np.random.get_state()
+    try:
+        assert drawn(3, 1) == drawn(3, 1)
+        assert len({number for pair in (drawn(3, 0), drawn(3, 1), drawn(4, 0)) for number in pair}) == 6
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])

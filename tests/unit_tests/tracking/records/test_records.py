@@ -17,7 +17,7 @@ from mega_rl import disk
 from mega_rl.disk import SaveError
 from mega_rl.errors import UserError
 from mega_rl.tracking.records.reader import RECORD_FILE, RecordDescription, read_record, records
-from mega_rl.tracking.records.writer import RecordWriter, size_of
+from mega_rl.tracking.records.writer import RecordWriter, clear_records, size_of
 from tests.helpers.fakes import FakeRanks
 
 DESCRIPTION = RecordDescription(
@@ -102,6 +102,16 @@ def test_failed_write_leaves_no_half_record(
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     assert writer(tmp_path)(DESCRIPTION, columns(), rows())
+
+
+def test_start_removes_remains_and_later_steps(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        writer(tmp_path)(replace(DESCRIPTION, step=step), columns(), rows())
+    (tmp_path / ".step_000004.tmp").mkdir()
+    (tmp_path / ".step_000003.removed").mkdir()
+    (tmp_path / "notes.txt").write_text("of the user")
+    clear_records(tmp_path, after=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_000001", "step_000002"]
 
 
 def test_repeated_step_replaces_its_record(tmp_path: Path) -> None:

@@ -117,6 +117,23 @@ def test_short_run_keeps_every_value() -> None:
     assert thin(series, Grid(1, 1, 3)) == {"at": [0, 2], "mean": [1, 3], "bad": [1]}
 
 
+def test_long_run_keeps_means_and_extremes() -> None:
+    values = array("d", [math.sin(step / 1000) for step in range(100_000)])
+    values[54_321] = 77.0
+    values[4_321] = -55.0
+    series = Series(array("q", range(1, 100_001)), values)
+    grid = make_grid([Run(Path("run"), "run", {"x/y": series}, {})])
+    curve = thin(series, grid)
+    assert grid.columns <= 1000
+    assert len(curve["mean"]) == len(curve["low"]) == len(curve["high"]) == grid.columns
+    assert max(curve["high"]) == 77
+    assert min(curve["low"]) == -55
+    assert curve["high"].index(77) == grid.column(54_322)
+    middle = grid.columns // 3
+    inside = values[middle * grid.width : (middle + 1) * grid.width]
+    assert curve["mean"][middle] == pytest.approx(sum(inside) / len(inside), rel=1e-3)  # four digits are kept
+
+
 def test_runs_share_a_grid() -> None:
     grid = make_grid([run_of(10), run_of(5000)])
     assert grid.columns * grid.width >= 5000
