@@ -61,7 +61,7 @@ def prepare() -> CudaAccelerator:
     """Bind this process to its GPU (`device_index`) and the processors near it. Raises UserError without one."""
     device = torch.device("cuda", device_index(os.environ, count=torch.cuda.device_count()))
     torch.cuda.set_device(device)
-    address = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")(torch.cuda.get_device_properties(device))
+    facts = torch.cuda.get_device_properties(device)
+    address = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")(facts)
     bind_near("{:04x}:{:02x}:{:02x}.0".format(*address))
-    identity = str(torch.cuda.get_device_properties(device).uuid)
-    return CudaAccelerator(device, "cuda", "nccl", torch.cuda.get_device_name(device), identity)
+    return CudaAccelerator(device, "cuda", "nccl", facts.name, str(facts.uuid))

@@ -200,18 +200,6 @@ def linked_groups(groups: Any, device: torch.device) -> list[str]:
     return wrong
 
 
-def refusal(groups: Any, device: torch.device, *, in_fp32: bool) -> str:
-    """What is said about FP32 gradients in a reduction of bf16 messages."""
-    from mega_rl.errors import UserError
-
-    ddp = DdpConfig(grad_reduce_in_fp32=in_fp32, reduce_scatter_fp32_accumulation=True)
-    try:
-        wrapped([Layers(2).to(device)], ddp, collection=groups.collection)
-    except UserError as error:
-        return str(error)
-    return "nothing"
-
-
 def run_world(rank: int, size: int) -> dict[str, Any]:
     """Everything of one world size in one launch."""
     with groups_of(size) as (groups, device):
@@ -225,5 +213,4 @@ def run_world(rank: int, size: int) -> dict[str, Any]:
                 for wrong in through_buckets(rank, size, groups, device, overlap=overlap, mean=mean)
             ],
             "links": linked_groups(groups, device),
-            "refusals": [refusal(groups, device, in_fp32=in_fp32) for in_fp32 in (True, False)],
         }

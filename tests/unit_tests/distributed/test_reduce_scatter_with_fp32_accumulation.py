@@ -58,10 +58,3 @@ def test_mean_over_one_of_its_terms() -> None:
     expected = ((rows[0].float() + rows[1].float()) / 2).bfloat16()
     sum_rows(rows, rows[0], divisor=2)
     assert torch.equal(rows[0], expected)
-
-
-def test_fp32_messages_are_refused(worlds: dict[int, list[dict[str, Any]]]) -> None:
-    """The setting needs gradients that travel in bf16, and says which setting to change."""
-    by_setting, by_model = worlds[1][0]["refusals"]
-    assert "engine.megatron.ddp.grad_reduce_in_fp32=false" in by_setting
-    assert "model.dtype=bf16" in by_model
