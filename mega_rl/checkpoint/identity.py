@@ -47,8 +47,7 @@ def run_identity(
 def model_identity(folder: Path) -> str:
     """Return the identity of a checkpoint folder by content; reads at most 256 KiB.
 
-    Raises:
-        UserError: config.json or the weights cannot be read.
+    Raises UserError: config.json or the weights cannot be read.
     """
     config = {k: v for k, v in read_json_object(folder / "config.json").items() if k not in _NOT_OF_THE_MODEL}
     with CheckpointReader(folder) as reader:

@@ -47,8 +47,7 @@ class DamagedError(UserError):
 def resume(root: Path, run: RunState, settings: CheckpointConfig) -> tuple[Path, Manifest] | None:
     """Fill engines and rank states from a checkpoint and return it; None to start afresh; collective.
 
-    Raises:
-        UserError: on all ranks; the engines are unchanged.
+    Raises UserError: on all ranks; the engines are unchanged.
     """
     first: DamagedError | None = None
     for name in run_on_one(lambda: [str(folder) for folder in _candidates(root, settings)], run.ranks):
@@ -96,9 +95,8 @@ def _candidates(root: Path, settings: CheckpointConfig) -> list[Path]:
 def restore_from(folder: Path, run: RunState, *, fetch: Fetch | None = None) -> Manifest:
     """Fill engines and rank states from one checkpoint; collective.
 
-    Raises:
-        DamagedError: on all ranks; another checkpoint may be usable. The engines are unchanged.
-        UserError: on all ranks; it is of another run.
+    Raises DamagedError: on all ranks; another checkpoint may be usable. The engines are unchanged; UserError: on all
+    ranks; it is of another run.
     """
     ranks = run.ranks
     opened: list[Checkpoint] = []
@@ -173,8 +171,7 @@ def fill(checkpoint: Checkpoint, pieces: Sequence[Piece], *, ranks: Ranks, whole
     verified theirs. The first dimension of a resizable tensor may differ from the stored one: elements beyond stay as
     they are. `whole`: every tensor of the checkpoint must have a place.
 
-    Raises:
-        UserErrors: the same on all ranks: names that are missing or left over, other shapes or dtypes, damaged data.
+    Raises UserErrors: the same on all ranks: names that are missing or left over, other shapes or dtypes, damaged data.
     """
     copies, problems = plan(checkpoint, pieces)
     if whole:

@@ -126,8 +126,7 @@ class RunCheckpoints:
 
         Waits for a pending save first. `metrics`: of the step; finite ones go into the manifest.
 
-        Raises:
-            RunError: on all ranks, when this save or the one before failed and `on_error` is stop.
+        Raises RunError: on all ranks, when this save or the one before failed and `on_error` is stop.
         """
         begin = time.monotonic()
         self.finish()
@@ -202,9 +201,8 @@ class RunCheckpoints:
 
         With `resume=auto` a checkpoint in the hosts' memory is preferred if its step is later than all on disk.
 
-        Raises:
-            UserError: on all ranks: the checkpoint is damaged or not complete, or is of a run with another identity or
-                other models.
+        Raises UserError: on all ranks: the checkpoint is damaged or not complete, or is of a run with another identity
+        or other models.
         """
         if self._settings.resume == "auto":
             newest = run_on_one(lambda: _newest_step(self._root), self._ranks)
@@ -333,8 +331,7 @@ class HfExports:
     def __call__(self, done: int) -> None:
         """Write the weights after `done` steps; collective.
 
-        Raises:
-            RunError: on all ranks, when it failed and `on_error` is stop.
+        Raises RunError: on all ranks, when it failed and `on_error` is stop.
         """
         folder = self.root / f"step_{done:06d}"
         message = failure_of(lambda: self.engine.save_hf(folder, source=self.source), self.ranks)

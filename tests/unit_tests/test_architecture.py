@@ -86,7 +86,6 @@ READ_THE_ENVIRONMENT = [
 CHANGE_FOREIGN_MODULES = [
     "config/user_files.py",
     "parallel/accelerator/cpu.py",
-    "parallel/gloo.py",  # groups take their options from nowhere else
     "parallel/groups.py",
     "rewards/sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
     "rewards/sandbox/inside/suite.py",

@@ -102,8 +102,7 @@ class MemoryCheckpoints:
 
         Returns `checkpoint/memory_s` and `checkpoint/memory_bytes`; nothing after a failure.
 
-        Raises:
-            RunError: on all ranks, when it failed and `on_error` is stop.
+        Raises RunError: on all ranks, when it failed and `on_error` is stop.
         """
         here = self._place
         if not self._is_ready or here is None:

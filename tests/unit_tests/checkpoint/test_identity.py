@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -49,18 +48,6 @@ def test_other_weights_or_another_config_are_another_model(model: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"rope_theta": 7.0}
     (model / "config.json").write_text(json.dumps(config))
     assert len({before, weights, model_identity(model)}) == 3
-
-
-def told(stored: dict[str, Any], current: dict[str, Any], old_path: str, path: str) -> list[str]:
-    configs = ({"model": {"path": each}} for each in (old_path, path))
-    return differences(stored, current, stored_config=next(configs), config=next(configs))
-
-
-def test_models_that_differ_are_named_by_path(model: Path) -> None:
-    current = {"model": model_identity(model)}
-    assert told({"model": "content:0"}, current, "a", "m") == [
-        "model.path: 'a' -> 'm', whose config.json or weights differ"
-    ]
 
 
 @pytest.mark.parametrize(

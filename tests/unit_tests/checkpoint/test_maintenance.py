@@ -125,20 +125,6 @@ def test_prune_removes_nothing_where_newest_is_damaged(run: Path) -> None:
     assert len(list((run / "checkpoints").glob("step_*"))) == 3
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"keep": 0}, "--keep=0: must be at least 1"),
-        ({"keep": 1, "keep_interval": -1}, "--keep-interval=-1"),
-        ({"keep": 1, "keep_best": "val/reward"}, "--keep-best=val/reward: no checkpoint has this metric"),
-    ],
-)
-def test_mistakes_in_prune(keywords: dict[str, object], message: str, run: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        verbs.prune(run, **keywords)  # type: ignore[arg-type]
-    assert steps(run) == [10, 20, 30]
-
-
 def test_a_path_without_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)

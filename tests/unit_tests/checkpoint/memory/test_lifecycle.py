@@ -116,14 +116,6 @@ def test_a_failed_last_save_keeps_the_memory(
     second.close()
 
 
-def test_disk_is_preferred_if_as_new(tmp_path: Path, shm: Path) -> None:
-    killed_run(tmp_path, on_disk=3)
-    second = run(tmp_path, 9)
-    assert start(second, tmp_path) == (3, "disk")
-    assert held(shm) == []
-    second.close()
-
-
 @pytest.mark.parametrize("resume", ["never", "{run}/checkpoints/step_000001"])
 def test_another_history_removes_what_memory_has(tmp_path: Path, shm: Path, resume: str) -> None:
     killed_run(tmp_path)
@@ -131,18 +123,6 @@ def test_another_history_removes_what_memory_has(tmp_path: Path, shm: Path, resu
     start(second, tmp_path)
     assert held(shm) == []
     second.close()
-
-
-def test_run_without_memory_tier_resumes_from_memory(tmp_path: Path, shm: Path) -> None:
-    killed_run(tmp_path)
-    with run(tmp_path, 9, memory_interval=0) as second:
-        manifest = second.restore()
-        second.move_earlier_run(tmp_path / "run")
-        assert manifest is not None
-        assert manifest.step == 3
-        second.save_in_memory(4, {})
-        assert held(shm) == ["step_000003"]
-    assert list(shm.iterdir()) == []
 
 
 def test_an_abandoned_history_is_never_loaded(tmp_path: Path, shm: Path, caplog: pytest.LogCaptureFixture) -> None:

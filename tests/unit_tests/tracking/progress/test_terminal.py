@@ -17,7 +17,7 @@ from rich.console import Console
 
 from mega_rl.tracking import progress
 from mega_rl.tracking.progress import Phase, terminal
-from mega_rl.tracking.progress.terminal import Display, clock, live_line, show_progress
+from mega_rl.tracking.progress.terminal import Display, live_line, show_progress
 from tests.helpers.terminal import record
 
 LONGEST_S = 2.0
@@ -61,10 +61,6 @@ def test_work_of_another_thread_stands_beside_what_the_trainer_does() -> None:
     samples = phase("samples", total=8, done=2)
     samples.thread = 0
     assert live_line((phase("update actor"), samples))[2:] == "update actor 0:00 · samples 2/8"
-
-
-def test_seconds_as_a_clock() -> None:
-    assert [clock(seconds) for seconds in (0, 59.9, 61, 3661)] == ["0:00", "0:59", "1:01", "1:01:01"]
 
 
 @pytest.fixture
