@@ -57,9 +57,9 @@ class ModelRequest:
 class ModelEngine(Engine):
     """A model of a known Hugging Face architecture, on either backend: how its weights leave, what is on the host."""
 
-    name: Role  # that the model has
+    name: Role  # the model's role
     sharding: Sharding  # the model, and the place of each Hugging Face tensor in `whole_chunks`
-    groups: Groups  # of this model's layout
+    groups: Groups  # the layout's
     batching: Batching  # how rows become micro-batches on this rank
     device: torch.device  # on which the model computes
     attention: str  # "sdpa", or with Transformer Engine "te: flash"

@@ -17,7 +17,7 @@ class Accelerator:
 
     device: torch.device
     name: str  # "cuda" or "cpu"
-    backend: str  # of torch.distributed for tensors on `device`: "nccl" or "gloo"
+    backend: str  # "nccl" or "gloo", for tensors on `device`
     model: str = ""  # the maker's name of devices of this kind; empty for a CPU
     identity: str = ""  # a name that no other device of any machine has; empty for a CPU, which ranks share
 
