@@ -39,7 +39,6 @@ _COMMANDS = (
     Later("Train", "checkpoint", "checkpoint:app", "List, verify, export and remove the checkpoints of a run."),
     Later("Look", "report", "look:report",
           "Write curves, warnings, times, settings and samples of runs as one HTML file that needs no network."),
-    Later("Look", "view", "look:view", "Show live runs as a page on this machine, from their files only."),
     Later("Look", "plot", "look:plot", "Draw the curves of a run, or of several runs in the same panels."),
     Later("Check", "doctor", "look:doctor",
           "List versions, devices and optional packages, and what is used where one is missing."),

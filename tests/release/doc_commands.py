@@ -52,7 +52,6 @@ APART: dict[str, str] = {
     "make test-versions WITH='transformers==5.17.0'": "by itself: an environment of its own",
     'make test-versions WITH="$(python tests/oldest.py)"': "by itself: an environment of its own",
     "pip install mega_rl": "by make wheel-check, from the wheel",
-    "mega-rl view RUN": "by tests/unit_tests/tracking/report/test_server.py: it serves until it is ended",
     "mega-rl train --config gsm8k_qwen3_32b_64gpu --nnodes 8 --nproc-per-node 8 --node-rank 0 --master-addr HOST": (
         "by tests/unit_tests/operations/launcher: needs a launcher on each node"
     ),

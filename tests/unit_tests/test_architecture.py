@@ -37,7 +37,6 @@ MANY_METHODS: dict[str, int] = {
 
 # Ranks and their launchers read torchrun's variables; the others those of the tool that they speak to.
 READ_THE_ENVIRONMENT = [
-    "checkpoint/saving/writer.py",
     "cli/app.py",
     "cli/launcher.py",
     "cli/output.py",
@@ -74,7 +73,6 @@ READ_THE_ENVIRONMENT = [
 CHANGE_FOREIGN_MODULES = [
     "config/user_files.py",
     "parallel/accelerator/cpu.py",
-    "parallel/gloo.py",  # groups take their options from nowhere else
     "parallel/groups.py",
     "rewards/sandbox/inside/candidate.py",  # both are programs of their own, which import nothing of the package
     "rewards/sandbox/inside/suite.py",

@@ -16,7 +16,6 @@ from tests.house import PACKAGE
 START_S = 120.0  # for imports of a few seconds
 # Programs that `python_module` starts; those of users' launches are `mega_rl.cli`.
 PROGRAMS = (
-    "mega_rl.checkpoint.saving.writer",
     "mega_rl.cli",
     "mega_rl.cli.launcher",
     "mega_rl.operations.launcher.reaper",

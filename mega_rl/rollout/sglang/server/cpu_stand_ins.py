@@ -31,7 +31,6 @@ def install() -> None:
     noise_of_tokens()
     pinned_memory()
     forked_processes()
-    gloo_devices()
 
 
 def compilation() -> None:
@@ -47,13 +46,6 @@ def compilation() -> None:
 
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for `torch._dynamo.optimize`, which torch itself calls
     vars(torch)["compile"] = as_it_is  # an assignment would want its overloads
-
-
-def gloo_devices() -> None:
-    """`ProcessGroupGloo`: a scheduler's groups share a network thread, see `mega_rl.parallel.gloo`."""
-    from mega_rl.parallel.gloo import share_device
-
-    share_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))
 
 
 def forked_processes() -> None:
