@@ -59,11 +59,4 @@ EVALUATION: Table = {
             "_places(x.flatten()), torch.ones(x.numel(), dtype=torch.float64))",
         )
     ],
-    ("replay", "verify/test_replay.py"): [
-        (
-            "responses without a reward count as those with one",
-            "return np.where(known, values, np.nan)",
-            "return np.nan_to_num(values)",
-        )
-    ],
 }

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from mega_rl.cli import output
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import Json, Overrides, Recipe
 from mega_rl.config import packaged
-from mega_rl.plan.preflight.plan import PlanOptions, plan_lines
+from mega_rl.plan import report
 
 app = Commands(name="recipes", help="List and show the recipes that come with the package.")
 
@@ -61,10 +62,6 @@ def plan(
     gpu: Annotated[
         str, typer.Option("--gpu", metavar="KIND", help="Expected time of a step on a100, h100, h200 or b200, too.")
     ] = "",
-    rates: Annotated[
-        list[str] | None,
-        typer.Option("--rate", metavar="NAME=VALUE", help="Coefficient of the cost model, as network=25e9."),
-    ] = None,
     server_gpus: Annotated[int, typer.Option("--server-gpus", min=0, help="GPUs of each server that is joined.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -73,16 +70,6 @@ def plan(
     With --gpu the expected time of a step, too. Nothing is started and no weight is read. Weights, gradients and
     optimizer state are exact; activations and caches are those of the longest sequences.
     """
-    options = PlanOptions(
-        gpus,
-        gpus_per_node,
-        gpu_memory,
-        layers,
-        search=search,
-        as_json=as_json,
-        gpu=gpu,
-        rates=rates or [],
-        server_gpus=server_gpus,
-    )
-    for line in plan_lines(recipe, overrides or [], options):
-        typer.echo(line)
+    machine = report.read_machine(gpus, gpus_per_node, gpu=gpu, gpu_memory=gpu_memory, layers=layers)
+    made = report.plan_recipe(recipe, overrides or [], machine, searched=search, gpu=gpu, server_ranks=server_gpus)
+    output.show(report.as_json(made) if as_json else {}, report.as_text(made), as_json=as_json)

@@ -19,7 +19,7 @@ MANY_PARAMETERS: dict[str, int] = {
     "cli/checkpoint.py: export": 9,
     "cli/convert.py: export": 10,
     "cli/convert.py: import_": 9,
-    "cli/recipes.py: plan": 11,
+    "cli/recipes.py: plan": 10,
     "engines/fsdp/attention.py: _attention": 11,  # upstream: AttentionInterface of transformers
     "engines/models/attention.py: __init__": 10,  # upstream: core attention of Megatron-Core
     "parallel/vocab_kernels.py: _differentiate_rows": 15,  # upstream: a kernel of Triton takes pointers and numbers
@@ -66,7 +66,6 @@ READ_THE_ENVIRONMENT = [
     "trainer/stop.py",
     "verify/launcher.py",
     "verify/measure.py",
-    "verify/rank.py",
 ]
 # accelerator.cpu and what it loads patch Megatron-Core on a CPU; the launcher and its two helpers change SGLang in the
 # server's own process; groups clears a cache of Megatron-Core; the others set a documented switch of a library.

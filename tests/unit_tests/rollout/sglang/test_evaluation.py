@@ -103,4 +103,4 @@ def test_colocated_servers_of_several_ranks_validate_in_parts(inputs: Path) -> N
             assert record.metrics[f"{area}pass_at_1"] <= record.metrics[f"{area}pass_at_3"]
         assert record.metrics["val/response_tokens_mean"] > 4
     assert records[2].metrics["rollout/response_tokens_max"] <= 4
-    mega_rl("replay", f"{inputs}/colocated/records/step_000002", "--layout", "1")
+    mega_rl("replay", f"{inputs}/colocated/records/step_000002", "--layouts", "1")
