@@ -74,8 +74,8 @@ EVALUATION = (
     fault(
         "evaluation",
         "an evaluation's responses end where those of training do",
-        "draws.max_new_tokens or self._max_new_tokens",
-        "self._max_new_tokens",
+        "draws.max_new_tokens or max_new_tokens",
+        "max_new_tokens",
         "rollout/test_hf.py",
     ),
     fault(

@@ -57,7 +57,6 @@ class Hardware:
     nvlink: float  # one way, between GPUs of a host
     network: float  # one way, to other hosts, for each GPU's adapter
     host_copy: float = 200e9  # to or from pinned host memory, all GPUs of a host at once
-    pageable_copy: float = 4e9  # to or from host memory that servers share, which is not pinned
     matmul_share: float = 0.55  # share of `peak` in a pass
     memory_share: float = 0.7  # share of `memory_rate` in a token's step or the optimizer's
     link_share: float = 0.8  # share of `nvlink` and `network` in a collective
@@ -249,13 +248,10 @@ class _Clock:
 
 
 def transport_of(setup: RunSetup) -> str:
-    """Return the way that weights take to the servers on GPUs, as rollout.sglang.sync.transport chooses it there."""
-    asked = setup.config.rollout.sglang.sync.transport
+    """Return the way that weights take to the servers on GPUs, as `rollout.sglang.build` chooses it there."""
     if setup.config.rollout.backend != "sglang":
         return "gathered"
-    if setup.colocated:
-        return "cuda_ipc"
-    return "shared_memory" if asked == "shared_memory" else "distributed"
+    return "cuda_ipc" if setup.colocated else "distributed"
 
 
 def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> dict[str, float]:
@@ -268,10 +264,7 @@ def _sending(setup: RunSetup, clock: _Clock, memory: Sequence[RankMemory]) -> di
     away = machine.world_size > machine.gpus_per_node
     rate = (hardware.network if away else hardware.nvlink) * hardware.link_share
     parts = {"gathering weights": sizes["gathered by each rank"] / rate}
-    transport = transport_of(setup)
-    if transport == "shared_memory":
-        parts["weights through the host"] = 2 * sizes["model"] / hardware.pageable_copy
-    elif transport == "distributed":
+    if transport_of(setup) == "distributed":
         parts["weights to the servers"] = sizes["sent to the servers"] / (hardware.network * hardware.link_share)
     if setup.colocated or setup.takes_turns:
         times = {role: 1 + model.trainable for role, model in setup.models.items()}

@@ -92,14 +92,12 @@ def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _nothing_ends(path: Path, tokenizer: PreTrainedTokenizerBase, endings: dict[int, str]) -> str:
-    reason = (
-        f"model.path={path}: no token ends a response (eos_token_id is null in config.json and generation_config.json, "
-        "and rollout.stop_token_ids is empty)"
-    )
-    if not endings:
-        return f"{reason}, nor has the tokenizer an eos_token; set rollout.stop_token_ids to the ids that shall end one"
     names = ", ".join(f"{_named(tokenizer, token_id)} ends {what}" for token_id, what in endings.items())
-    return f"{reason}; {names}: set rollout.stop_token_ids={_setting([*endings])}"
+    return (
+        f"model.path={path}: no token ends a response (eos_token_id is null in config.json and generation_config.json, "
+        f"and rollout.stop_token_ids is empty); set rollout.stop_token_ids={_setting([*endings])}"
+        + (f": {names}" if names else "")
+    )
 
 
 def _named(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:

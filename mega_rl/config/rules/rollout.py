@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from mega_rl.config.choices import corrects
 from mega_rl.config.facts import ModelFacts, divisors, listed
-from mega_rl.config.rules.servers import is_loopback, server_arguments
+from mega_rl.config.rules.servers import server_arguments
 from mega_rl.config.schema import Config
 
 
@@ -43,12 +43,6 @@ def rollouts(config: Config) -> Iterator[str]:
         yield (
             f"rollout.sglang.placement=colocated with trainer.async_steps={trainer.async_steps}: servers that share "
             "the trainer's devices cannot generate while it trains; set separate, or async_steps=0"
-        )
-    remote = [url for url in sglang.urls if not is_loopback(urlsplit(url).hostname or "")]
-    if sglang.sync.transport == "shared_memory" and remote:
-        yield (
-            f"rollout.sglang.sync.transport=shared_memory with rollout.sglang.urls={remote}: memory is shared on one "
-            "host alone; legal: auto, distributed"
         )
 
 

@@ -54,11 +54,6 @@ def _nodes(config: Config) -> Iterator[str]:
             f"{given} with rollout.sglang.server.host={server.host}: the hosts of a server have to reach each other; "
             "name the cluster's interface, such as eth0"
         )
-    if sglang.sync.transport == "shared_memory" and sglang.placement == "separate":
-        yield (
-            f"{given} with rollout.sglang.sync.transport=shared_memory: the ranks of a server on several hosts share "
-            "no memory with one sender; legal: auto, distributed"
-        )
     if server.args.get("enable_dp_attention") is True:
         yield (
             f"{KEY}.enable_dp_attention with {given}: SGLang's processes would take pickles from anyone on the network "

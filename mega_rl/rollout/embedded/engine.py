@@ -20,6 +20,7 @@ from mega_rl.rollout.embedded.decoding import Decoded, DecodingLoop
 from mega_rl.rollout.embedded.kv_cache import ATTENTION, cache_argument, make_cache
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
+from mega_rl.rollout.limits import is_greedy, response_limits
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
 from mega_rl.tracking import progress
 from mega_rl.types import Draws, IdRanges, Metrics, Prompt, Rollout, response_mask
@@ -103,22 +104,20 @@ class HFRolloutEngine:
         """
         if self._weight_version is None:
             raise RuntimeError("generate was called before any weights were published to the rollout engine")
-        if len(prompts) != len(prompt_index) or n < 1:
-            raise ValueError(
-                f"{len(prompts)} prompts, {len(prompt_index)} indices, n={n}: one index per prompt, n >= 1"
-            )
-        most = self._max_new_tokens if draws is None else draws.max_new_tokens or self._max_new_tokens
-        limits = [most] * len(prompts) if limits is None else limits
-        self._check_lengths(prompts, limits, most)
+        limits = response_limits(
+            prompts, limits, draws, max_new_tokens=self._max_new_tokens, max_positions=self._max_positions
+        )
         rows = [
-            _Row(number=p * n + s, prompt=p, sample=s, limit=limit) for p, limit in enumerate(limits) for s in range(n)
+            _Row(number=p * n + s, prompt=p, sample=s, limit=limit)
+            for p, (_, limit) in enumerate(zip(prompt_index, limits, strict=True))
+            for s in range(n)
         ]
         # Neighbours of like length share a batch: little is padded.
         rows.sort(key=lambda row: (len(prompts[row.prompt].token_ids), row.number))
         batches = [rows[first : first + self._batch_size] for first in range(0, len(rows), self._batch_size)]
         decoded = []
         sampler = self._sampler
-        greedy = greedy or (draws is not None and not draws.temperature)
+        greedy = is_greedy(greedy, draws)
         if draws is not None and not greedy:
             sampler = Sampler(temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
         for number, batch in enumerate(batches):
@@ -140,21 +139,6 @@ class HFRolloutEngine:
     def metrics(self) -> Metrics:
         """Return nothing: the trainer's own phases time this engine."""
         return {}
-
-    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int], most: int) -> None:
-        if len(limits) != len(prompts) or not all(1 <= limit <= most for limit in limits):
-            raise ValueError(f"limits={limits}: one for each prompt, 1 to the longest response, {most} tokens")
-        lengths = ((len(prompt.token_ids), limit) for prompt, limit in zip(prompts, limits, strict=True))
-        longest, limit = max(lengths, key=sum, default=(0, 0))
-        if longest + limit > self._max_positions:
-            raise UserError(
-                f"the longest prompt has {longest} tokens and its response up to {limit}: together "
-                f"more than the model's max_position_embeddings={self._max_positions}; lower data.max_prompt_tokens or "
-                "the length of responses, rollout.max_new_tokens or validation.max_new_tokens"
-            )
-        empty = [prompt.index for prompt in prompts if not prompt.token_ids]
-        if empty:
-            raise UserError(f"prompts without tokens, data set rows {empty[:8]}: a prompt needs one token; remove them")
 
     @torch.inference_mode()
     def _generate_batch(

@@ -21,11 +21,10 @@ from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
 from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.build import Connection, connect
-from mega_rl.rollout.sglang.generation.engine import FailedSamples, Sampled, SglangRolloutEngine, SglangRolloutSettings
-from mega_rl.rollout.sglang.generation.samples import Progress, RoutedLayers, Sampling
+from mega_rl.rollout.sglang.generation.engine import RoutedLayers, Sampled, SglangRolloutEngine, SglangRolloutSettings
+from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.inputs import Inputs, check_draws
 from mega_rl.trainer.assemble.plan import RunPlan
 from mega_rl.trainer.assemble.roles import Roles
@@ -78,8 +77,9 @@ def build_rollouts(
         return Rollouts(source, sync, Residency(roles.models, world), _pending(source))
     servers.wait_ready()
     hidden = plan.engine.hidden_tokens
-    connection = connect(rollout, plan.rollout_dtype, servers, actor=actor, world=world, hidden_tokens=hidden)
-    resources.enter_context(connection)
+    connection = connect(
+        rollout, plan.rollout_dtype, servers, resources, actor=actor, world=world, hidden_tokens=hidden
+    )
     engine = build_sglang_engine(plan, world, connection)
     worker = BackgroundRolloutWorker(engine, *own)
     if config.trainer.async_steps:
@@ -181,32 +181,15 @@ def build_sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> 
                 stop_token_ids=with_end_of_sequence(path, hf, rollout.stop_token_ids),
                 hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, hf.vocab_size)),
             ),
-            max_positions=connection.max_positions,
+            max_positions=plan.models["actor"].hf.max_position_embeddings,
             timeout_s=sglang.request_timeout_s,
             concurrency=connection.concurrency,
             restarts=sglang.restarts,
-            failed=FailedSamples(sglang.max_failed_share),
+            max_failed_share=sglang.max_failed_share,
             routed=None if moe is None or not sglang.return_routing else RoutedLayers(moe.layers, moe.top_k),
             token_versions=sglang.partial_rollout,
         ),
-        progress=_ShownSamples(),
     )
-
-
-class _ShownSamples:
-    """Shows a generation of servers as a phase, next to the work of the trainer."""
-
-    def __init__(self) -> None:
-        self._phase: progress.Phase | None = None
-
-    def __call__(self, generation: Progress) -> None:
-        """Take one report; all of a generation come from the same thread."""
-        if self._phase is None:
-            self._phase = progress.begin("samples")
-        self._phase.report(generation.done, generation.total, note=f"{generation.tokens_per_second:.0f} tok/s")
-        if generation.ended:
-            self._phase.end()
-            self._phase = None
 
 
 def _ahead(

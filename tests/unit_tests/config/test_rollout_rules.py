@@ -32,7 +32,6 @@ def broken(*overrides: str) -> list[str]:
         (SGLANG, "rollout.sglang.placement=colocated"),
         (SGLANG, "rollout.sglang.max_failed_share=0.5"),
         (SGLANG, *JOINED),
-        (SGLANG, *JOINED, "rollout.sglang.sync.transport=shared_memory"),
         (SGLANG, "rollout.sglang.urls=[http://node1:30000,https://node2:30000]", "rollout.sglang.keys_file=keys.json"),
         (SGLANG, "trainer.async_steps=1", "algorithm.old_logprobs=rollout"),
         ("algorithm.correction=tis",),  # the embedded engine's log-probs differ from the trainer's too
@@ -71,18 +70,6 @@ def test_runs(overrides: tuple[str, ...]) -> None:
         (
             (SGLANG, *JOINED, "rollout.sglang.placement=colocated"),
             "joined servers have devices of their own; set separate",
-        ),
-        (
-            (
-                SGLANG,
-                "rollout.sglang.urls=[http://10.0.0.1:1]",
-                "rollout.sglang.keys_file=k",
-                "rollout.sglang.sync.transport=shared_memory",
-            ),
-            (
-                "rollout.sglang.sync.transport=shared_memory with rollout.sglang.urls=['http://10.0.0.1:1']: memory is "
-                "shared on one host alone"
-            ),
         ),
         (
             (SGLANG, "rollout.sglang.placement=colocated", "trainer.async_steps=1", "algorithm.correction=tis"),

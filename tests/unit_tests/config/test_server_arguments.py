@@ -88,7 +88,7 @@ def spanning(*args: str, tp: int = 16, nodes: int = 2, host: str = "eth0") -> li
 
 def test_servers_may_span_hosts() -> None:
     assert spanning(f"{KEY}.ep_size=16") == []
-    assert spanning("rollout.sglang.placement=colocated", "rollout.sglang.sync.transport=shared_memory") == []
+    assert spanning("rollout.sglang.placement=colocated") == []
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,6 @@ def test_servers_may_span_hosts() -> None:
         (spanning(tp=15), "nodes=2 does not divide rollout.sglang.server.tp=15: .*; legal: 1, 3, 5, 15"),
         (spanning(host="127.0.0.1"), "nodes=2 with rollout.sglang.server.host=127.0.0.1: .*name the cluster's interf"),
         (spanning(host="lo"), "nodes=2 with rollout.sglang.server.host=lo: the hosts of a server have to reach"),
-        (
-            spanning("rollout.sglang.placement=separate", "rollout.sglang.sync.transport=shared_memory"),
-            "nodes=2 with rollout.sglang.sync.transport=shared_memory: .*legal: auto, distributed",
-        ),
         (
             spanning(f"{KEY}.enable_dp_attention=true", f"{KEY}.dp_size=2"),
             "enable_dp_attention with rollout.sglang.server.nodes=2: .*pickles from anyone .*; set nodes=1",

@@ -27,7 +27,7 @@ from tests.unit_tests.plan.test_plan import MEGATRON, run
 
 H100 = HARDWARE["h100"]
 # Nothing but products takes time.
-IDEAL = replace(H100, memory_rate=1e30, nvlink=1e30, network=1e30, host_copy=1e30, pageable_copy=1e30)
+IDEAL = replace(H100, memory_rate=1e30, nvlink=1e30, network=1e30, host_copy=1e30)
 
 
 def phase(time: StepTime, name: str) -> dict[str, float]:
@@ -89,20 +89,13 @@ def test_experts_use_the_adapter_of_each_gpu() -> None:
     assert more_links["experts"] == pytest.approx(parts["experts"], rel=0.06)
 
 
-TRANSPORT = "rollout.sglang.sync.transport"
-# Settings with which a rate is one of a run's.
-RATES_OF: dict[str, dict[str, str]] = {
-    "pageable_copy": {TRANSPORT: "shared_memory", "rollout.sglang.placement": "separate"},
-}
-
-
 @pytest.mark.parametrize("rate", [rate for rate in RATES if rate not in ("memory", "embedded_layer_s")])
 def test_every_coefficient_has_an_effect(rate: str) -> None:
     """Twice a rate, or half a latency, makes one of the large runs faster, and none slower."""
     faster = False
     for name in ("32b", "235b"):
         scale = scale_pages.RUNS[name]
-        setup, hardware = changed(scale.setup, RATES_OF.get(rate, {})), HARDWARE[scale.gpu]
+        setup, hardware = scale.setup, HARDWARE[scale.gpu]
         value = getattr(hardware, rate)
         better = replace(hardware, **{rate: value * 2})
         if rate == "served_layer_s":  # memory is the slower part there
@@ -172,11 +165,10 @@ def test_turns_move_trained_models_twice() -> None:
     [
         ({}, "cuda_ipc"),
         ({"rollout.sglang.placement": "separate"}, "distributed"),
-        ({"rollout.sglang.placement": "separate", TRANSPORT: "shared_memory"}, "shared_memory"),
     ],
 )
 def test_transport_equals_the_choice_of_a_run(settings: dict[str, str], expected: str) -> None:
-    """Whatever the number of hosts: `mega_rl.rollout.sglang.weights.transports.choose` has the order for GPUs."""
+    """Whatever the number of hosts: `mega_rl.rollout.sglang.build` has the rule."""
     setup = changed(run("8b", rollout__backend="sglang"), settings)
     assert transport_of(setup) == expected
     assert transport_of(replace(setup, machine=Machine(64))) == expected

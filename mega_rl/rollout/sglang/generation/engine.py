@@ -8,20 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together, run_on_all
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.counter_rng import stream_keys
+from mega_rl.rollout.limits import is_greedy, response_limits
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
     GenerationResult,
     Key,
-    Progress,
-    RoutedLayers,
     Sample,
     SampleRequest,
     Sampling,
@@ -42,11 +42,11 @@ class ServersLostError(RunError):
     """Samples are unserved and the restarts of one generation are used up."""
 
 
-@dataclass(frozen=True)
-class FailedSamples:
-    """Policy for samples without a response after all their tries."""
+class RoutedLayers(NamedTuple):
+    """Layers in which a server routes tokens to experts."""
 
-    max_share: float  # largest share of a generation's samples over all ranks that stays out of the loss
+    mixtures: Sequence[bool]  # whether each layer is a mixture; the others report nothing useful
+    top_k: int  # experts of a token
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SglangRolloutSettings:
     timeout_s: float  # from a sample's first try to its last
     concurrency: int  # requests of this rank in flight at all servers together; the others wait their turn
     restarts: int  # times that servers are brought back for one generation
-    failed: FailedSamples
+    max_failed_share: float  # largest share of a generation's samples over all ranks that stays out of the loss
     routed: RoutedLayers | None = None  # samples for training report the experts of their tokens
     token_versions: bool = False  # responses may continue under later weights, and tokens carry their version
 
@@ -88,7 +88,6 @@ class SglangRolloutEngine:
         weight_version: Callable[[], int],
         bring_back: Callable[[Sequence[int]], None],
         settings: SglangRolloutSettings,
-        progress: Callable[[Progress], None] | None = None,
     ) -> None:
         """
         weight_version: of the weights last published.
@@ -99,7 +98,6 @@ class SglangRolloutEngine:
         self._version = weight_version
         self._bring_back = bring_back
         self._settings = settings
-        self._progress = progress
         self._metrics: Metrics = {}
         self._turn = threading.Condition()
         self._held = False  # between interrupt and resume: nothing may be sent
@@ -138,10 +136,8 @@ class SglangRolloutEngine:
 
         Raises UserError for prompts that are empty, hold foreign tokens or leave no room for a response.
         """
-        usual = self._settings.sampling.max_new_tokens
-        most = usual if draws is None else draws.max_new_tokens or usual
-        limits = [most] * len(prompts) if limits is None else limits
-        self._check_lengths(prompts, limits)
+        usual, most = self._settings.sampling.max_new_tokens, self._settings.max_positions
+        limits = response_limits(prompts, limits, draws, max_new_tokens=usual, max_positions=most)
         requests = [
             SampleRequest(
                 (index, number), tuple(prompt.token_ids), seed=sampling_seed(seed, index, number), limit=limit
@@ -151,7 +147,7 @@ class SglangRolloutEngine:
         ]
         trains = not greedy and draws is None
         return_routing = self._settings.routed is not None and trains
-        greedy = greedy or (draws is not None and not draws.temperature)
+        greedy = is_greedy(greedy, draws)
         sampling = replace(self._settings.sampling, greedy=greedy, return_routing=return_routing)
         if draws is not None and not greedy:
             sampling = replace(sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k)
@@ -244,7 +240,6 @@ class SglangRolloutEngine:
                 version=self._version(),
                 deadline=deadline,
                 partials=sampled.result.unserved,
-                progress=self._progress,
             )
             self._sending = True
         try:
@@ -256,27 +251,15 @@ class SglangRolloutEngine:
 
     # -- checks and counts ---------------------------------------------------------------------------------------------
 
-    def _check_lengths(self, prompts: Sequence[Prompt], limits: Sequence[int]) -> None:
-        most, lengths = self._settings.max_positions, [len(prompt.token_ids) for prompt in prompts]
-        longest, new = max(zip(lengths, limits, strict=True), key=sum, default=(0, 0))
-        if longest + new > most:
-            raise UserError(
-                f"the longest prompt has {longest} tokens and its response up to {new}: "
-                f"together more than the model's max_position_embeddings={most}; lower "
-                "data.max_prompt_tokens or the length of responses, rollout.max_new_tokens or validation.max_new_tokens"
-            )
-
     def _settle_failures(self, sampled: Sampled) -> bool:
         """Return whether any rank has failed samples; raise on all ranks when they are fatal or too many."""
         counts = self._world.sum(torch.tensor([len(sampled.result.failures), len(sampled.requests)])).tolist()
         if not counts[0]:
             return False
-        failed = self._settings.failed
-        if counts[0] / counts[1] > failed.max_share:
-            own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()][
-                :_NAMED_FAILURES
-            ]
-            rule = f"more than rollout.sglang.max_failed_share={failed.max_share:g}, whose samples stay out of the loss"
+        share = self._settings.max_failed_share
+        if counts[0] / counts[1] > share:
+            own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()]
+            rule = f"more than rollout.sglang.max_failed_share={share:g}, whose samples stay out of the loss"
             text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
             raise_together(RolloutFailedError(text) if own else None, self._world, error=RolloutFailedError)
         return True

@@ -51,17 +51,11 @@ def memory_fraction(setting: float, *, total: int, policy: int, weights: int, tp
                 "rollout.sglang.placement=separate"
             )
         return math.floor(1000 * room / total) / 1000
-    if setting * total + kept > total:
-        highest = max(math.floor(1000 * (1 - kept / total)) / 1000, 0.0)
+    if not weights <= setting * total <= total - kept:
         raise UserError(
-            f"{_SETTING}={setting:g} of {_gib(total)} leaves no room on colocated devices for the policy's "
-            f"{_gib(policy)} and {_gib(TRAINER_RESIDUE)} of the trainer, which are there while weights are sent; set "
-            f"at most {highest:g}, or 0 to have it computed"
-        )
-    if setting * total < weights:
-        raise UserError(
-            f"{_SETTING}={setting:g} of {_gib(total)} does not hold the {_gib(weights)} of weights of one rank of a "
-            f"server with rollout.sglang.server.tp={tp}; raise either, or set 0 to have the fraction computed"
+            f"{_SETTING}={setting:g}: of a device's {_gib(total)} a colocated server needs at least {_gib(weights)} "
+            f"for weights and leaves {_gib(kept)} to the trainer, for the policy that it sends and what it keeps; set "
+            "0 to have the fraction computed"
         )
     return setting
 
@@ -163,7 +157,7 @@ def release_at_start(pool: ServerPool, ranks: Ranks, *, timeout_s: float) -> Non
         finally:
             control.close()
 
-    _, own = each([index for index in range(len(pool.endpoints)) if pool.nodes(index)[0] == ranks.rank], release)
+    _, own = each([index for index in range(len(pool.endpoints)) if pool.owner(index) == ranks.rank], release)
     failed = merge_failures(own, ranks)
     if failed:
         raise RunError(f"servers did not release their memory after their start: {'; '.join(failed.values())}")

@@ -26,7 +26,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 FILE = "node.json"  # in a part's private folder
-GONE = "The server ends:"  # the line of a log that says which node has ended
 
 _SCHEME = "nodes"  # in torch.distributed's init_method
 _HELLO_BYTES = 64
@@ -162,9 +161,3 @@ def _wait_for_end(connection: socket.socket) -> None:
 
 def _listener(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-
-
-def end_reason(log: str) -> str:
-    """Return the reason in the log's last line about a node's end; empty without one."""
-    lines = [line.partition(GONE)[2].strip() for line in log.splitlines() if GONE in line]
-    return lines[-1] if lines else ""

@@ -6,7 +6,6 @@ SGLang 0.5.20 crashes on a tensor of a wrong shape and ignores an unknown name s
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,13 +23,6 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
 
-# Setting of a server -> the only values with which weights can be sent to it, and the reason.
-_SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {
-    "pp_size": ((1, None), "weights are sent per tensor-parallel rank; use --tp-size"),
-    "quantization": ((None, "", "unquant"), "weights are sent unquantised"),
-    "speculative_algorithm": ((None, ""), "the draft model would keep its old weights"),
-    "is_embedding": ((False, None), "it has to generate"),
-}
 # Fields of a config that may differ: they say how a model is stored, trained and ended, not what it computes.
 _NOT_COMPARED = frozenset(
     {
@@ -46,7 +38,6 @@ _NOT_COMPARED = frozenset(
     }
 )
 _SHORT_DTYPES = {"half": "float16", "float": "float32"}
-_NOT_QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SentTensor(NamedTuple):
@@ -106,32 +97,30 @@ def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: Ex
 
 def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
     """Return in words the settings of a server under which an update fails."""
-    problems = []
-    if server.get("version") != SGLANG_VERSION:
-        problems.append(f"runs SGLang {server.get('version')!r}; its endpoints are known for {SGLANG_VERSION} only")
-    if server.get("dp_size") not in (1, None) and server.get("enable_dp_attention") is not True:
-        problems.append(
-            f"dp_size={server.get('dp_size')!r} must be 1 without enable_dp_attention: weights reach one data-parallel "
-            "replica only; start several servers instead"
-        )
-    if expected.routing and server.get("enable_return_routed_experts") is not True:
-        problems.append(
-            "does not report experts, and rollout.sglang.return_routing=true asks for them; start it with "
-            "--enable-return-routed-experts"
-        )
-    for name, (allowed, why) in _SETTINGS.items():
-        if server.get(name) not in allowed:
-            problems.append(f"{name}={server.get(name)!r} must be {allowed[0]!r}: {why}")
-    if expected.tp is not None and server.get("tp_size") != expected.tp:
-        problems.append(f"tp_size={server.get('tp_size')!r}, rollout.sglang.server.tp is {expected.tp}")
-    # "auto" means bfloat16 for a checkpoint in float32 too, so it is not accepted.
-    dtype = str(server.get("dtype"))
-    if _SHORT_DTYPES.get(dtype, dtype) != expected.dtype:
-        problems.append(
-            f"dtype={server.get('dtype')!r}, rollouts are to be in {expected.dtype}; start it with "
-            f"--dtype {expected.dtype}, or set rollout.dtype"
-        )
-    return problems
+    rules: list[tuple[str, tuple[object, ...], str]] = [
+        ("version", (SGLANG_VERSION,), "its endpoints are known for this release only"),
+        ("pp_size", (1, None), "weights are sent per tensor-parallel rank; use --tp-size"),
+        ("quantization", (None, "", "unquant"), "weights are sent unquantised"),
+        ("speculative_algorithm", (None, ""), "the draft model would keep its old weights"),
+        ("is_embedding", (False, None), "it has to generate"),
+        # "auto" means bfloat16 for a checkpoint in float32 too, so it is not accepted.
+        ("dtype", _names_of(expected.dtype), "start it with --dtype of rollout.dtype"),
+    ]
+    if server.get("enable_dp_attention") is not True:
+        rules.append(("dp_size", (1, None), "without enable_dp_attention weights reach one data-parallel replica only"))
+    if expected.routing:
+        rules.append(("enable_return_routed_experts", (True,), "rollout.sglang.return_routing=true asks for experts"))
+    if expected.tp is not None:
+        rules.append(("tp_size", (expected.tp,), "as rollout.sglang.server.tp"))
+    return [
+        f"{name}={server.get(name)!r} must be {allowed[0]!r}: {why}"
+        for name, allowed, why in rules
+        if server.get(name) not in allowed
+    ]
+
+
+def _names_of(dtype: str) -> tuple[str, ...]:
+    return (dtype, *(short for short, name in _SHORT_DTYPES.items() if name == dtype))
 
 
 def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
@@ -163,22 +152,16 @@ def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: ExpectedS
 
 
 def _wrong_tensors(expected: ExpectedServer, wanted: Mapping[str, tuple[int, ...]] | None) -> list[str]:
-    """Return in words the tensors whose number, name, shape or dtype is wrong.
+    """Return in words the tensors whose name or shape is wrong.
 
     wanted: shapes of the server's model; None where its checkpoint cannot be read: the trainer's config gives them.
     """
     if wanted is None:
         wanted = {name: tensor.shape for name, tensor in hf_tensors(expected.hf, head="lm").items()}
-    counts = Counter(tensor.name for tensor in expected.sent)
-    problems = [f"{name} would be sent {count} times" for name, count in counts.items() if count > 1]
-    for tensor in expected.sent:
-        if tensor.name not in wanted:
-            problems.append(f"{tensor.name} {list(tensor.shape)} would be sent and is not part of its model")
-        elif tuple(wanted[tensor.name]) != tensor.shape:
-            problems.append(
-                f"{tensor.name} would be sent as {list(tensor.shape)}, its model has {list(wanted[tensor.name])}"
-            )
-        if tensor.dtype not in _NOT_QUANTIZED:
-            problems.append(f"{tensor.name} would be sent as {tensor.dtype}, which SGLang cannot load")
-    problems += [f"{name} {list(shape)} would not be sent" for name, shape in wanted.items() if name not in counts]
-    return problems
+    sent = {tensor.name: tensor.shape for tensor in expected.sent}
+    shapes = [(name, sent.get(name), wanted.get(name)) for name in {**sent, **wanted}]
+    return [
+        f"{name} would be sent as {list(own or ())}, its model has {list(theirs or ())}"
+        for name, own, theirs in shapes
+        if own is None or theirs is None or tuple(own) != tuple(theirs)
+    ]

@@ -15,6 +15,7 @@ from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.protocols import Ranks
 from mega_rl.rollout.sglang.generation.router import ServerRouter
+from mega_rl.rollout.sglang.generation.samples import State
 from mega_rl.rollout.sglang.http.control import Control, ServerError, each
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, check_server
 from mega_rl.rollout.sglang.weights.probe import Probe
@@ -106,7 +107,7 @@ class SglangWeightSync:
         seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         requests = sum(control.requests for control in self._controls.values())
         for server in servers:
-            self._router.mark_stale(server, f"it is being sent the weights of version {version}")
+            self._router.mark(server, State.STALE, f"it is being sent the weights of version {version}")
         self._ready -= set(servers)
         attempt = _Attempt(self._ranks, self._controls, servers)
         with _timed(seconds, "check"):
@@ -203,10 +204,10 @@ class SglangWeightSync:
         dead = merge_failures(silent, self._ranks)
         for i, why in attempt.failed.items():
             self._checked.discard(i)
-            (self._router.mark_down if i in dead else self._router.mark_stale)(i, why)
+            self._router.mark(i, State.DOWN if i in dead else State.STALE, why)
         self._ready |= set(attempt.left)
         for i in attempt.left:
-            self._router.mark_ready(i, version)
+            self._router.mark(i, State.READY, version=version)
         reasons = "\n".join(attempt.failed[i] for i in sorted(attempt.failed))
         if attempt.failed and self._ranks.rank == 0:
             log.warning(

@@ -82,7 +82,6 @@ ENDS = {
     "die": "",
     "hang": "waited 0.3 s for its answer",
     "drip": "waited 0.3 s for its answer",
-    "drip_head": "waited 0.3 s for its answer",
 }
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,8 @@ from mega_rl.errors import UserError
 from mega_rl.parallel import agreement
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.engine import (
-    FailedSamples,
     RolloutFailedError,
+    RoutedLayers,
     ServersLostError,
     SglangRolloutEngine,
     SglangRolloutSettings,
@@ -26,10 +27,9 @@ from mega_rl.rollout.sglang.generation.engine import (
 )
 from mega_rl.rollout.sglang.generation.router import ServerRouter
 from mega_rl.rollout.sglang.generation.samples import (
-    Failure,
     GenerationResult,
     Key,
-    RoutedLayers,
+    RequestFailure,
     Sample,
     SampleRequest,
     Sampling,
@@ -77,7 +77,7 @@ class ScriptedFleet:
         return self.answer
 
 
-def engine_over(fleet: Any, *, failed: FailedSamples | None = None, restarts: int = 2, **given: Any) -> Any:
+def engine_over(fleet: Any, *, share: float = 0.0, restarts: int = 2, **given: Any) -> Any:
     brought_back: list[list[int]] = []
 
     def bring_back(lost: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ def engine_over(fleet: Any, *, failed: FailedSamples | None = None, restarts: in
             timeout_s=5.0,
             concurrency=4,
             restarts=restarts,
-            failed=failed or FailedSamples(max_share=0.0),
+            max_failed_share=share,
             **given,
         ),
     )
@@ -123,11 +123,11 @@ def test_other_hosts_serve_while_none_here_does(near_serves: bool) -> None:
             [server.endpoint, dead], vocab_size=50, max_concurrency={0: 4} if near_serves else {1: 4}, retries=1,
             request_timeout_s=20.0,
         )  # fmt: skip
-        with fleet:
+        with closing(fleet):
             for index in range(2):
-                fleet.mark_ready(index, 1)
+                fleet.mark(index, State.READY, version=1)
             if not near_serves:
-                fleet.mark_down(1)
+                fleet.mark(1, State.DOWN)
             engine, brought_back = engine_over(fleet)
             if near_serves:
                 for _ in range(2):
@@ -299,20 +299,20 @@ def test_servers_that_do_not_stay_end_the_run() -> None:
 
 def fails_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
     result = served(requests[1:])
-    result.failures[requests[0].key] = Failure("cut_json", "server 0: the answer is cut", tries=4)
+    result.failures[requests[0].key] = RequestFailure("bad_answer", "server 0: the answer is cut")
     return result
 
 
 @pytest.mark.parametrize(
-    ("failed", "said"),
+    ("share", "said"),
     [
-        (FailedSamples(max_share=0.0), r"1 of 6 samples .*rollout\.sglang\.max_failed_share=0, .*is cut"),
-        (FailedSamples(max_share=0.1), r"more than rollout\.sglang\.max_failed_share=0\.1"),
-        (FailedSamples(max_share=0.2), ""),
+        (0.0, r"1 of 6 samples .*rollout\.sglang\.max_failed_share=0, .*is cut"),
+        (0.1, r"more than rollout\.sglang\.max_failed_share=0\.1"),
+        (0.2, ""),
     ],
 )
-def test_failed_sample_ends_the_run_or_is_masked(failed: FailedSamples, said: str) -> None:
-    engine, _ = engine_over(ScriptedFleet(fails_one), failed=failed)
+def test_failed_sample_ends_the_run_or_is_masked(share: float, said: str) -> None:
+    engine, _ = engine_over(ScriptedFleet(fails_one), share=share)
     if said:
         with pytest.raises(RolloutFailedError, match=said):
             generate(engine)

@@ -19,6 +19,7 @@ from mega_rl.errors import RunError, UserErrors
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Ranks
+from mega_rl.rollout.sglang.generation.samples import State
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
@@ -99,14 +100,8 @@ class Rotation:
         self.said[index], self.reasons[index] = word, reason
         self.history.append((index, word))
 
-    def mark_down(self, index: int, reason: str) -> None:
-        self._say(index, "down", reason)
-
-    def mark_stale(self, index: int, reason: str) -> None:
-        self._say(index, "stale", reason)
-
-    def mark_ready(self, index: int, version: int) -> None:
-        self._say(index, f"ready {version}")
+    def mark(self, index: int, state: State, reason: str = "", *, version: int | None = None) -> None:
+        self._say(index, state.value if version is None else f"{state.value} {version}", reason)
 
 
 class Run:

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,16 @@ from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang, wait_u
 
 pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for the starts of all servers
 
-# case -> (ranks, source, how the trainer runs it, transport of B, transport of A)
-ALL_CASES: dict[str, tuple[int, str, dict[str, Any], str, str]] = {
-    "tp2": (2, "dense", {"megatron": MegatronConfig(tp=2)}, "distributed", "auto"),
-    "pp2": (2, "dense", {"megatron": MegatronConfig(pp=2)}, "auto", "distributed"),
-    "ep2": (2, "mixture", {"megatron": MegatronConfig(ep=2)}, "distributed", "auto"),
-    "fsdp": (2, "dense", {"engine": "fsdp"}, "distributed", "auto"),
-    "fsdp of experts": (2, "mixture", {"engine": "fsdp"}, "distributed", "auto"),
-    "tp2-pp2": (4, "dense", {"megatron": MegatronConfig(tp=2, pp=2)}, "distributed", "auto"),
+# case -> (ranks, source, how the trainer runs it)
+ALL_CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tp2": (2, "dense", {"megatron": MegatronConfig(tp=2)}),
+    "pp2": (2, "dense", {"megatron": MegatronConfig(pp=2)}),
+    "ep2": (2, "mixture", {"megatron": MegatronConfig(ep=2)}),
+    "fsdp": (2, "dense", {"engine": "fsdp"}),
+    "fsdp of experts": (2, "mixture", {"engine": "fsdp"}),
+    "tp2-pp2": (4, "dense", {"megatron": MegatronConfig(tp=2, pp=2)}),
 }
-CASES = without(ALL_CASES, "pp2")  # its stages and its transports are those of "tp2-pp2"
+CASES = without(ALL_CASES, "pp2")  # its stages are those of "tp2-pp2"
 # Tensor-parallel ranks of the servers of each source, a server each.
 SERVERS = {"dense": (1, 2), "mixture": (1, 2) if FULL else (1,)}
 FAMILIES = {"dense": ("qwen3", True), "mixture": ("qwen3_moe", False)}  # family, tied
@@ -145,9 +145,8 @@ class Joined:
     def __init__(self, entries: Sequence[dict[str, Any]]) -> None:
         self.endpoints = [_endpoint(one) for one in entries]
         self.tp = [one["tp"] for one in entries]
-
-    def nodes(self, index: int) -> tuple[int, ...]:
-        return ()
+        self.hosts: list[tuple[int, ...]] = [()] * len(entries)
+        self.ranks_per_host = 1
 
     def bring_back(self, lost: Sequence[int]) -> None:
         raise AssertionError(lost)
@@ -156,10 +155,10 @@ class Joined:
         pass
 
 
-def _config(root: Path, case: str, model: str, transport: str, entries: Sequence[dict[str, Any]]) -> Any:
-    _, source, areas, _, _ = CASES[case]
+def _config(root: Path, case: str, model: str, entries: Sequence[dict[str, Any]]) -> Any:
+    _, source, areas = CASES[case]
     urls = [one["url"] for one in entries]
-    sglang = SglangConfig(urls=urls, sync=SglangSyncConfig(transport=transport, timeout_s=60.0))
+    sglang = SglangConfig(urls=urls, sync=SglangSyncConfig(timeout_s=60.0))
     config = make_config(
         root / f"{source}-{model}",
         rollout=RolloutConfig(temperature=TEMPERATURE, sglang=sglang),
@@ -168,11 +167,13 @@ def _config(root: Path, case: str, model: str, transport: str, entries: Sequence
     return replaced(config, "trainer", run_dir=str(root / "run"))
 
 
-def connected(plan: Any, pool: Any, engine: Any, world: Any) -> Any:
+@contextmanager
+def connected(plan: Any, pool: Any, engine: Any, world: Any) -> Iterator[Any]:
     from mega_rl.rollout.sglang.build import connect
 
     rollout, hidden = plan.config.rollout, plan.engine.hidden_tokens
-    return connect(rollout, plan.rollout_dtype, pool, actor=engine, world=world, hidden_tokens=hidden)
+    with ExitStack() as resources:
+        yield connect(rollout, plan.rollout_dtype, pool, resources, actor=engine, world=world, hidden_tokens=hidden)
 
 
 def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str, list[dict[str, Any]]]) -> Any:
@@ -180,9 +181,9 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
     actual: dict[str, Any] = {"said": _warnings()}
     version = 0
     for case in cases:
-        _, source, _, *transports = CASES[case]
-        for model, transport in zip("ba", transports, strict=True):
-            config = _config(root, case, model, transport, servers[source])
+        source = CASES[case][1]
+        for model in "ba":
+            config = _config(root, case, model, servers[source])
             with running_engine(config, trainable=False) as engine:
                 from mega_rl.parallel.accelerator import prepare
                 from mega_rl.parallel.comm import GroupRanks
@@ -198,13 +199,12 @@ def _send_in_layouts(rank: int, cases: list[str], folder: str, servers: dict[str
                     actual[f"{case} {model}"] = {
                         "metrics": connection.sync.publish(),
                         "ready": sorted(connection.sync.ready),
-                        "transport": connection.sync._transport.name,
                         "answers": [answers(one) for one in pool.endpoints] if rank == 0 else None,
                     }
                     if (case, model) == ("tp2", "a"):
                         actual["parity"] = _both_engines(root / "dense-a", connection, engine, world)
                     world.sum(torch.zeros(1))  # rank 0 has its answers before the next weights come
-                    groups = getattr(connection.sync._transport, "_groups", None)
+                    groups = connection.sync._transport._groups
                     names = [] if groups is None else list(groups.names)
                 actual[f"{case} {model}"]["groups"] = [
                     _has_left(endpoint, name) for endpoint in pool.endpoints for name in names if rank == 0
@@ -241,7 +241,7 @@ def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[
     from mega_rl.rollout.embedded.engine import HFRolloutEngine
     from mega_rl.rollout.embedded.sampling import Sampler
     from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
-    from mega_rl.rollout.sglang.generation.engine import FailedSamples, SglangRolloutEngine, SglangRolloutSettings
+    from mega_rl.rollout.sglang.generation.engine import SglangRolloutEngine, SglangRolloutSettings
     from mega_rl.rollout.sglang.generation.samples import Sampling
 
     embedded = HFRolloutEngine(
@@ -261,11 +261,11 @@ def _both_engines(path: Path, connection: Any, engine: Any, world: Any) -> list[
         bring_back=connection.bring_back,
         settings=SglangRolloutSettings(
             sampling=Sampling(temperature=TEMPERATURE, top_p=1.0, top_k=0, max_new_tokens=24, stop_token_ids=(1,)),
-            max_positions=connection.max_positions,
+            max_positions=engine.sharding.hf.max_position_embeddings,
             timeout_s=60.0,
             concurrency=8,
             restarts=0,
-            failed=FailedSamples(max_share=0.0),
+            max_failed_share=0.0,
         ),
     )
     prompts = [Prompt(index=i, token_ids=tuple(ids), text="", answer="") for i, ids in enumerate(PROMPTS)]
@@ -302,16 +302,14 @@ def test_updated_servers_answer_as_freshly_started_ones(
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_update_is_proved(sent: dict[str, Any], case: str) -> None:
-    for model, transport in zip("ba", CASES[case][3:], strict=True):
+    for model in "ba":
         actual = sent[f"{case} {model}"]
-        assert actual["transport"] == {"auto": "shared_memory"}.get(transport, transport)
         servers = SERVERS[CASES[case][1]]
         assert actual["ready"] == list(range(len(servers))), sent["said"]
         assert actual["metrics"]["sync/failed_servers"] == 0.0
         assert 0.0 < actual["metrics"]["sync/probe_logprob_diff_max"] <= LIMIT
         stages = CASES[case][2].get("megatron", MegatronConfig()).pp
-        left = [True] * len(servers) * stages if transport == "distributed" else []
-        assert actual["groups"] == left, "a joined server keeps a group"
+        assert actual["groups"] == [True] * len(servers) * stages, "a joined server keeps a group"
 
 
 def test_servers_of_both_sizes_say_the_same(servers: dict[str, Servers]) -> None:
@@ -333,7 +331,7 @@ def test_the_embedded_engine_says_the_same(sent: dict[str, Any]) -> None:
 
 def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]], pid: int) -> Any:
     root = Path(folder)
-    config = _config(root, "tp2", "b", "shared_memory", entries)
+    config = _config(root, "tp2", "b", entries)
     config = replaced(config, "engine.megatron", tp=1)
     with running_engine(config, trainable=False) as engine:
         from mega_rl.parallel.accelerator import prepare
@@ -350,7 +348,7 @@ def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]
             sync.resume_at(100)
             whole = sync.publish()
             victim = connection._controls[0]
-            update, buckets = victim.update_from_tensor, []
+            update, buckets = victim.update_from_distributed, []
 
             def dying(*args: Any, **kwargs: Any) -> None:
                 buckets.append(kwargs)
@@ -358,10 +356,10 @@ def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]
                     os.killpg(pid, signal.SIGKILL)
                 update(*args, **kwargs)
 
-            victim.update_from_tensor = dying
+            victim.update_from_distributed = dying
             broken = sync.publish()
             states = [state.value for state, _ in connection.router.states()]
-            victim.update_from_tensor = update
+            victim.update_from_distributed = update
             after = {"broken": answers(connection._controls[1].endpoint)}
 
             (root / "restart").touch()

@@ -86,7 +86,7 @@ def test_bytes_leave_the_trainer_once_for_all_servers(links: Any, monkeypatch: p
     monkeypatch.setattr(process_group, "ServerGroup", CountingGroup)
     weights, state = trainer()
     receivers: list[Any] = [CountingReceiver(index) for index in range(hosts)]
-    servers = [Server(index, 8, (f"host {index}",), receiver) for index, receiver in enumerate(receivers)]
+    servers = [Server(index, 8, (index,), receiver) for index, receiver in enumerate(receivers)]
     transport = process_group.DistributedTransport(weights, servers, bucket_bytes=4000, timeout_s=20.0)
     calls = []
     for version in (1, 2):

@@ -92,9 +92,8 @@ class Colocation:
         self.run = Run(self.pool.endpoints)
         memory = ServersMemory(Ranks(), self.run.controls, self.pool, released=TAGS)
         self.connection = Connection(
-            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1, max_positions=1,
-            _servers=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
-            _transport=self.run.trainer, _resources=resources,
+            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1,
+            _pool=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
         )  # fmt: skip
         self.residency = Residency(self.models, cast(Any, FakeRanks()), memory)
         self.run.sync.add_listener(self.residency.after_send)
@@ -359,8 +358,8 @@ def test_computed_share_leaves_room_for_both(gib: int) -> None:
             r"mem_fraction_static=0: colocated servers do not fit.* raise rollout.sglang.server.tp",
         ),
         ({"weights": 70 * GIB}, 0.0, r"the server needs 70.0 GiB for weights"),
-        ({}, 0.95, r"mem_fraction_static=0.95 of 80.0 GiB leaves no room .* set at most 0.862, or 0"),
-        ({}, 0.1, r"mem_fraction_static=0.1 of 80.0 GiB does not hold the 15.0 GiB of weights"),
+        ({}, 0.95, r"mem_fraction_static=0.95: of a device's 80.0 GiB .* leaves 11.0 GiB to the trainer"),
+        ({}, 0.1, r"mem_fraction_static=0.1: of a device's 80.0 GiB a colocated server needs at least 15.0 GiB"),
     ],
 )
 def test_a_share_that_cannot_work_is_refused(changes: dict[str, int], setting: float, words: str) -> None:

@@ -20,8 +20,10 @@ UUID, since processes count them differently. No machine with SGLang on a GPU ha
 from __future__ import annotations
 
 import base64
+import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -29,13 +31,16 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from mega_rl.parallel.agreement import broadcast_json
 from mega_rl.rollout.sglang.http.control import Control
-from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled, payload
 from mega_rl.rollout.sglang.weights.reshard import Bucket
 from mega_rl.rollout.sglang.weights.transport import (
+    FORMAT,
+    GRACE_S,
     Server,
     ServerRequests,
     TrainerWeights,
     Transport,
+    filled,
+    open_ranks,
 )
 
 Reduced = tuple[Callable[..., object], tuple[object, ...]]  # function and arguments of a pickle
@@ -114,26 +119,51 @@ class CudaDevice:
         torch.cuda.ipc_collect()
 
 
-def ranks_of_servers(servers: Sequence[Server], hosts: Sequence[str]) -> dict[int, list[int]]:
+def payload(data: object, bucket: Bucket, dtype: torch.dtype) -> str:
+    """Return a bucket in SGLang's load format for one tensor-parallel rank of a server, base64 text.
+
+    SGLang's unpickler (srt/weight_sync/tensor_bucket.py) admits the names of some modules only; those used here are
+    among them. None is SGLang's own: of a tensor's metadata SGLang reads attributes only.
+
+    `data`: unpickles to a uint8 tensor of the bucket's bytes; `dtype`: of all but the float32 slots.
+    """
+    metadata = [
+        SimpleNamespace(
+            name=slot.name,
+            shape=torch.Size(slot.shape),
+            dtype=torch.float32 if slot.float32 else dtype,
+            start_idx=slot.start,
+            end_idx=slot.end,
+            numel=slot.end - slot.start,
+        )
+        for slot in bucket.slots
+    ]
+    content = {"flattened_tensor": data, "metadata": metadata}
+    return base64.b64encode(pickle.dumps(content, protocol=4)).decode("ascii")
+
+
+def ranks_of_servers(servers: Sequence[Server], hosts: Sequence[int]) -> dict[int, list[int]]:
     """Return by server the trainer's ranks on the GPUs of its tensor-parallel ranks.
 
     hosts: of each rank. Servers of a host have its GPUs one after the other, and so have ranks; a server on several
-    hosts has an equal share of its ranks on each. A list is too short where a host has fewer ranks than its servers
-    need.
+    hosts has an equal share of its ranks on each.
     """
     free = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in set(hosts)}
     ranks: dict[int, list[int]] = {}
     for server in servers:
         ranks[server.index] = []
         for host in server.hosts:
-            left, share = free.get(host, []), server.tp // len(server.hosts)
+            left, share = free[host], server.tp // len(server.hosts)
             ranks[server.index] += left[:share]
             del left[:share]
     return ranks
 
 
 class CudaIpcTransport(Transport):
-    """`Transport` to servers on the GPUs of the trainer's ranks."""
+    """`Transport` to servers on the GPUs of the trainer's ranks.
+
+    The ranks of a site send together to its servers: hosts that one server spans are one site, any other host its own.
+    """
 
     name = "cuda_ipc"
 
@@ -142,16 +172,29 @@ class CudaIpcTransport(Transport):
         weights: TrainerWeights,
         servers: Sequence[Server],
         *,
-        hosts: Sequence[str],
+        hosts: Sequence[int],
         bucket_bytes: int,
         timeout_s: float,
         device: CudaDevice | None = None,
     ) -> None:
-        """device: None takes the weights'."""
-        super().__init__(weights, servers, hosts=hosts, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        """hosts: of each rank of the run. device: None takes the weights'."""
+        super().__init__(weights, servers, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+        site = {host: server.hosts[0] for server in servers for host in server.hosts}
+        self._sites = [site.get(host, host) for host in hosts]
         self._ranks, self._device = ranks_of_servers(servers, hosts), device
         # The bucket that servers load and the one before it, which they have answered; a third is being filled.
         self._held: deque[Tensor] = deque(maxlen=2)
+
+    def leader_of(self, server: Server) -> int:
+        return self._sites.index(server.hosts[0])
+
+    def _ranks_of_sites(self) -> list[list[int]]:
+        return [[rank for rank, site in enumerate(self._sites) if site == name] for name in sorted(set(self._sites))]
+
+    def _open(self) -> None:
+        timeout_s, parts = self._timeout_s + GRACE_S, self._ranks_of_sites()
+        self._world = open_ranks(timeout_s=timeout_s)
+        self._part = open_ranks(parts, timeout_s=timeout_s) if len(parts) > 1 else self._world
 
     def send(self, *, version: int, servers: Sequence[int] | None = None) -> dict[int, str]:
         failed = super().send(version=version, servers=servers)
@@ -160,16 +203,18 @@ class CudaIpcTransport(Transport):
         return failed
 
     def _on_device(self) -> CudaDevice:
-        self._device = self._device or CudaDevice(self._weights.device)
+        self._device = self._device or CudaDevice(self._weights.engine.device)
         return self._device
 
     def _send_buckets(self, requests: ServerRequests, servers: Sequence[Server], version: int) -> None:
         device, stream = self._on_device(), self._weights.export(bucket_bytes=self._bucket_bytes)
+        leader = self._sites.index(self._sites[self._world.rank])
+        here = [server for server in servers if self.leader_of(server) == leader]
         for bucket, data in filled(stream, self.buckets, lambda _, n: device.memory(n), self._weights.dtype):
             self._held.append(data)
             requests.wait()
             failed = broadcast_json(list(requests.failed), self._part)
-            opening = [self._ranks[server.index] for server in servers if server.index not in failed]
+            opening = [self._ranks[server.index] for server in here if server.index not in failed]
             own = device.handle(data) if any(self._world.rank in ranks for ranks in opening) else None
             handles = self._part.gather_json(own)
             if requests.servers:

@@ -36,14 +36,15 @@ from mega_rl.parallel.comm import GroupRanks
 from mega_rl.rollout.sglang.http.control import Control, ServerError
 from mega_rl.rollout.sglang.http.keys import Endpoint
 from mega_rl.rollout.sglang.server.addresses import address_for
-from mega_rl.rollout.sglang.weights.buckets import FORMAT, filled
 from mega_rl.rollout.sglang.weights.reshard import Bucket, first_ranks
 from mega_rl.rollout.sglang.weights.transport import (
+    FORMAT,
     GRACE_S,
     GroupRelease,
     Server,
     ServerRequests,
     Transport,
+    filled,
     open_ranks,
 )
 
@@ -68,7 +69,7 @@ class DistributedTransport(Transport):
         others = sorted(set(range(self._world.size)) - set(sources))
         self._part = open_ranks([sources, others] if others else (), timeout_s=2 * self._timeout_s + GRACE_S)
         if self._world.rank in sources:
-            backend = "nccl" if self._weights.device.type == "cuda" else "gloo"
+            backend = "nccl" if self._weights.engine.device.type == "cuda" else "gloo"
             stage = self._weights.engine.place.coordinates.pp_rank
             self._groups = _Groups(self._part, stage, backend=backend, timeout_s=self._timeout_s)
 
@@ -89,7 +90,7 @@ class DistributedTransport(Transport):
         """Yield this stage's buckets; two of them are in memory at once."""
         own = [bucket for bucket in self.buckets if bucket.pp_rank == stage]
         room = max(bucket.nbytes for bucket in own)
-        memory = [torch.empty(room, dtype=torch.uint8, device=self._weights.device) for _ in range(2)]
+        memory = [torch.empty(room, dtype=torch.uint8, device=self._weights.engine.device) for _ in range(2)]
         return filled(stream, own, lambda i, n: memory[i % 2][:n], self._weights.dtype)
 
     def _send_all(
