@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +51,7 @@ class DecodingLoop:
         greedy: bool,
         max_new_tokens: int,
         stop_token_ids: Tensor,  # [number of stop ids] int64
-        cache: Mapping[str, Cache],  # an empty one by its name in the model's forward
+        cache: Cache,  # an empty one
         hidden: IdRanges = (),  # tokens that are never chosen
     ) -> None:
         self._prompt_of_row = prompt_of_row
@@ -61,8 +60,7 @@ class DecodingLoop:
         self._greedy = greedy
         self._max_new_tokens = max_new_tokens
         self._stop_token_ids = stop_token_ids
-        self._named_cache = cache
-        (self._cache,) = cache.values()
+        self._cache = cache
         self._hidden = hidden
 
     def run(self, model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor) -> Decoded:
@@ -117,6 +115,6 @@ class DecodingLoop:
             position_ids=positions,
             use_cache=True,
             logits_to_keep=1,
-            **self._named_cache,
+            past_key_values=self._cache,
         )
         return hide(output.logits[:, -1], self._hidden)

@@ -17,7 +17,7 @@ from mega_rl.converters.live.transformers_names import weights_on_disk
 from mega_rl.errors import RunError, UserError
 from mega_rl.rollout.counter_rng import stream_keys
 from mega_rl.rollout.embedded.decoding import Decoded, DecodingLoop
-from mega_rl.rollout.embedded.kv_cache import ATTENTION, cache_argument, make_cache
+from mega_rl.rollout.embedded.kv_cache import ATTENTION, make_cache
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.rollout.limits import is_greedy, response_limits
@@ -70,7 +70,6 @@ class HFRolloutEngine:
             )
         model.tie_weights()
         self._model: PreTrainedModel = model.eval().requires_grad_(False)
-        self._cache_argument = cache_argument(self._model)
         self._max_positions: int = config.max_position_embeddings
         stop_ids = with_end_of_sequence(Path(model_path), config, stop_token_ids)
         self._stop_token_ids = torch.tensor(stop_ids, dtype=torch.int64, device=self._device)
@@ -166,7 +165,7 @@ class HFRolloutEngine:
             greedy=sampler is None,
             max_new_tokens=new_tokens,
             stop_token_ids=self._stop_token_ids,
-            cache={self._cache_argument: make_cache(self._model.config, max_tokens=longest)},
+            cache=make_cache(self._model.config, max_tokens=longest),
             hidden=self._hidden_tokens,
         )
         input_ids, attention_mask = _left_padded(token_ids, self._device)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,21 +105,8 @@ class SglangRolloutEngine:
 
     # -- generation ------------------------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        prompt_index: Sequence[int],
-        *,
-        n: int,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-        limits: Sequence[int] | None = None,
-        draws: Draws | None = None,
-    ) -> Rollout:
-        def sample() -> Sampled:
-            return self.sample(prompts, prompt_index, n=n, seed=seed, greedy=greedy, limits=limits, draws=draws)
-
-        return self.collect(run_on_all(sample, self._world))
+    def generate(self, prompts: Sequence[Prompt], prompt_index: Sequence[int], **given: Any) -> Rollout:
+        return self.collect(run_on_all(lambda: self.sample(prompts, prompt_index, **given), self._world))
 
     def sample(
         self,

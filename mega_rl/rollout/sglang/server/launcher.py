@@ -2,17 +2,14 @@
 
 SGLang's own server with five things around it:
 
-- Keys come in a file of the private folder that only its owner can read and never reach SGLang's settings, which it
-  logs and answers on /server_info. Every endpoint wants a key; see `keys.KeyCheck`.
-- Standard input is the line of life: it ends with the trainer, however that ends, and then all processes of the server
-  are killed. They are also killed when this one, the leader of their process group, ends.
+- Keys come in a file of the private folder (`MEGA_RL_SGLANG_SCRATCH`), not in SGLang's settings, which it logs.
+  Every endpoint wants a key; see `keys.KeyCheck`.
+- All processes of the server end with the trainer, whose end closes standard input, and with this one, their leader.
 - A server on several hosts has such a process on each of them, and they end together; see `nodes`.
-- Files that SGLang shares by public names go to a private folder (`MEGA_RL_SGLANG_SCRATCH`), which is removed at the
-  end; see `use_private_files`.
+- Files that SGLang shares by public names go to the private folder, which is removed at the end.
 - Without CUDA, `cpu_stand_ins` take the place of modules that need it.
 
-SGLang starts its own processes by spawn, which runs this module's top level in each of them; without CUDA by fork,
-see `cpu_stand_ins.forked_processes`.
+SGLang's own processes run this module's top level, by spawn; without CUDA they are forked.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Device memory of colocated servers: their share, and their turns with the trainer.
 
 SGLang's `--mem-fraction-static` is a share of the memory that is free when the server starts; the rest is for its
-activations, its CUDA graphs and, here, for the trainer. Both sides are on the device at once when weights are sent and
-proved: the server has weights and KV cache, the trainer the policy's parameters and a residue that no offload moves.
-That residue is an estimate, and unmeasured.
+activations, its CUDA graphs and here for the trainer. Both sides are on the device when weights are sent: the server
+has weights and KV cache, the trainer the policy's parameters and a residue, which is an estimate.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def _gib(size: int) -> str:
 class ServersMemory:
     """`workers.residency.ServerMemory` of all servers.
 
-    It stops a server that fails to release or resume, since only then its memory is known to be free; the server starts
-    again before the next rollout needs it, as any server that was lost.
+    It stops a server that fails: only then its memory is known to be free. It starts again as any lost server does.
     """
 
     def __init__(

@@ -1,15 +1,11 @@
 """Nodes of a server that spans hosts: how they meet and end together. Imports no torch.
 
-Each host runs a part of such a server, a process like any other server's. Two sockets of the first node join the parts:
+Each host runs a part of such a server. Two sockets of the first node join them: the store at which SGLang's ranks meet
+(SGLang's own would listen on all interfaces), and the line of life, a connection that every other part holds and the
+kernel closes at any end of either. A part that loses it ends, and the trainer starts all parts again.
 
-- The store at which SGLang's ranks meet. SGLang's own would listen on all interfaces.
-- The line of life. Every other part holds a connection to the first one, and the kernel closes it at any end of either.
-  A part that loses it ends, since the ranks of a server cannot do without each other: the trainer then sees one server
-  that does not answer, and starts all of its parts again.
-
-A connection begins with a secret of the start, and keys of the store do. Both travel in the clear, as the keys of
-requests do. The messages between SGLang's ranks (gloo, NCCL and
-a queue of requests, zmq) are not protected: whoever is on that network can read them.
+A connection begins with a secret of the start, and keys of the store do. Both travel in the clear, and messages between
+SGLang's ranks are not protected: whoever is on that network can read them.
 """
 
 from __future__ import annotations

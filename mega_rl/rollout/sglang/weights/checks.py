@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +23,6 @@ from mega_rl.errors import UserError, UserErrors
 from mega_rl.rollout.sglang.http.control import Control
 from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
 
-# Fields of a config that may differ: they say how a model is stored, trained and ended, not what it computes.
-_NOT_COMPARED = frozenset(
-    {
-        "eos_token_ids",
-        "pad_token_id",
-        "dtype",
-        "fused_experts",
-        "value_head",
-        "raw",
-        "initializer_range",
-        "mtp",
-        "mtp_layers",
-    }
-)
 _SHORT_DTYPES = {"half": "float16", "float": "float32"}
 
 
@@ -92,7 +78,7 @@ def mismatches(model: Mapping[str, Any], server: Mapping[str, Any], expected: Ex
         problems.append("its model does not generate (is_generation is not true); serve a language model")
     path = Path(str(model.get("model_path")))
     readable = (path / "config.json").is_file()
-    return problems + (_wrong_checkpoint(path, server, expected) if readable else _wrong_tensors(expected, None))
+    return problems + (_wrong_checkpoint(path, expected) if readable else _wrong_tensors(expected, None))
 
 
 def _wrong_settings(server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
@@ -123,32 +109,20 @@ def _names_of(dtype: str) -> tuple[str, ...]:
     return (dtype, *(short for short, name in _SHORT_DTYPES.items() if name == dtype))
 
 
-def _wrong_checkpoint(path: Path, server: Mapping[str, Any], expected: ExpectedServer) -> list[str]:
-    """Return the differences between the trainer's model and the checkpoint that the server serves, in words."""
+def _wrong_checkpoint(path: Path, expected: ExpectedServer) -> list[str]:
+    """Return the differences between the trainer's weights and the checkpoint that the server serves, in words."""
     try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
-        config |= json.loads(str(server.get("json_model_override_args") or "{}"))
-        hf = parse_hf_config(config, where=str(path / "config.json"))
-        shapes = None
+        hf = parse_hf_config(json.loads((path / "config.json").read_text("utf-8")), where=str(path / "config.json"))
+        shapes: dict[str, tuple[int, ...]] = {}
         if any(path.glob("*.safetensors")):  # a server with --load-format dummy needs none
             with CheckpointReader(path) as reader:
                 shapes = {name: info.shape for name, info in reader.tensors.items()}
                 hf = as_on_disk(hf, shapes)
-    except UserErrors as error:
-        return list(error.problems)
-    except (UserError, OSError, ValueError, TypeError) as error:
+    except (UserErrors, UserError, OSError, ValueError, TypeError) as error:
         return [f"its checkpoint {path} cannot be read: {error}"]
-    problems = [
-        f"{path / 'config.json'}: {field.name}={getattr(hf, field.name)!r}, "
-        f"the trainer's model has {getattr(expected.hf, field.name)!r}"
-        for field in fields(HFConfig)
-        if field.name not in _NOT_COMPARED and getattr(hf, field.name) != getattr(expected.hf, field.name)
-    ]
     wanted = {name: tensor.shape for name, tensor in hf_tensors(hf, head="lm").items()}
-    if shapes is not None:
-        aside = ignored_tensors(hf, head="lm")
-        wanted |= {name: shape for name, shape in shapes.items() if name not in aside}
-    return problems + _wrong_tensors(expected, wanted)
+    aside = ignored_tensors(hf, head="lm")
+    return _wrong_tensors(expected, wanted | {name: shape for name, shape in shapes.items() if name not in aside})
 
 
 def _wrong_tensors(expected: ExpectedServer, wanted: Mapping[str, tuple[int, ...]] | None) -> list[str]:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from mega_rl.errors import UserError
-from mega_rl.parallel import agreement
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.engine import (
     RolloutFailedError,
@@ -204,26 +203,6 @@ def test_rows_are_ordered_and_have_own_seeds() -> None:
     assert engine.metrics() == {}
 
 
-def test_ranks_meet_while_the_last_one_generates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline of a generation is its own: a collective's would end a run whose ranks differ by more."""
-    met = threading.Event()
-
-    class Met(SingleRank):
-        def max(self, tensor: torch.Tensor) -> torch.Tensor:
-            met.set()
-            return super().max(tensor)
-
-    class WaitsForTheRanks(ScriptedFleet):
-        def result(self) -> GenerationResult:
-            assert met.wait(20), "the ranks do not meet while samples are out"
-            return super().result()
-
-    monkeypatch.setattr(agreement.run_on_all, "__kwdefaults__", {"beat_s": 0.01, "cancel": None})
-    engine, _ = engine_over(WaitsForTheRanks(lambda requests, _: served(requests)))
-    engine._world = Met()
-    assert len(generate(engine).tokens) == 6
-
-
 @pytest.mark.parametrize("greedy", [False, True])
 def test_samples_that_train_are_asked_for_their_experts(greedy: bool) -> None:
     def answer(requests: Sequence[SampleRequest], _: Any) -> Any:
@@ -270,18 +249,6 @@ def test_lost_servers_return_before_samples_are_requested() -> None:
     assert seen == [{(7, 0): partial, (7, 1): Sample()}]
     assert rows.prompt_index.tolist() == [5, 5, 6, 6, 7, 7]
     assert bool((rows.lengths == 4).all())
-
-
-def test_lost_server_without_samples_returns_too() -> None:
-    def loses_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
-        fleet.servers[0] = (State.STALE, "it answered with another version")
-        return served(requests)
-
-    fleet = ScriptedFleet(loses_one)
-    engine, brought_back = engine_over(fleet)
-    generate(engine)
-    assert brought_back == [[0]]
-    assert len(fleet.asked) == 1
 
 
 def test_servers_that_do_not_stay_end_the_run() -> None:

@@ -133,19 +133,6 @@ def test_only_ready_replicas_of_the_version_get_traffic() -> None:
         assert [len(server.seen) for server in servers] == [10, 0, 10]
 
 
-def test_dead_servers_samples_move_at_once() -> None:
-    with fleet_of(right, right, seconds_per_token=0.05) as (fleet, servers):
-        servers[0].seconds_per_token = 100.0
-        fleet.start(requests(8), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
-        while not servers[0].seen:
-            time.sleep(0.01)
-        fleet.mark(0, State.DOWN, "its process has ended")
-        result = fleet.result()
-        assert len(result.samples) == 8
-        assert set(result.failed_tries) == {"server_down"}
-        assert result.seconds < 5
-
-
 def test_returning_server_gets_traffic_within_the_generation() -> None:
     with fleet_of(right, right, seconds_per_token=0.02) as (fleet, servers):
         fleet.mark(1, State.DOWN)

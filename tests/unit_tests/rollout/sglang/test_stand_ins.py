@@ -126,24 +126,3 @@ def test_this_release_needs_every_stand_in() -> None:
     actual = in_sglang(ASSUMED)
     assert actual.pop("version") == SGLANG_VERSION
     assert [name for name, holds in actual.items() if not holds] == []
-
-
-def test_processes_are_forked_where_sglang_asks_for_spawn() -> None:
-    program = (
-        "from mega_rl.rollout.sglang.server import cpu_stand_ins; import multiprocessing as mp;"
-        "cpu_stand_ins.forked_processes(); mp.set_start_method('spawn', force=True); print(mp.get_start_method())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["fork"]
-
-
-def test_sglangs_decorators_compile_nothing_and_import_no_compiler() -> None:
-    program = """
-from mega_rl.rollout.sglang.server import cpu_stand_ins; import json, sys, torch
-cpu_stand_ins.compilation()
-def function(): ...
-same = torch.compile(function) is torch.compile(dynamic=True, backend="inductor")(function) is function
-print(json.dumps([same, "torch._inductor" in sys.modules]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [True, False]

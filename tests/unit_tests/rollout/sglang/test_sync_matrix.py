@@ -7,11 +7,7 @@ answers differ, and A, after which they must be the reference again.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +26,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.engines import make_config, replaced, running_engine
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.selection import FULL, without
-from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang, wait_until
+from tests.helpers.sglang import DEVICE, START_S, generate, needs_sglang
 
 pytestmark = [needs_sglang, pytest.mark.timeout(900)]  # the first test pays for the starts of all servers
 
@@ -324,94 +320,3 @@ def test_the_embedded_engine_says_the_same(sent: dict[str, Any]) -> None:
     assert torch.equal(tokens, served_tokens)
     torch.testing.assert_close(logprobs, served_logprobs, atol=LIMIT, rtol=0)
     assert logprobs.abs().max() > 0.1
-
-
-# -- a server that dies of SIGKILL between two buckets -----------------------------------------------------------------
-
-
-def _killed_between_buckets(rank: int, folder: str, entries: list[dict[str, Any]], pid: int) -> Any:
-    root = Path(folder)
-    config = _config(root, "tp2", "b", entries)
-    config = replaced(config, "engine.megatron", tp=1)
-    with running_engine(config, trainable=False) as engine:
-        from mega_rl.parallel.accelerator import prepare
-        from mega_rl.parallel.comm import GroupRanks
-        from mega_rl.trainer.assemble.plan import plan_run
-
-        plan = plan_run(config, prepare("auto"))
-
-        world = GroupRanks(engine.groups.world)
-        with connected(plan, Joined(entries), engine, world) as connection:
-            sync = connection.sync
-            transport = sync._transport  # the smallest bucket that a setting can name holds this whole model
-            transport._bucket_bytes, transport.buckets = 4000, transport._weights.buckets(4000)
-            sync.resume_at(100)
-            whole = sync.publish()
-            victim = connection._controls[0]
-            update, buckets = victim.update_from_distributed, []
-
-            def dying(*args: Any, **kwargs: Any) -> None:
-                buckets.append(kwargs)
-                if len(buckets) == 3:
-                    os.killpg(pid, signal.SIGKILL)
-                update(*args, **kwargs)
-
-            victim.update_from_distributed = dying
-            broken = sync.publish()
-            states = [state.value for state, _ in connection.router.states()]
-            victim.update_from_distributed = update
-            after = {"broken": answers(connection._controls[1].endpoint)}
-
-            (root / "restart").touch()
-            wait_until("the server's restart", (root / "restarted.json").exists, timeout_s=2 * START_S)
-            successor = _endpoint(json.loads((root / "restarted.json").read_text()))
-            victim.endpoint = successor
-            connection.router.move(0, successor)
-            healed = sync.refit([0])
-            after["healed"] = [answers(control.endpoint) for control in connection._controls]
-            versions = [control.object("GET", "/model_info")["weight_version"] for control in connection._controls]
-        return {
-            "metrics": [whole, broken, healed],
-            "states": states,
-            "versions": versions,
-            **after,
-        }
-
-
-@pytest.mark.skipif(not FULL, reason="make test-full: a server's second start; test_sync.py has one that is no model")
-def test_server_killed_between_buckets_is_refit(root: Path, servers: dict[str, Servers]) -> None:
-    group = servers["dense"]
-    process = group.processes[0]
-    stop = threading.Event()
-
-    def restart() -> None:
-        while not (root / "restart").exists():
-            if stop.wait(0.1):
-                return
-        process.stop()
-        process.start()
-        entry = json.dumps(_entry(process.wait_ready(), 1))
-        (root / "restarted.part").write_text(entry)
-        (root / "restarted.part").rename(root / "restarted.json")
-
-    helper = threading.Thread(target=restart)
-    helper.start()
-    try:
-        (actual,) = run_ranks(
-            1, _killed_between_buckets, str(root), group.entries(), process.pid, timeout_s=3 * START_S, device=DEVICE
-        )
-    finally:
-        stop.set()
-        helper.join()
-    whole, broken, healed = actual["metrics"]
-    assert whole["sync/buckets"] > 5
-    assert whole["sync/failed_servers"] == 0.0
-    assert broken["sync/failed_servers"] == 1.0
-    assert actual["states"] == ["down", "ready"]
-    assert healed["sync/failed_servers"] == 0.0
-    assert actual["versions"] == ["101", "101"]
-    # The survivor took the update that killed the other, and the successor, started from A, was sent B.
-    first, second = actual["healed"]
-    assert_equal(second, actual["broken"], "the survivor")
-    assert_equal(first, second, "the successor")
-    assert [tokens for tokens, _ in first] != [tokens for tokens, _ in group.reference[0]]

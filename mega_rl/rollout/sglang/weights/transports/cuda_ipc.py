@@ -1,20 +1,13 @@
 """Weights by CUDA IPC, through GPUs that the trainer's ranks share with servers.
 
 Every rank assembles each bucket on its GPU, and the servers' tensor-parallel rank on the same GPU opens that memory by
-its handle. The first rank of each host gathers the handles of its host's ranks, in one collective for each bucket that
-is also their barrier, and speaks with its host's servers. Hosts that one server spans are one site, whose first rank
-does so for all: a request has a handle for each rank of the server, made on that rank's own host. While servers load a
-bucket the ranks gather the next one.
+its handle. The first rank of each site gathers its ranks' handles, in one collective for each bucket that is also their
+barrier, and speaks with the site's servers. While servers load a bucket the ranks gather the next one.
 
-Who waits for whom on a device is torch's own protocol. Sharing a tensor records an event, for which the receiver's
-stream waits, so no rank waits for its device. The receiver counts the handle down once its stream has read the memory,
-and torch frees a buffer only then; so each bucket is shared anew, and only on ranks whose server will open it: memory
-with a handle that nobody opens is never freed. Where a server fails while it loads a bucket, that bucket may stay.
-A handle that is sent once and opened for every bucket would be counted below zero, where the count, which has no sign,
-says that the memory is in use for ever.
-
-Written from torch.multiprocessing.reductions and SGLang 0.5.20's srt/utils/patch_torch.py, which names GPUs by their
-UUID, since processes count them differently. No machine with SGLang on a GPU has run this yet.
+Sharing a tensor records an event, for which the receiver's stream waits; torch frees a buffer only once the receiver
+has counted its handle down. So each bucket is shared anew, and only on ranks whose server will open it: memory with a
+handle that nobody opens is never freed. Written from torch.multiprocessing.reductions and SGLang 0.5.20's
+srt/utils/patch_torch.py, which names GPUs by their UUID. No machine with SGLang on a GPU has run this yet.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""Transport over process groups, to servers on any host: SGLang's `update_weights_from_distributed`, gloo or NCCL.
+"""Weights over process groups, to servers on any host: SGLang's `update_weights_from_distributed`, gloo or NCCL.
 
-Each pipeline stage of the trainer has a source, its first rank, which gathers the stage's weights from the ranks that
-hold them; no weight crosses stages. The source and all ranks of all servers are one group, so that a broadcast leaves
-the source once (over gloo, whose broadcast is a binary tree, once for each level). Rank 0 sends the requests that
-announce each bucket, one to each server. Stages send in turn, and each gathers its next bucket while others send.
+Each pipeline stage has a source, its first rank, which gathers the stage's weights and is in one group with all ranks
+of all servers. Rank 0 announces each bucket by requests. Stages send in turn, and each gathers its next bucket
+while others send. The first update makes the groups, and later ones to the same servers keep them.
 
 Servers in one broadcast wait for each other. When one fails, those that wait for it are freed, the rest form new
-groups, and the bucket is sent again. That takes answers: a server that hangs inside a broadcast, or one that dies while
-NCCL waits for it, can take others with it, which then count as failed and are refit like it.
-
-The first update makes the groups, and later ones to the same servers keep them.
+groups, and the bucket is sent again. A server that hangs inside a broadcast can take others with it, which then count
+as failed and are refit like it.
 """
 
 from __future__ import annotations
