@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -57,11 +59,8 @@ class HFRolloutEngine:
         hidden_tokens: IdRanges = (),
     ) -> None:
         """Raises UserError for a directory without a config.json that transformers knows."""
-        self._sampler = sampler
-        self._device = torch.device(device)
-        self._max_new_tokens = max_new_tokens
-        self._batch_size = batch_size
-        self._hidden_tokens = hidden_tokens
+        self._sampler, self._device = sampler, torch.device(device)
+        self._max_new_tokens, self._batch_size, self._hidden_tokens = max_new_tokens, batch_size, hidden_tokens
         config = read_model_config(Path(model_path))
         # Weights stay unset; buffers are true, since rotary frequencies are computed from the config.
         with no_init_weights(), self._device:
@@ -256,10 +255,9 @@ def read_model_config(model_path: Path) -> PreTrainedConfig:
 
 def _left_padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (tokens [P, L] int64, mask [P, L] int64), both 0 on padding, padded on the left to the longest."""
-    longest = max(len(sequence) for sequence in sequences)
-    padded = [[0] * (longest - len(sequence)) + list(sequence) for sequence in sequences]
-    mask = [[0] * (longest - len(sequence)) + [1] * len(sequence) for sequence in sequences]
-    return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
+    rows = [torch.tensor(sequence, device=device) for sequence in sequences]
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    return padded(rows), padded([torch.ones_like(row) for row in rows])
 
 
 def _joined(parts: Sequence[Decoded]) -> Decoded:

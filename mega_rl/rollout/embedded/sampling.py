@@ -97,8 +97,7 @@ def _fixed_point(weights: Tensor) -> tuple[Tensor, Tensor]:
     """(weights [B, N] int64 in multiples of a unit, the unit [B, 1] float64) of `weights`, [B, N] floating, at least 0.
 
     The largest of a row has 53 bits, or as many as keep the row's sum below 2**62. Running sums of integers are the
-    same in every order and on every device. Those of floating-point numbers are not, and CUDA has none under
-    `torch.use_deterministic_algorithms`.
+    same in every order and on every device, unlike those of floating-point numbers.
     """
     largest = weights.amax(-1, keepdim=True).double()
     unit = largest * 2.0 ** -min(53, 62 - weights.shape[1].bit_length())

@@ -54,17 +54,11 @@ def start_servers(
 ) -> ServerPool | None:
     """Return the servers of a run over SGLang, which `resources` ends; None with another backend; collective.
 
-    Servers with their own devices are starting, and `wait_ready` waits for them. Those that share the trainer's devices
-    are ready and have released their memory: a server sizes its KV cache by the memory that is free when it starts, so
-    the trainer's models must come after it, and into an empty device.
+    Servers with their own devices are starting. Those that share the trainer's devices are ready and have released
+    their memory: a server sizes its KV cache by the memory that is free when it starts, so the trainer's models must
+    come after it. settings, hf: of the policy.
 
-    Args:
-        settings, hf: of the policy.
-        process: makes the process of a server, given its settings, number and folder.
-
-    Raises:
-        UserError: servers do not fit the host's devices or their memory.
-        RunError: a start failed.
+    Raises UserError where servers do not fit the host's devices or their memory, RunError for a failed start.
     """
     sglang, server = rollout.sglang, rollout.sglang.server
     if rollout.backend != "sglang":

@@ -34,14 +34,6 @@ log = logging.getLogger(__name__)
 _NAMED_FAILURES = 3  # in an error message
 
 
-class RolloutFailedError(RunError):
-    """Samples failed all their tries, and more than `rollout.sglang.max_failed_share` allows."""
-
-
-class ServersLostError(RunError):
-    """Samples are unserved and the restarts of one generation are used up."""
-
-
 class RoutedLayers(NamedTuple):
     """Layers in which a server routes tokens to experts."""
 
@@ -93,11 +85,8 @@ class SglangRolloutEngine:
         weight_version: of the weights last published.
         bring_back: restarts these servers if they are dead, and sends them the weights; collective.
         """
-        self._router = router
-        self._world = everyone
-        self._version = weight_version
-        self._bring_back = bring_back
-        self._settings = settings
+        self._router, self._world, self._settings = router, everyone, settings
+        self._version, self._bring_back = weight_version, bring_back
         self._metrics: Metrics = {}
         self._turn = threading.Condition()
         self._held = False  # between interrupt and resume: nothing may be sent
@@ -151,7 +140,7 @@ class SglangRolloutEngine:
     def collect(self, sampled: Sampled) -> Rollout:
         """Return the rows of `sampled`, restarting lost servers for unserved samples; collective over all ranks.
 
-        Raises on all ranks RolloutFailedError for failed samples, ServersLostError when the restarts are used up.
+        Raises RunError on all ranks for failed samples, and when the restarts are used up.
         """
 
         result = sampled.result
@@ -169,7 +158,7 @@ class SglangRolloutEngine:
                 break
             reasons = "; ".join(f"server {i}: {why}" for i, (_, why) in enumerate(states) if out[i])
             if times == self._settings.restarts:
-                raise ServersLostError(
+                raise RunError(
                     f"{unserved} samples are without an answer and servers {lost} have been brought back "
                     f"{times} times (rollout.sglang.restarts={self._settings.restarts}): {reasons}"
                 )
@@ -248,7 +237,7 @@ class SglangRolloutEngine:
             own = [f"sample {key}: {failure.message}" for key, failure in sampled.result.failures.items()]
             rule = f"more than rollout.sglang.max_failed_share={share:g}, whose samples stay out of the loss"
             text = f"{counts[0]} of {counts[1]} samples have no answer ({rule}): " + "; ".join(own[:_NAMED_FAILURES])
-            raise_together(RolloutFailedError(text) if own else None, self._world, error=RolloutFailedError)
+            raise_together(RunError(text) if own else None, self._world, error=RunError)
         return True
 
     def _count(self, sampled: Sampled) -> None:

@@ -38,7 +38,7 @@ from mega_rl.tracking import progress
 # An SGLang server whose scheduler died answers /health for another 65 s while generation hangs (0.5.20).
 STALL_S = 30.0
 _GRACE_S = 5.0  # for aborted requests to answer
-_SLACK_S = 30.0  # beyond a generation's deadline, until GenerationHungError
+_SLACK_S = 30.0  # beyond a generation's deadline, until it is given up
 _CALL_S = 10.0  # for a short function on the event loop
 # Samples of one prompt share its prefix where they meet, so they stay together up to this imbalance.
 _AFFINITY_SLACK = 8
@@ -47,10 +47,6 @@ _MAX_BACKOFF_S = 5.0
 _PROGRESS_S = 0.2
 
 Result = TypeVar("Result")
-
-
-class GenerationHungError(RunError):
-    """A generation continued after its deadline: a defect of mega_rl, raised instead of waited for."""
 
 
 @dataclass(eq=False)
@@ -68,13 +64,7 @@ class _Job:
     attempt: asyncio.Task[Sample | RequestFailure] | None = None  # its try in flight
     evicted: RequestFailure | None = None  # why we cut its try short
     asked: Replica | None = None  # server of its last try
-    last_failure: str = ""  # result of its last try; empty while that runs
-
-    def unanswered(self) -> str:
-        """Return in words where its tries went without a whole answer."""
-        if self.asked is None:
-            return "no server had room for it"
-        return self.last_failure or f"{self.asked.client.name} had not answered try {self.tries}"
+    last: str = "no server had room for it"  # how its last try stands or ended
 
 
 @dataclass(eq=False)
@@ -120,14 +110,13 @@ class ServerRouter:
         """Create the clients; send nothing.
 
         Args:
-            vocab_size: tokens that the servers' embedding has; a prompt with another one kills a server.
+            vocab_size: of the servers' embedding; a prompt with another token kills a server.
             max_concurrency: requests in flight at one server; or those of the servers on this rank's host, by their
                 place in `endpoints`: the router uses others only while none of these serves.
             retries: further tries of a sample after a bad answer; a server that dies does not use one up.
             request_timeout_s: seconds of a sample from its first try to its last.
             allow_mixed_versions: partial rollouts: responses may continue under later weights.
-            stall_timeout_s: seconds without a token from a server with requests until it is checked; a check takes as
-                long at most. At most a quarter of request_timeout_s is used.
+            stall_timeout_s: seconds without a token from a server with requests until it is checked, and of the check.
             grace_s: seconds for aborted requests to answer with what they have.
         """
         assert endpoints, "a router needs a server"
@@ -244,7 +233,7 @@ class ServerRouter:
         self._future = asyncio.run_coroutine_threadsafe(self._run(self._generation), self._loop)
 
     def result(self) -> GenerationResult:
-        """Wait for the generation's result. Raises GenerationHungError for one that runs on after its deadline."""
+        """Wait for the generation's result. Raises RunError for one that runs on after its deadline."""
         assert self._future is not None, "no generation was started"
         try:
             return self._future.result(timeout=max(0.0, self._deadline - time.monotonic()) + _SLACK_S)
@@ -252,7 +241,7 @@ class ServerRouter:
             if self._future.done():
                 raise
             self._future.cancel()
-            raise GenerationHungError(f"a generation continued {_SLACK_S:g} s after its deadline") from None
+            raise RunError(f"a generation continued {_SLACK_S:g} s after its deadline") from None
 
     def interrupt(self) -> None:
         """Stop sending, abort requests in flight and keep their tokens: `result` then returns within seconds."""
@@ -293,7 +282,7 @@ class ServerRouter:
         except TimeoutError:
             for job in generation.jobs:
                 if not _has_ended(result, job.request.key):
-                    ended(job, RequestFailure("deadline", f"the generation's deadline came first: {job.unanswered()}"))
+                    ended(job, RequestFailure("deadline", f"the generation's deadline came first: {job.last}"))
         finally:
             self._generation = generation.group = None
             for replica in self._replicas:
@@ -313,8 +302,7 @@ class ServerRouter:
             now = self._loop.time()
             if now >= job.expires:
                 replica.in_flight -= 1
-                what = f"no answer in {self._request_timeout_s:g} s: {job.unanswered()}"
-                return RequestFailure("timeout", what)
+                return RequestFailure("timeout", f"no answer in {self._request_timeout_s:g} s: {job.last}")
             outcome = await self._try(generation, job, replica, now)
             replica.in_flight -= 1
             generation.flying.discard(job)
@@ -336,7 +324,8 @@ class ServerRouter:
         result.requests += 1
         result.retries += job.tries > 0
         job.tries += 1
-        job.evicted, job.asked, job.last_failure = None, replica, ""
+        job.evicted, job.asked = None, replica
+        job.last = f"{replica.client.name} had not answered try {job.tries}"
         remaining = job.expires - now
         # A server that lost the request must not use up its time: the first try gets half, the next half of the rest.
         timeout_s = remaining / 2 if job.disruptions < self._retries else remaining
@@ -413,7 +402,7 @@ def _serving(generation: _Generation, *states: State) -> list[Replica]:
 def _failed(generation: _Generation, job: _Job, replica: Replica, failure: RequestFailure, *, retries: int) -> bool:
     """Record a failed try; return whether it was the sample's last one."""
     now = asyncio.get_running_loop().time()
-    job.last_failure = failure.message
+    job.last = failure.message
     generation.result.failed_tries[failure.kind] += 1
     if failure.charge == "sample":
         job.bad_answers += 1

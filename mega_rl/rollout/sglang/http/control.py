@@ -79,7 +79,7 @@ class Control:
             what = f"{type(error).__name__}: {shortened(str(error)) or 'the connection ended'}"
             raise ServerError(endpoint, path, what) from None
         if response.status_code != 200:
-            raise ServerError(endpoint, path, shortened(_message(content)), status=response.status_code)
+            raise ServerError(endpoint, path, shortened(content.decode(errors="replace")), status=response.status_code)
         return content
 
     def object(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -195,22 +195,6 @@ def _read(response: httpx.Response, deadline: float) -> bytes:
         if len(content) > _MAX_ANSWER:
             raise httpx.ReadError(f"an answer of more than {_MAX_ANSWER} bytes")
     return bytes(content)
-
-
-def _message(content: bytes) -> str:
-    """Return the message in a refusal's JSON, else its text."""
-    text = content.decode(errors="replace")
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        return text
-    for name in ("message", "error", "detail"):
-        said = answer.get(name) if isinstance(answer, dict) else None
-        if isinstance(said, dict):
-            said = said.get("message")
-        if isinstance(said, str) and said:
-            return said
-    return text
 
 
 def shortened(text: str) -> str:

@@ -64,8 +64,7 @@ class ServerPool:
 class StartedServers(ServerPool):
     """Servers that this run starts, equally many on each host or each `nodes` hosts.
 
-    The first rank of a host owns the servers there, or its nodes' parts of them. A server that is started again keeps
-    its number; its address and its keys are new.
+    The first rank of a host owns the servers there, or its nodes' parts of them.
     """
 
     def __init__(
@@ -78,11 +77,10 @@ class StartedServers(ServerPool):
         folder: Path,
         process: Callable[[ServerSettings, int, Path], ServerProcess] = ServerProcess,
     ) -> None:
-        """Start this host's servers without waiting for them; `wait_ready` does. Collective where they span hosts.
+        """Start this host's servers without waiting for them. Collective where they span hosts.
 
         settings: of the first server; the others differ by `node`, `base_gpu` and `seed`.
         count: servers that a host has a part of. Their numbers continue from host to host.
-        process: makes the process of a server or part, given its settings, number and folder.
 
         Raises UserError where servers that span several hosts do not divide the trainer's.
         """
@@ -181,17 +179,11 @@ class JoinedServers(ServerPool):
         self.endpoints = [Endpoint(index, url.rstrip("/"), keys) for index, url in enumerate(urls)]
 
     def wait_ready(self) -> None:
-        """Wait until all servers answer, and read their tensor-parallel sizes into `tp`; collective.
-
-        Raises RunError on all ranks.
-        """
         urls = ", ".join(endpoint.url for endpoint in self.endpoints)
-        log.info("waiting for SGLang servers %s, at most %g s", urls, self._timeout_s)
         with progress.phase(f"waiting for SGLang servers {urls}", deadline_s=self._timeout_s):
             self.tp = run_on_one(lambda: self._sizes(range(len(self.endpoints))), self._ranks)
 
     def bring_back(self, lost: Sequence[int]) -> None:
-        """Wait until these answer again, restarted by whoever started them; collective."""
         run_on_one(lambda: self._sizes(lost), self._ranks)
 
     def _sizes(self, servers: Sequence[int]) -> list[int]:

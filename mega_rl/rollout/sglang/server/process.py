@@ -26,7 +26,7 @@ from mega_rl.rollout.sglang.server.installation import require_sglang
 from mega_rl.rollout.sglang.server.nodes import Node
 from mega_rl.rollout.sglang.server.settings import ServerSettings, arguments, environment
 
-__all__ = ["ServerProcess", "ServerSettings", "ServerStartError", "ServerStopError"]
+__all__ = ["ServerProcess", "ServerSettings"]
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,6 @@ _POLL_S = 0.1
 _HEALTH_S = 10.0  # for one answer
 _TELLING_LINES = 12
 _LONGEST_LINE = 300
-
-
-class ServerStartError(RunError):
-    """A server did not start; the message has the reason and the log's last lines."""
-
-
-class ServerStopError(RunError):
-    """Processes of a server outlived SIGKILL. The message names them."""
 
 
 class ServerProcess:
@@ -130,13 +122,13 @@ class ServerProcess:
     def wait_ready(self) -> Endpoint:
         """Wait until the server generates, or a further node has loaded its part.
 
-        Raises ServerStartError, after which nothing of the server is left here.
+        Raises RunError with the log's last lines, after which nothing of the server is left here.
         """
         assert self._endpoint is not None, f"{self.name} was not started"
         if (problem := self._wait_for_start(self._endpoint)) is not None:
             lines = telling_lines(self.log_file, self._log_start)
             self.stop()
-            raise ServerStartError(
+            raise RunError(
                 "\n  ".join([f"{self.name} did not start: {problem}; log: {self.log_file}, last lines:", *lines])
             )
         self._reserved.close()
@@ -152,14 +144,14 @@ class ServerProcess:
     def stop(self) -> None:
         """End every process of the server and wait for that; may be called twice.
 
-        Raises ServerStopError for a process that SIGKILL does not end.
+        Raises RunError for a process that SIGKILL does not end.
         """
         self._reserved.close()
         if self._child is None:
             return
         self._remove_scratch()  # before the kill as well: a launcher may kill this rank meanwhile
         if left := group.end(self._child.pid, deadline_s=_STOP_S):
-            raise ServerStopError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
+            raise RunError(f"{self.name}: processes {left} are still there {_STOP_S:g} s after SIGKILL")
         self._exit_code = self._child.end()
         self._remove_scratch()
         self._child = None

@@ -19,7 +19,7 @@ from mega_rl.rollout.sglang.generation.samples import State
 from mega_rl.rollout.sglang.http.control import Control, ServerError, each
 from mega_rl.rollout.sglang.weights.checks import ExpectedServer, check_server
 from mega_rl.rollout.sglang.weights.probe import Probe
-from mega_rl.rollout.sglang.weights.transport import RanksLost, Transport
+from mega_rl.rollout.sglang.weights.transport import Transport
 from mega_rl.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class SglangWeightSync:
         except RunError:
             raise
         except RuntimeError as error:
-            raise RanksLost(f"weight update: ranks of the trainer did not meet in time: {error}") from error
+            raise RunError(f"weight update: ranks of the trainer did not meet in time: {error}") from error
 
     def _compare_checksums(self, attempt: _Attempt) -> int:
         """Compare checksums among servers of one tensor-parallel size; fail those that differ from the majority.

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mega_rl.converters.live.export import export_hf
-from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import merge_failures
 from mega_rl.parallel.comm import GroupRanks
 from mega_rl.protocols import Ranks
@@ -143,10 +142,6 @@ def filled(
         yield bucket, data
     left = next(stream, None)
     assert left is None, f"{left[0]} belongs to no bucket" if left else ""
-
-
-class RanksLost(RunError):
-    """Other ranks of the trainer ended or missed a deadline."""
 
 
 def open_ranks(parts: Sequence[Sequence[int]] = (), *, timeout_s: float) -> GroupRanks:

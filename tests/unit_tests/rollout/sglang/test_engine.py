@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from mega_rl.errors import UserError
+from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.engine import (
-    RolloutFailedError,
     RoutedLayers,
-    ServersLostError,
     SglangRolloutEngine,
     SglangRolloutSettings,
     sampling_seed,
@@ -259,7 +257,7 @@ def test_servers_that_do_not_stay_end_the_run() -> None:
 
     fleet = ScriptedFleet(loses_all)
     engine, brought_back = engine_over(fleet, restarts=2)
-    with pytest.raises(ServersLostError, match=r"6 samples are without an answer.*server 0: it has ended"):
+    with pytest.raises(RunError, match=r"6 samples are without an answer.*server 0: it has ended"):
         generate(engine)
     assert brought_back == [[0], [0]]
 
@@ -281,7 +279,7 @@ def fails_one(requests: list[SampleRequest], _: Any) -> GenerationResult:
 def test_failed_sample_ends_the_run_or_is_masked(share: float, said: str) -> None:
     engine, _ = engine_over(ScriptedFleet(fails_one), share=share)
     if said:
-        with pytest.raises(RolloutFailedError, match=said):
+        with pytest.raises(RunError, match=said):
             generate(engine)
         return
     rows = generate(engine)
