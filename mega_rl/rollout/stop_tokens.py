@@ -23,7 +23,7 @@ def with_end_of_sequence(model_path: Path, config: PreTrainedConfig, extra: Sequ
         ids = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
     if ids is None:
         ids = config.eos_token_id
-    return tuple(sorted({*_as_list(ids), *extra}))
+    return tuple(sorted({*([ids] if isinstance(ids, int) else ids or ()), *extra}))
 
 
 def check_stop_tokens(
@@ -60,13 +60,6 @@ def check_stop_tokens(
 def name_stop_tokens(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> str:
     """Return the tokens that end a response with their ids: "<|endoftext|> (id 151643) or <|im_end|> (id 151645)"."""
     return " or ".join(_named(tokenizer, token_id) for token_id in stop_ids)
-
-
-def _as_list(ids: int | list[int] | None) -> Iterator[int]:
-    if isinstance(ids, int):
-        yield ids
-    elif ids is not None:
-        yield from ids
 
 
 def _endings(tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> Iterator[tuple[int, str]]:

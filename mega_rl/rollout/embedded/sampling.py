@@ -22,14 +22,6 @@ class Sampler:
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps all
 
-    def __post_init__(self) -> None:
-        if not self.temperature > 0.0:
-            raise ValueError(f"temperature={self.temperature}: must be above 0; for the most likely token use greedy")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]; 1 keeps all tokens")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: must be at least 0; 0 keeps all tokens")
-
     def draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens [B] int64, log-probs [B] float32) of one draw per row.
 

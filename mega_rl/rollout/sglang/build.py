@@ -29,7 +29,7 @@ from mega_rl.rollout.sglang.server.addresses import check_urls, listening_addres
 from mega_rl.rollout.sglang.server.memory import TAGS, ServersMemory, memory_fraction, release_at_start
 from mega_rl.rollout.sglang.server.pool import JoinedServers, ServerPool, StartedServers
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
-from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_tensors
+from mega_rl.rollout.sglang.weights.checks import ExpectedServer, sent_shapes
 from mega_rl.rollout.sglang.weights.probe import LIMITS, Probe
 from mega_rl.rollout.sglang.weights.reshard import policy_bytes, sending_bytes
 from mega_rl.rollout.sglang.weights.sync import SglangWeightSync
@@ -250,7 +250,7 @@ def connect(
             num_servers=len(servers),
             expected=ExpectedServer(
                 hf,
-                sent_tensors(actor.sharding, dtype),
+                sent_shapes(actor.sharding),
                 _name_of(dtype),
                 tp=None if sglang.urls else sglang.server.tp,
                 routing=sglang.return_routing,

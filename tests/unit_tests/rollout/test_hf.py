@@ -15,11 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from mega_rl.errors import UserError
 from mega_rl.rollout.embedded import decoding
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import checksum
 from mega_rl.types import Draws, Prompt, Rollout
-from tests.helpers.determinism import OnlyDeterministic
 from tests.unit_tests.rollout.tiny_qwen3 import (
     EOS_ID,
     VOCAB_SIZE,
@@ -77,12 +75,6 @@ def test_rows_are_prompt_then_response_then_padding(checkpoint: Checkpoint) -> N
         assert not rollout.tokens[row, length:].any()
         assert not rollout.rollout_logprobs[row][~rollout.loss_mask[row]].any()
         assert 1 <= length - len(prompt) <= 12
-
-
-def test_generation_runs_under_deterministic_algorithms_of_cuda(checkpoint: Checkpoint) -> None:
-    """Model, cache and draw: `trainer.deterministic` may be set where the embedded engine generates."""
-    with OnlyDeterministic():
-        make_engine(checkpoint).generate(make_prompts(LENGTHS), list(range(6)), n=2, seed=SEED)
 
 
 # -- a sample depends on nothing but its own prompt and counter -------------------------------------------------------
@@ -302,16 +294,6 @@ def test_logits_that_are_not_finite_stop_the_run(checkpoint: Checkpoint) -> None
     engine.load_weights(weights.items())
     with pytest.raises(RuntimeError, match=r"not finite: prompt_index=7, sample_index=0, position 3"):
         engine.generate(make_prompts([3]), [7], n=1, seed=SEED)
-
-
-def test_missing_or_unknown_config_is_one_line(tmp_path: Path) -> None:
-    settings = {"dtype": torch.float32, "device": "cpu", "sampler": Sampler(1.0)}
-    settings |= {"max_new_tokens": 4, "stop_token_ids": [], "batch_size": 4}
-    with pytest.raises(UserError, match=r"no config\.json"):
-        HFRolloutEngine(tmp_path, **settings)  # type: ignore[arg-type]
-    (tmp_path / "config.json").write_text('{"model_type": "nothing_known"}')
-    with pytest.raises(UserError, match="cannot read"):
-        HFRolloutEngine(tmp_path, **settings)  # type: ignore[arg-type]
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

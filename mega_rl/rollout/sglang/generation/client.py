@@ -53,9 +53,6 @@ class SglangClient:
         )
         self.move(endpoint)
 
-    def __repr__(self) -> str:
-        return f"SglangClient({self.name})"
-
     def move(self, endpoint: Endpoint) -> None:
         """Send requests to `endpoint` from now on: a restarted server has another port and other keys."""
         self.endpoint, self.name = endpoint, f"server {endpoint.index} at {endpoint.url}"

@@ -131,8 +131,5 @@ class GenerationResult:
         self.samples |= later.samples
         self.failures |= later.failures
         self.unserved = later.unserved
-        self.requests += later.requests
-        self.retries += later.retries
-        self.tokens += later.tokens
-        self.seconds += later.seconds
-        self.failed_tries += later.failed_tries
+        for name in ("requests", "retries", "tokens", "seconds", "failed_tries"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))

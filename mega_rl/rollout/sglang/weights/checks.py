@@ -9,9 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import parse_hf_config
@@ -26,32 +24,20 @@ from mega_rl.rollout.sglang.server.installation import SGLANG_VERSION
 _SHORT_DTYPES = {"half": "float16", "float": "float32"}
 
 
-class SentTensor(NamedTuple):
-    """Name, shape and dtype of one weight in a weight update."""
-
-    name: str  # Hugging Face's
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class ExpectedServer:
     """Model and weights that the trainer will send, and the settings a server needs for them."""
 
     hf: HFConfig  # the trainer's model
-    sent: tuple[SentTensor, ...]
+    sent: Mapping[str, tuple[int, ...]]  # shapes by Hugging Face's names
     dtype: str  # the server's weights': "float32"
     tp: int | None = None  # None: any, as a joined server may have
     routing: bool = False  # it has to report the experts of tokens
 
 
-def sent_tensors(sharding: Sharding, dtype: torch.dtype) -> tuple[SentTensor, ...]:
-    """Return the tensors of an update, in order; some are float32 in every model."""
-    return tuple(
-        SentTensor(name, shape, torch.float32 if unit.float32 else dtype)
-        for unit in export_plan(sharding)
-        for name, shape, _ in unit.tensors
-    )
+def sent_shapes(sharding: Sharding) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of an update's tensors by name."""
+    return {name: shape for unit in export_plan(sharding) for name, shape, _ in unit.tensors}
 
 
 def check_server(control: Control, expected: ExpectedServer) -> list[str]:
@@ -132,8 +118,7 @@ def _wrong_tensors(expected: ExpectedServer, wanted: Mapping[str, tuple[int, ...
     """
     if wanted is None:
         wanted = {name: tensor.shape for name, tensor in hf_tensors(expected.hf, head="lm").items()}
-    sent = {tensor.name: tensor.shape for tensor in expected.sent}
-    shapes = [(name, sent.get(name), wanted.get(name)) for name in {**sent, **wanted}]
+    shapes = [(name, expected.sent.get(name), wanted.get(name)) for name in {**expected.sent, **wanted}]
     return [
         f"{name} would be sent as {list(own or ())}, its model has {list(theirs or ())}"
         for name, own, theirs in shapes

@@ -117,7 +117,7 @@ class SglangWeightSync:
         with _timed(seconds, "send"):
             buckets = self._transport.buckets if attempt.left else ()
             if buckets:
-                self._send(attempt, version)
+                attempt.fail(self._transport.send(version=version, servers=list(attempt.left)))
             for listener in self._listeners:
                 listener(tuple(attempt.left))
         with _timed(seconds, "continue"):
@@ -158,14 +158,6 @@ class SglangWeightSync:
         if faults:
             raise UserErrors([line for i in sorted(faults) for line in faults[i].split("\n")])
         self._checked |= set(fresh) & set(attempt.left)
-
-    def _send(self, attempt: _Attempt, version: int) -> None:
-        try:
-            attempt.fail(self._transport.send(version=version, servers=list(attempt.left)))
-        except RunError:
-            raise
-        except RuntimeError as error:
-            raise RunError(f"weight update: ranks of the trainer did not meet in time: {error}") from error
 
     def _compare_checksums(self, attempt: _Attempt) -> int:
         """Compare checksums among servers of one tensor-parallel size; fail those that differ from the majority.

@@ -16,7 +16,7 @@ from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.converters.plan.parameters import hf_tensors
 from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.parallel.layout import ParallelLayout
-from mega_rl.rollout.sglang.weights.checks import ExpectedServer, SentTensor, mismatches, sent_tensors
+from mega_rl.rollout.sglang.weights.checks import ExpectedServer, mismatches, sent_shapes
 from tests.helpers.models import write_tiny_checkpoint
 
 SERVER = {
@@ -43,7 +43,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def expected_for(path: Path, **parallel: Any) -> ExpectedServer:
     hf = read_hf_config(path)
     layout = ParallelLayout(**parallel)
-    return ExpectedServer(hf, sent_tensors(Sharding(hf, layout), torch.float32), "float32", tp=2)
+    return ExpectedServer(hf, sent_shapes(Sharding(hf, layout)), "float32", tp=2)
 
 
 def model_info(path: Path, **changes: Any) -> dict[str, Any]:
@@ -66,12 +66,9 @@ def test_server_of_the_same_model_fits(checkpoints: dict[str, Path], family: str
 def test_sent_tensors_are_equal_for_all_layouts(checkpoints: dict[str, Path]) -> None:
     path = checkpoints["qwen3_moe"]
     alone = expected_for(path).sent
-    assert {tensor.name: tensor.shape for tensor in alone} == {
-        name: info.shape for name, info in hf_tensors(read_hf_config(path), head="lm").items()
-    }
-    # Experts come in an order of their own where they are spread, and nothing else changes.
+    assert alone == {name: info.shape for name, info in hf_tensors(read_hf_config(path), head="lm").items()}
     for parallel in ({"tp": 2}, {"ep": 2}, {"pp": 2}):
-        assert sorted(expected_for(path, world_size=2, **parallel).sent) == sorted(alone)
+        assert expected_for(path, world_size=2, **parallel).sent == alone
 
 
 MODELS = ({"model_type": "llama"}, {"architectures": ["LlamaForCausalLM"]}, {"is_generation": False})
@@ -110,22 +107,15 @@ def test_settings_that_fit_are_no_problem(checkpoints: dict[str, Path]) -> None:
 
 
 NORM, HEAD, EXTRA = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight", "model.layers.2.extra.weight"
-Change = Callable[[dict[str, SentTensor]], list[SentTensor]]
-SENT: dict[str, tuple[Change, list[str]]] = {
+Shapes = dict[str, tuple[int, ...]]
+SENT: dict[str, tuple[Callable[[Shapes], Shapes], list[str]]] = {
     "missing": (
-        lambda sent: [tensor for name, tensor in sent.items() if name not in (NORM, HEAD)],
+        lambda sent: {name: shape for name, shape in sent.items() if name not in (NORM, HEAD)},
         [f"{HEAD} would be sent as [], its model has [64, 32]", f"{NORM} would be sent as [], its model has [32]"],
     ),
-    "unknown": (
-        lambda sent: [*sent.values(), SentTensor(EXTRA, (3,), torch.float32)],
-        [f"{EXTRA} would be sent as [3], its model has []"],
-    ),
-    "shape": (
-        lambda sent: [*(sent | {NORM: sent[NORM]._replace(shape=(31,))}).values()],
-        [f"{NORM} would be sent as [31], its model has [32]"],
-    ),
+    "unknown": (lambda sent: sent | {EXTRA: (3,)}, [f"{EXTRA} would be sent as [3], its model has []"]),
     "transposed": (
-        lambda sent: [*(sent | {HEAD: sent[HEAD]._replace(shape=(32, 64))}).values()],
+        lambda sent: sent | {HEAD: (32, 64)},
         [f"{HEAD} would be sent as [32, 64], its model has [64, 32]"],
     ),
 }
@@ -137,7 +127,7 @@ def test_every_tensor_that_does_not_fit_is_named(checkpoints: dict[str, Path], c
     path = checkpoints["qwen3"]
     expected = expected_for(path)
     alter, results = SENT[change]
-    altered = replace(expected, sent=tuple(alter({tensor.name: tensor for tensor in expected.sent})))
+    altered = replace(expected, sent=alter(dict(expected.sent)))
     info = model_info(path) if reachable else model_info(path, model_path="/elsewhere")
     assert sorted(mismatches(info, SERVER, altered)) == sorted(results)
 
@@ -167,16 +157,6 @@ def test_checkpoint_files_are_compared_too(checkpoints: dict[str, Path], tmp_pat
         "model.layers.0.extra.weight would be sent as [], its model has [3]",
         f"{NORM} would be sent as [32], its model has [31]",
     ]
-
-
-def test_a_server_without_files_has_its_config(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    path = checkpoints["qwen3"]
-    (tmp_path / "config.json").write_text((path / "config.json").read_text())  # as with --load-format dummy
-    info = model_info(path, model_path=str(tmp_path))
-    assert mismatches(info, SERVER, expected_for(path)) == []
-    (tmp_path / "config.json").write_text("{")
-    (problem,) = mismatches(info, SERVER, expected_for(path))
-    assert "cannot be read" in problem
 
 
 @pytest.mark.parametrize("nonsense", [{}, {"model_path": None}, {"model_path": "\0"}, {"model_type": 5}])

@@ -33,7 +33,7 @@ from mega_rl.rollout.sglang.generation.samples import (
     State,
 )
 from mega_rl.rollout.sglang.http.keys import Endpoint
-from mega_rl.types import Draws, Prompt
+from mega_rl.types import Prompt
 from tests.helpers.fake_sglang import KEYS, Exchange, FakeServer, generated, right
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, stop_token_ids=(1,))
@@ -158,25 +158,6 @@ def test_requests_carry_their_limits() -> None:
     said = "the longest prompt has 3 tokens and its response up to 4: .*max_position_embeddings=6"
     with pytest.raises(UserError, match=said):
         engine.generate(longer, [0], n=1, seed=(0,), limits=[4])
-
-
-def test_an_evaluation_has_a_length_of_its_own() -> None:
-    """Other than that of training, and greedy at temperature 0."""
-    limits: list[int] = []
-
-    def answer(requests: list[SampleRequest], _: Mapping[Key, Sample]) -> GenerationResult:
-        limits.extend(request.most(SAMPLING) for request in requests)
-        return served(requests)
-
-    fleet = ScriptedFleet(answer)
-    engine, _ = engine_over(fleet, max_positions=32)
-    generate(engine, draws=Draws(2, 0.0, max_new_tokens=30))
-    generate(engine, draws=Draws(2, 0.5))
-    assert limits == [30] * 6 + [4] * 6
-    greedy, drawn = (sampling for _, _, sampling in fleet.asked)
-    assert (greedy.greedy, drawn.greedy, drawn.temperature) == (True, False, 0.5)
-    with pytest.raises(UserError, match=r"validation\.max_new_tokens"):
-        generate(engine, draws=Draws(2, 0.0, max_new_tokens=31))
 
 
 def test_rows_are_ordered_and_have_own_seeds() -> None:

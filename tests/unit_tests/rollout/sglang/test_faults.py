@@ -145,7 +145,7 @@ def always(script: Script) -> Script:
     return at_first(script, tries=10**6)
 
 
-@pytest.mark.parametrize("name", ["half a body", "list of two", "another request's id", "log-prob null"])
+@pytest.mark.parametrize("name", ["half a body", "list of one", "another request's id", "log-prob null"])
 def test_a_bad_answer_is_tried_again_then_reported(name: str) -> None:
     bad, kind = mutate(MUTANTS[name]), "bad_answer"
 

@@ -133,17 +133,6 @@ def test_only_ready_replicas_of_the_version_get_traffic() -> None:
         assert [len(server.seen) for server in servers] == [10, 0, 10]
 
 
-def test_returning_server_gets_traffic_within_the_generation() -> None:
-    with fleet_of(right, right, seconds_per_token=0.02) as (fleet, servers):
-        fleet.mark(1, State.DOWN)
-        fleet.start(requests(40), SAMPLING, version=VERSION, deadline=time.monotonic() + HUNG_S)
-        while len(servers[0].seen) < 4:
-            time.sleep(0.01)
-        fleet.mark(1, State.READY, version=VERSION)
-        assert len(fleet.result().samples) == 40
-        assert len(servers[1].seen) > 5
-
-
 def test_suspect_server_that_generates_is_used_again() -> None:
     async def recovers(exchange: Exchange) -> None:
         if len(exchange.server.seen) <= 4 and not exchange.is_probe:
@@ -223,25 +212,6 @@ def test_partial_responses_of_old_weights_begin_anew() -> None:
             assert (sample.token_ids, sample.logprobs) == (whole.token_ids, whole.logprobs)
             assert sample.versions == ([VERSION] * 5 + [2] * 7 if mixed else [2] * 12)
             assert len(server.seen[0]["input_ids"]) == (8 if mixed else 3)
-
-
-def test_partial_responses_that_are_whole_ask_nobody() -> None:
-    ended = Sample([3] * 12, [-1.0] * 12, [VERSION] * 12)
-    stopped = Sample([3, STOP], [-1.0] * 2, [VERSION] * 2)
-    with fleet_of(right) as (fleet, (server,)):
-        result = generate(fleet, requests(2), partials={(0, 0): ended, (1, 0): stopped})
-        assert not server.seen
-        assert [result.samples[key].finish for key in ((0, 0), (1, 0))] == ["length", "stop"]
-
-
-def test_moved_server_is_asked_at_its_address() -> None:
-    with fleet_of(right) as (fleet, (server,)), FakeServer() as successor:
-        server.kill()
-        assert len(generate(fleet, requests(3)).unserved) == 3
-        fleet.move(0, successor.endpoint)
-        fleet.mark(0, State.READY, version=VERSION)
-        assert len(generate(fleet, requests(3)).samples) == 3
-        assert len(successor.seen) == 3
 
 
 @pytest.mark.parametrize("prompt", [(), (3, VOCABULARY), (-1,)])

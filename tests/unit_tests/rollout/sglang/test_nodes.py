@@ -61,15 +61,6 @@ def test_foreign_address_is_refused(tmp_path: Path, host: str) -> None:
         process.reserve_meeting()
 
 
-def test_secret_of_a_start_stays_private(tmp_path: Path) -> None:
-    node = replace(MEETING, number=1)
-    assert MEETING.secret not in repr(node)
-    assert Node(0, "h", 1, 2).secret != MEETING.secret
-    assert Node.read(tmp_path) is None
-    node.write(tmp_path)
-    assert Node.read(tmp_path) == node
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The line of life, between threads
 
@@ -114,19 +105,6 @@ def test_a_stranger_ends_nothing(first: Any, hello: bytes) -> None:
         assert connection.recv(1) == b"", "it is hung up on"
     with pytest.raises(queue.Empty):
         heard.get(timeout=0.3)
-
-
-def test_further_node_hears_of_the_first_end() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        meeting, heard = Node(2, "127.0.0.1", 1, listener.getsockname()[1]), queue.Queue[str]()
-        end_together(meeting, heard.put)
-        connection, _ = listener.accept()
-        content = b""
-        while len(content) < 64:
-            content += connection.recv(64)
-        assert content.rstrip().decode() == f"{meeting.secret} 2"
-        connection.close()
-        assert heard.get(timeout=10) == "node 0 at 127.0.0.1 has ended"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

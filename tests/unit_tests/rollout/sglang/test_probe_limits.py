@@ -130,14 +130,3 @@ def test_a_fault_is_found(fault: str, dtype: torch.dtype) -> None:
     for seed in SEEDS:
         weights = make_weights(seed)
         assert probed(weights, FAULTS[fault](weights), dtype)[0], f"seed {seed}"
-
-
-def test_what_the_probe_cannot_see() -> None:
-    """A missing update of 1e-6, a step of training, is below rounding in bf16; half of that is below the limit in fp32.
-
-    Versions and checksums prove that the last update has arrived; the probe proves that it went to the right places.
-    """
-    weights = make_weights(0)
-    assert not probed(weights, updated(weights, 1e-6), torch.bfloat16)[0]
-    assert not probed(weights, updated(weights, 5e-7), torch.float32)[0]
-    assert probed(weights, updated(weights, 1e-3), torch.float32)[0]

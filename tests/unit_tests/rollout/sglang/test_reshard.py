@@ -92,16 +92,6 @@ def test_buckets_keep_order_bounds_and_what_sglang_fuses(family: str, data: st.D
     assert fused >= 4
 
 
-def test_float32_tensors_come_first_in_a_bucket() -> None:
-    """Of an odd number of bf16 elements before it a float32 tensor would start where SGLang cannot read it."""
-    sharding = sharding_of("deepseek_v3")
-    (bucket,) = plan_buckets(sharding, bucket_bytes=1 << 30, itemsize=2)
-    kinds = [slot.float32 for slot in bucket.slots]
-    assert sum(kinds) == 3
-    assert kinds == sorted(kinds, reverse=True)
-    assert all(slot.name.endswith("e_score_correction_bias") for slot in bucket.slots if slot.float32)
-
-
 @pytest.mark.parametrize("family", TRAINED)
 def test_buckets_by_stage_alternate_between_stages(family: str) -> None:
     for layout in layouts_for(family):

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from mega_rl.rollout.sglang.server import group, installation, launcher
 from mega_rl.rollout.sglang.server import process as server
 from mega_rl.rollout.sglang.server.installation import missing_tools
 from mega_rl.rollout.sglang.server.process import ServerProcess, ServerSettings
-from mega_rl.rollout.sglang.server.settings import arguments, cpu_binding, environment
+from mega_rl.rollout.sglang.server.settings import arguments, environment
 from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.sglang import (
     DEVICE,
@@ -70,17 +69,6 @@ def test_arguments_on_cuda() -> None:
         *common, "--max-total-tokens", "9", "--mem-fraction-static", "0.6", "--skip-tokenizer-init",
         "--enable-memory-saver", "--enable-deterministic-inference",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cpus", "expected"),
-    [
-        (2, [3, 5, 8, 9, 10], ("3,5|8,9", 2)),
-        (4, [0, 1], ("0|1|0|1", 1)),
-    ],
-)
-def test_ranks_share_the_cpus_of_this_process(ranks: int, cpus: list[int], expected: tuple[str, int]) -> None:
-    assert cpu_binding(ranks, cpus) == expected
 
 
 def test_the_environment_makes_no_rank_of_a_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,17 +150,8 @@ def test_sglang_folder_is_found_by_version(tmp_path: Path, monkeypatch: pytest.M
         installation.require_sglang(device="cuda", prefix=tmp_path)
     shutil.rmtree(tmp_path / "sglang")
     make_installation(tmp_path, "0.5.19")
-    with pytest.raises(UserError, match=r"SGLang 0\.5\.19 is installed; mega_rl works with 0\.5\.20"):
+    with pytest.raises(UserError, match=r"needs SGLang 0\.5\.20; 0\.5\.19 is installed"):
         installation.require_sglang(prefix=tmp_path)
-
-
-def test_server_process_imports_neither_torch_nor_sglang() -> None:
-    code = (
-        "import sys\nfrom mega_rl.rollout.sglang.server import process\nprocess.require_sglang()\n"
-        "print(sorted({'torch', 'sglang', 'torchvision'} & sys.modules.keys()), any('sglang' in p for p in sys.path))"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[] False"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

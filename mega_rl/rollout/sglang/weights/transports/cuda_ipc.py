@@ -43,13 +43,6 @@ _DEVICE_ARGUMENT = 6  # place among rebuild_cuda_tensor's arguments: the number 
 _KINDS = {"Tensor": Tensor, "TypedStorage": torch.TypedStorage, "uint8": torch.uint8}
 
 
-def with_uuid(arguments: Sequence[object], uuid: str) -> tuple[object, ...]:
-    """Return the arguments of rebuild_cuda_tensor with the device's UUID for its number."""
-    changed = list(arguments)
-    changed[_DEVICE_ARGUMENT] = uuid
-    return tuple(changed)
-
-
 class _Handle:
     """Picklable by the function and the arguments that it is given."""
 
@@ -101,7 +94,9 @@ class CudaDevice:
 
         A process must open it once: until then `data` keeps its memory.
         """
-        return as_json(with_uuid(reduce_tensor(data)[1], self._uuid))
+        arguments = list(reduce_tensor(data)[1])
+        arguments[_DEVICE_ARGUMENT] = self._uuid
+        return as_json(arguments)
 
     def opened(self, handle: object) -> object:
         """Return an object that unpickles to a handle's tensor; any rank may call it."""
