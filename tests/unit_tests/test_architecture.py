@@ -29,9 +29,6 @@ MANY_PARAMETERS: dict[str, int] = {
 MANY_METHODS: dict[str, int] = {
     "checkpoint/store.py: RunCheckpoints": 16,  # a store's, and steps of a pending save
     "parallel/comm.py: GroupRanks": 13,  # Ranks' collectives over one group
-    "rollout/sglang/generation/router.py: ServerRouter": 14,  # Rotation's, generation, its event loop
-    "rollout/sglang/generation/scheduler.py: SampleScheduler": 16,  # queue, tries in flight, ends: one state machine
-    "rollout/sglang/server/process.py: ServerProcess": 16,  # a process from its port to its end
     "converters/safetensors/reader.py: CheckpointReader": 14,  # tensors, rows, rectangles
 }
 
@@ -56,7 +53,6 @@ READ_THE_ENVIRONMENT = [
     "plan/preflight/host.py",
     "rollout/sglang/server/addresses.py",
     "rollout/sglang/server/cpu_stand_ins.py",
-    "rollout/sglang/server/kept.py",
     "rollout/sglang/server/launcher.py",
     "tracking/health/failure_kinds.py",
     "tracking/health/flight_recorder.py",

@@ -115,11 +115,6 @@ class SglangServerConfig:
 class SglangSyncConfig:
     """Weights to the servers, and the proof that they arrived."""
 
-    transport: str = setting(
-        "auto",
-        "Shared memory on one host (CUDA IPC on the same GPUs), or process groups; auto takes the first possible.",
-        choices=("auto", "shared_memory", "distributed"),
-    )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
 
