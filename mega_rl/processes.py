@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ class ChildStartError(RunError):
 
 
 class ChildDeadlineError(RunError):
-    """A child process did not end in time; the message names both."""
+    """A child process did not end, or write its next line, in time; the message names both."""
 
 
 class Child:
@@ -109,10 +110,28 @@ class Child:
             return None
         return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
-    def lines(self) -> Iterator[str]:
-        """Yield each line of standard output without its end, until the output ends."""
-        for line in self.stdout:
-            yield line.decode(errors="replace").rstrip("\r\n")
+    def lines(self, *, within_s: float = math.inf) -> Iterator[str]:
+        """Yield each line of standard output without its end, until the output ends.
+
+        Raises ChildDeadlineError when a line takes more than `within_s` seconds.
+        """
+        output, rest = self.stdout.fileno(), b""
+        poll = select.poll()
+        poll.register(output, select.POLLIN)
+        deadline = time.monotonic() + within_s
+        while True:
+            left_s = deadline - time.monotonic()
+            if not poll.poll(None if left_s == math.inf else max(0.0, left_s) * 1000):
+                raise ChildDeadlineError(f"{self.name} (process {self.pid}) wrote no line within {within_s:g} s")
+            part = os.read(output, 1 << 16)
+            if not part:
+                break
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                yield line.decode(errors="replace").rstrip("\r")
+                deadline = time.monotonic() + within_s
+        if rest:
+            yield rest.decode(errors="replace").rstrip("\r")
 
     def wait(self, within_s: float = math.inf) -> int:
         """Wait for the end and return the exit code; the process id is free afterwards."""
