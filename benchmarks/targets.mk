@@ -9,7 +9,6 @@ bench-ddp: setup
 	@$(BIN)/python benchmarks/ddp.py
 
 bench-weight-sync: setup sglang
-	@$(BIN)/python benchmarks/weight_links.py
 	@$(BIN)/python benchmarks/weight_sync.py --real
 
 bench-checkpoint: setup

@@ -1,7 +1,6 @@
 """`mega-rl convert`: move checkpoints between Hugging Face and Megatron-Core, inspect and compare them.
 
-Every verb runs in one process on a CPU; under torchrun the ranks share the work. Exit codes: 0, 1 when checkpoints
-differ, 2 for a mistake of the user. Answers that need no tensor data import no torch.
+Every verb runs in one process on a CPU; under torchrun the ranks share the work. Exit code 1: checkpoints differ.
 """
 
 from __future__ import annotations

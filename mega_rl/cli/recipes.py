@@ -1,10 +1,9 @@
-"""`mega-rl recipes` lists, shows and copies packaged recipes; `mega-rl plan` says whether one fits its GPUs."""
+"""`mega-rl recipes` lists and shows packaged recipes; `mega-rl plan` says whether one fits its GPUs."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,18 +12,16 @@ from mega_rl.cli import output
 from mega_rl.cli.help import Commands
 from mega_rl.cli.options import Json, Overrides, Recipe
 from mega_rl.config import packaged
-from mega_rl.config.values import shown
-from mega_rl.errors import UserError
 from mega_rl.plan import report
 
-app = Commands(name="recipes", help="List, show and copy the recipes that come with the package.")
+app = Commands(name="recipes", help="List and show the recipes that come with the package.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a packaged recipe.")]
 
 
 @app.callback(invoke_without_command=True)
 def _commands(context: typer.Context) -> None:
-    """List, show and copy the recipes that come with the package; without a command: list them."""
+    """List and show the recipes that come with the package; without a command: list them."""
     if context.invoked_subcommand is None:
         list_()
 
@@ -44,29 +41,6 @@ def list_() -> None:
 def show(name: Name) -> None:
     """Print a packaged recipe."""
     typer.echo(packaged.file_of(name).read_text(encoding="utf-8"), nl=False)
-
-
-@app.command()
-def copy(
-    name: Name,
-    destination: Annotated[
-        Path | None, typer.Argument(metavar="[DEST]", help="File or existing folder; default: NAME.yaml here.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
-) -> None:
-    """Write a packaged recipe to a file, to be edited and given to --config."""
-    recipe = packaged.file_of(name)
-    target = Path(recipe.name) if destination is None else destination
-    if target.is_dir():
-        target = target / recipe.name
-    try:
-        with target.open("w" if force else "x", encoding="utf-8") as file:
-            file.write(recipe.read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise UserError(f"{target}: exists; name another file, or replace it with --force") from None
-    except OSError as error:
-        raise UserError(f"{shown(str(target))} cannot be written: {error.strerror}; name another file") from None
-    typer.echo(f"wrote {target}; edit it, then: mega-rl train --config {target}")
 
 
 def plan(

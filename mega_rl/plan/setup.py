@@ -14,7 +14,7 @@ from mega_rl.config.choices import has_reference, needs_critic
 from mega_rl.config.loader import load
 from mega_rl.config.needs import models_take_turns
 from mega_rl.config.rules import check
-from mega_rl.config.rules.reference import has_own_layout
+from mega_rl.config.rules.parallel import has_own_layout
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of, read_hf_config

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mega_rl.algorithms.kl import FixedKL, k3
+from mega_rl.algorithms.kl import KLController, k3
 from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.config.attention import RequestedAttention
 from mega_rl.config.schema import (
@@ -208,7 +208,7 @@ def step_settings(facts: dict[str, Any]) -> OptimConfig:
 def policy_loss() -> PolicyLoss:
     """Return the clipped policy objective with all of its terms."""
     objective = PPO(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-    return PolicyLoss(objective, kl=FixedKL(0.1), kl_estimator=k3, entropy_coef=0.01)
+    return PolicyLoss(objective, kl=KLController(0.1), kl_estimator=k3, entropy_coef=0.01)
 
 
 def exported_gradients(engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:

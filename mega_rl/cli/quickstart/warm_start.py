@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.losses.aggregation import loss_weights, token_mean
+from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, loss_weights
 from mega_rl.algorithms.losses.policy import nll_loss
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.config.schema import Config
@@ -84,7 +84,7 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Experience:
     mask = response_mask(prompt_lengths, lengths, width=tokens.size(1))
     weights = loss_weights(
         mask,
-        token_mean,
+        AGGREGATIONS["token-mean"],
         global_tokens=float(mask.sum()),
         global_sequences=float(rows),
         max_response_tokens=tokens.size(1),

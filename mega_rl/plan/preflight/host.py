@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from mega_rl.config.choices import needs_critic
-from mega_rl.config.rules.servers import KEY
+from mega_rl.config.rules.rollout import KEY
 from mega_rl.config.schema import Config
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.families import FAMILIES

@@ -13,9 +13,9 @@ from mega_rl.config.choices import OWN_CHOICES
 from mega_rl.config.keys import value_of, with_settings
 from mega_rl.config.loader import load
 from mega_rl.config.rules import check
-from mega_rl.config.rules.validation import files_of
+from mega_rl.config.rules.data import files_of
 from mega_rl.config.schema import Config, DataConfig, RewardHttpConfig, ValidationConfig
-from mega_rl.config.schema.sandbox import runs_code
+from mega_rl.config.schema.rollout import runs_code
 from mega_rl.config.user_files import missing_function
 from mega_rl.converters.architecture import HFConfig
 from mega_rl.converters.hf.config import facts_of
@@ -255,7 +255,7 @@ def checked(config: Config, *, world_size: int | None, out: str, launchers: int 
         )
     own = evaluation_config(config, world_size=size, out=out)
     if not (own.data.val_files or own.validation.sets):
-        raise UserError("there are no prompts to evaluate on; name a file, as --data gsm8k=gsm8k_test.jsonl")
+        raise UserError("there are no prompts to evaluate on; name a file, as validation.sets.gsm8k=gsm8k_test.jsonl")
     return check_run(own, world_size=size, launchers=launchers, trains=False)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_rl.algorithms.kl import FixedKL
+from mega_rl.algorithms.kl import KLController
 from mega_rl.config.attention import Role
 from mega_rl.config.loader import load
 from mega_rl.engines.base import ModelRequest
@@ -58,7 +58,7 @@ def replay(plan: ReplayPlan, accelerator: Accelerator) -> None:
             role: replace(model, trainable=False) for role, model in run.models.items() if role != "reward"
         }
         roles = build_roles(replace(run, models=models), accelerator, groups, colocated=False)
-        roles = replace(roles, kl=FixedKL(record.description.kl_coef))
+        roles = replace(roles, kl=KLController(record.description.kl_coef))
         _replay_step(record, run, roles, groups, Path(plan.target))
 
 

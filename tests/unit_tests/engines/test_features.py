@@ -138,7 +138,6 @@ CHECKS: dict[str, Check] = {
     "reference": shown("reference"),
     "reward model": shown("reward model"),
     "embedded rollouts": shown("embedded rollouts"),
-    "weights to servers by shared memory": shown("by shared_memory"),
     "weights to servers by process group": shown("by distributed"),
     "generation one step ahead": setting(*SERVED),
     "checkpoints, and going on from them": shown("resume"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import mega_rl
-from mega_rl.algorithms.advantages.base import AdvantageInputs
+from mega_rl.algorithms.inputs import AdvantageInputs
 from mega_rl.algorithms.statistics import identity
 from mega_rl.rollout.embedded.engine import HFRolloutEngine
 from mega_rl.types import Experience, Rollout, TokenOutputs

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from mega_rl.algorithms.advantages.groups import OPO
 from mega_rl.config.choices import ADVANTAGE, ALGORITHM_CHOICES, Choice, chosen
 from mega_rl.config.keys import FIELDS, flat, with_settings
 from mega_rl.config.schema import Config
-from mega_rl.config.schema.algorithms import OPOSettings
 from mega_rl.config.setting import setting
 from mega_rl.errors import UserErrors
 from mega_rl.verify.layouts import REFERENCE, Layout, fsdp, parse
@@ -183,7 +183,7 @@ def test_page_lists_followed_and_refused_choices(choice: Choice) -> None:
 
 
 @dataclass(frozen=True)
-class NewSettings(OPOSettings):
+class NewSettings(OPO):
     """Settings of an estimator that is not followed, or of OPO with a setting that is new."""
 
     sharpness: float = setting(1.0, "A number.")
@@ -192,7 +192,7 @@ class NewSettings(OPOSettings):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("new", {}, "algorithm.advantage=new: the independent trainer has no formula of it; legal: gae grpo "),
+        ("new", {}, "algorithm.advantage=new: the independent trainer has no formula of it; legal: grpo rloo "),
         ("opo", {"sharpness": 2.0}, "algorithm.advantage.sharpness=2.0: the independent trainer's opo has no"),
         ("opo", {}, ""),
         ("mine.py:Mine", {}, "algorithm.advantage=mine.py:Mine: the independent trainer has no formula"),
