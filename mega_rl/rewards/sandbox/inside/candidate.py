@@ -80,7 +80,7 @@ def load(code: str) -> dict[str, bool]:
 
 
 def call(name: str, arguments: list[Value], keywords: dict[str, Value]) -> list[Value]:
-    """Return the result, and the arguments that the function may have changed; name: maybe "Solution.method"."""
+    """Return the result, and arguments that may have changed; name: maybe "Solution.method"."""
     kind, _, method = name.rpartition(".")
     target = getattr(getattr(module, kind)(), method) if kind else getattr(module, name)
     result = target(*arguments, **keywords)
