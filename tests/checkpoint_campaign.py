@@ -1,16 +1,12 @@
 """The whole campaign against checkpoints, as a table: `make campaign-checkpoint`.
 
 A run is killed at every point of a save, in the step and in the background, on each rank, and at twenty points of
-training; each time it goes on, and must end with the weights of a run that was never killed. Then every ordered pair of
-layouts, and every kind of damage.
+training; each time it goes on, and must end with the weights of a run that was never killed.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +23,6 @@ from tests.unit_tests.checkpoint.kill_campaign import Campaign
 from tests.unit_tests.checkpoint.kill_cases import RANKS, Kill
 
 PHASES = ("generate", "reward", "old_logprobs", "update_actor", "sync_weights")
-TESTS = "tests/unit_tests/checkpoint"
 
 
 def kills_in_training() -> list[Kill]:
@@ -48,18 +43,6 @@ def run_kills(campaign: Campaign, title: str, kills: Sequence[Kill]) -> list[Any
     return [title, len(kills), len(kills) - wrong, time.monotonic() - begin]
 
 
-def run_tests(title: str, file: str) -> list[Any]:
-    """The same for a file of tests."""
-    begin = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-W", "ignore", f"{TESTS}/{file}"]
-    environment = {**os.environ, "MEGA_RL_TESTS": "full"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout, done.stderr, file=sys.stderr)
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout)}
-    return [title, max(sum(counts.values()), 1), counts.get("passed", 0), time.monotonic() - begin]
-
-
 def main() -> int:
     """Print the table; exit code 1 if anything went wrong."""
     rows = []
@@ -70,8 +53,6 @@ def main() -> int:
             title = f"killed in a save {'in the background' if background else 'in the step'}, rank {rank}"
             kills = [kill for _, kill in campaign.points(background=background, rank=rank)]
             rows.append(run_kills(campaign, title, kills))
-    rows.append(run_tests("pairs of layouts", "test_layouts.py"))
-    rows.append(run_tests("damage: bit flips, truncations, mutants, canaries", "test_damage.py"))
     table = Table("campaign", "cases", "right", "s")
     for title, cases, right, seconds in rows:
         table.add_row(title, str(cases), str(right), f"{seconds:.0f}")

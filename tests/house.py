@@ -159,12 +159,9 @@ def measure(package: Path = PACKAGE) -> House:
     counts: Counter[str] = Counter()
     readers, changers, config_takers = [], [], []
     docstrings: dict[str, int] = {}
-    trees = {
-        path.relative_to(package).as_posix(): ast.parse(path.read_text("utf-8"))
-        for path in sorted(package.rglob("*.py"))
-    }
-    for name, tree in trees.items():
-        text, nodes = (package / name).read_text(encoding="utf-8"), list(ast.walk(tree))
+    trees = nodes_of(package)
+    for name, nodes in trees.items():
+        text = (package / name).read_text(encoding="utf-8")
         files[name] = text.count("\n")
         counts += _words(text, nodes)
         counts["ignores"] += text.count("# type: ignore")
@@ -200,27 +197,36 @@ def measure(package: Path = PACKAGE) -> House:
         foreign_changes=changers,
         config_takers=config_takers,
         vague_docstrings=docstrings,
-        vague_names=vague_names(package),
+        vague_names=vague_names(trees),
         own_lazy_imports=counts["lazy"],
         any_annotations=counts["any"],
         type_ignores=counts["ignores"],
         broad_excepts=counts["broad"],
         public_functions=counts["public"],
         documented_functions=counts["documented"],
-        nodes={name: sum(1 for _ in ast.walk(tree)) for name, tree in trees.items()},
-        classes={
-            f"{name}: {node.name}": _kind(node)
-            for name, tree in trees.items()
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef)
-        },
-        imports={name: frozenset(_imported(tree, name, package.name, trees)) for name, tree in trees.items()},
+        nodes={name: len(nodes) for name, nodes in trees.items()},
+        classes={f"{name}: {node.name}": _kind(node) for name, node in _classes(trees)},
+        imports={name: frozenset(_imported(nodes, name, package.name, trees)) for name, nodes in trees.items()},
         busy_dataclasses=_busy_dataclasses(trees),
         wrappers=_wrappers(trees),
         dangling_comments=counts["dangling"],
         tics=counts["tics"],
         long_headlines=counts["headlines"],
     )
+
+
+def nodes_of(folder: Path) -> dict[str, list[ast.AST]]:
+    """Return the nodes of the syntax tree of every module below `folder`."""
+    return {
+        path.relative_to(folder).as_posix(): list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+def _classes(trees: Mapping[str, Sequence[ast.AST]]) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield (file, class) of every class."""
+    for name, nodes in trees.items():
+        yield from ((name, node) for node in nodes if isinstance(node, ast.ClassDef))
 
 
 def _words(text: str, nodes: Sequence[ast.AST]) -> Counter[str]:
@@ -246,9 +252,9 @@ def _kind(node: ast.ClassDef) -> str:
     return "protocol" if "Protocol" in bases else "named tuple" if "NamedTuple" in bases else "class"
 
 
-def _imported(tree: ast.Module, name: str, package: str, trees: Mapping[str, ast.Module]) -> Iterator[str]:
+def _imported(nodes: Sequence[ast.AST], name: str, package: str, trees: Mapping[str, object]) -> Iterator[str]:
     """Yield the files of the package that a file imports, at its top or inside of functions."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -268,63 +274,57 @@ def _fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
     ]
 
 
-def _busy_dataclasses(trees: Mapping[str, ast.Module]) -> dict[str, int]:
+def _busy_dataclasses(trees: Mapping[str, Sequence[ast.AST]]) -> dict[str, int]:
     """Return the fields of dataclasses that have a method other than properties and class methods."""
     counts = {}
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ClassDef) or _kind(node) != "dataclass":
-                continue
-            decorated = {
-                one.name: " ".join(map(ast.unparse, one.decorator_list))
-                for one in node.body
-                if isinstance(one, _FUNCTIONS)
-            }
-            if any(
-                "property" not in how and "method" not in how and not (method.startswith("__") and method != "__call__")
-                for method, how in decorated.items()
-            ):
-                counts[f"{name}: {node.name}"] = len([f for f in _fields(node) if "init=False" not in ast.unparse(f)])
+    for name, node in _classes(trees):
+        if _kind(node) != "dataclass":
+            continue
+        decorated = {
+            one.name: " ".join(map(ast.unparse, one.decorator_list)) for one in node.body if isinstance(one, _FUNCTIONS)
+        }
+        if any(
+            "property" not in how and "method" not in how and not (method.startswith("__") and method != "__call__")
+            for method, how in decorated.items()
+        ):
+            counts[f"{name}: {node.name}"] = len([f for f in _fields(node) if "init=False" not in ast.unparse(f)])
     return counts
 
 
-def _wrappers(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+def _wrappers(trees: Mapping[str, Sequence[ast.AST]]) -> dict[str, list[str]]:
     """Return the classes that hold an object of a protocol and have a method of its name that calls the object's."""
-    classes = [
-        (name, node) for name, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    ]
     protocols = {
         node.name: {one.name for one in node.body if isinstance(one, _FUNCTIONS)}
-        for _, node in classes
+        for _, node in _classes(trees)
         if _kind(node) == "protocol"
     }
     wrappers: dict[str, list[str]] = defaultdict(list)
-    for name, node in classes:
+    for name, node in _classes(trees):
+        held = {
+            (own.target.id, protocol)
+            for own in _fields(node)
+            for protocol in _names_in(own.annotation) & protocols.keys()
+            if isinstance(own.target, ast.Name)
+        }
+        methods = [one for one in node.body if isinstance(one, _FUNCTIONS)] if held else []
         calls = {
             (call.func.value.attr, call.func.attr)
-            for method in node.body
-            if isinstance(method, _FUNCTIONS) and _kind(node) != "protocol"
+            for method in methods
             for call in ast.walk(method)
             if isinstance(call, ast.Call)
             and isinstance(call.func, ast.Attribute)
             and call.func.attr == method.name
             and isinstance(call.func.value, ast.Attribute)
         }
-        for own in _fields(node):
-            for protocol in _names_in(own.annotation) & protocols.keys():
-                if isinstance(own.target, ast.Name) and any(
-                    field == own.target.id and method in protocols[protocol] for field, method in calls
-                ):
-                    wrappers[protocol].append(f"{name}: {node.name}")
+        for own_field, protocol in sorted(held):
+            if any(field == own_field and method in protocols[protocol] for field, method in calls):
+                wrappers[protocol].append(f"{name}: {node.name}")
     return dict(wrappers)
 
 
-def vague_names(folder: Path) -> dict[str, int]:
-    """Return how often each module below `folder` that does so binds a name of BANNED_NAMES."""
-    counts = {
-        path.relative_to(folder).as_posix(): sum(map(_binds_banned_name, ast.walk(ast.parse(path.read_text("utf-8")))))
-        for path in sorted(folder.rglob("*.py"))
-    }
+def vague_names(trees: Mapping[str, Sequence[ast.AST]]) -> dict[str, int]:
+    """Return how often each module that does so binds a name of BANNED_NAMES."""
+    counts = {name: sum(map(_binds_banned_name, nodes)) for name, nodes in trees.items()}
     return {name: count for name, count in counts.items() if count}
 
 

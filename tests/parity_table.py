@@ -8,28 +8,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mega_rl.verify.twin.compare import hf_logits
-from tests.helpers.distributed import run_ranks
-from tests.unit_tests.distributed.family_cases import CASES, LAYOUTS, measure, tokens_of, world_sizes, write_case
-from tests.unit_tests.distributed.peer_mistakes import MISTAKES, measure_mistakes
+from tests.unit_tests.distributed.family_cases import CASES, LAYOUTS, write_and_measure
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "converters.md"
 BEGIN, END = "<!-- parity table -->\n", "<!-- end of parity table -->"
-
-
-def measured() -> dict[str, list[dict[str, Any]]]:
-    """By "case layout", what every rank found."""
-    answers: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory(prefix="parity_") as folder:
-        paths = {name: write_case(name, Path(folder)) for name in CASES}
-        logits = {n: hf_logits(p, tokens_of(CASES[n])).logits for n, p in paths.items() if CASES[n].has_logits}
-        right = {name: tensor for name, tensor in logits.items() if CASES[name].reference}
-        wrong = {name: tensor for name, tensor in logits.items() if not CASES[name].reference}
-        for world_size, layouts in world_sizes().items():
-            ranks = run_ranks(world_size, measure, folder, right, wrong, layouts, timeout_s=900, device="cpu")
-            for key in ranks[0]:
-                answers[key] = [rank[key] for rank in ranks]
-    return answers
 
 
 def table(answers: dict[str, list[dict[str, Any]]]) -> str:
@@ -50,19 +32,11 @@ def table(answers: dict[str, list[dict[str, Any]]]) -> str:
     for family in cases:
         worst = max(errors[family, layout] for layout in others if (family, layout) in errors)
         lines.append(f"| `{family}` | {len(cases[family])} | {errors[family, alone]:.0e} | {worst:.0e} |")
-    lines += ["", *mistakes_table(), ""]
+    lines += [""]
     used = ", ".join(f"{package} {version(package)}" for package in ("torch", "megatron-core", "transformers"))
     different = {family: count for family, count in changed.items() if count}
     bits = f"Exports after loading that differ in bits, bf16 too: {different or 'none'}."
     return "\n".join(lines) + f"\nGloo on a CPU; {used}. {bits} Layouts: {', '.join(LAYOUTS)}.\n"
-
-
-def mistakes_table() -> list[str]:
-    """What mistakes of other converters would cost on the same models."""
-    with tempfile.TemporaryDirectory(prefix="parity_") as folder:
-        (actual,) = run_ranks(1, measure_mistakes, folder, timeout_s=300, device="cpu")
-    rows = [f"| {MISTAKES[name].words} | {right:.0e} | {wrong:.2g} |" for name, (right, wrong) in actual.items()]
-    return ["| mistake that other converters make | here | with the mistake |", "|---|---|---|", *rows]
 
 
 def main() -> None:
@@ -71,7 +45,9 @@ def main() -> None:
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
     assert tail, f"{DOCUMENT} has no markers"
-    DOCUMENT.write_text(f"{head}{BEGIN}\n{table(measured())}\n{END}{tail}", encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="parity_") as folder:
+        _, answers = write_and_measure(Path(folder), timeout_s=900)
+    DOCUMENT.write_text(f"{head}{BEGIN}\n{table(answers)}\n{END}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ PARTS: Table = {
     ("parts", "algorithms/test_group_advantages.py"): [
         (
             "GDPO's parts without their deviations",
-            "scores += weight * centred / (deviation + eps)",
+            "scores += weight * centred / (deviation + self.eps)",
             "scores += weight * centred",
         ),
         (
             "GDPO's parts without their weights",
-            "scores += weight * centred / (deviation + eps)",
-            "scores += centred / (deviation + eps)",
+            "scores += weight * centred / (deviation + self.eps)",
+            "scores += centred / (deviation + self.eps)",
         ),
         (
             "GDPO's sum over the deviation of the rank's own batch",
-            "sums = sum_over_ranks(torch.stack(",
+            "sums = inputs.sum_over_ranks(torch.stack(",
             "sums = (torch.stack(",
         ),
     ],

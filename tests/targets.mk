@@ -1,7 +1,7 @@
 # Campaigns, upstream releases, images and clusters; `make test` and `make test-fast` stand in the Makefile.
 .PHONY: test-full test-nccl test-ray test-slurm test-newest test-versions test-swanlab test-triton special-distributed \
-	campaign-checkpoint campaign-faults campaign-rl campaign-sandbox planted-faults parity compare-megatron two-hosts \
-	wheel-check real-models doc-commands image-cpu image-lint test-image report-pictures terminal-check
+	campaign-checkpoint campaign-faults campaign-rl campaign-sandbox planted-faults parity two-hosts \
+	wheel-check real-models doc-commands image-cpu image-lint test-image
 
 # Every case of the tables of which `make test` takes some (tests/helpers/selection.py).
 test-full: setup sglang te peers kubernetes linters
@@ -32,10 +32,6 @@ test-newest: setup
 	@folder=$$($(BIN)/python -m tests.upstream.fetch $(MEGATRON)) && \
 		PYTHONPATH="$$folder:$(CURDIR)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEGATRON_TESTS)
 
-# What the package uses of Megatron-Core, release by release.
-compare-megatron: setup
-	@$(BIN)/python -m tests.upstream.symbols $$($(BIN)/python -m tests.upstream.fetch all)
-
 # SwanLab wants an older protobuf than TensorBoard and W&B have here, so it gets a folder of its own.
 test-swanlab: setup
 	@$(BIN)/python -m pip install -q --upgrade --target $(VENV)/swanlab 'swanlab>=0.10'
@@ -65,7 +61,7 @@ test-versions:
 special-distributed: setup
 	@bash tests/special_distributed/run_all.sh
 
-# Every kill, layout pair and damage of checkpoints, as a table; a quarter of an hour.
+# Every kill of a run that saves, as a table.
 campaign-checkpoint: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint_campaign
 
@@ -125,13 +121,3 @@ test-image: setup
 # What hadolint and shellcheck say of docker/, and the rest of its tests; part of `make test`.
 image-lint: setup linters
 	@$(BIN)/python -m pytest tests/unit_tests/test_images.py
-
-# Pictures of docs/report.md; RUNS names the folders of runs.
-RUNS ?=
-report-pictures: setup
-	@$(BIN)/python -m tests.report_pictures $(RUNS)
-
-# How long the quickstart leaves a terminal silent; COMMAND measures another.
-COMMAND ?= $(BIN)/mega-rl quickstart --run-dir runs/terminal-check
-terminal-check: setup
-	@$(BIN)/python -m tests.terminal_check --columns 80 --show $(COMMAND)

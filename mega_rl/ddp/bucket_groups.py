@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.distributed import ProcessGroup
 
 from mega_rl.ddp.reduce_scatter import (
     Reduction,
-    RoundingError,
     Scratch,
     Works,
     all_reduce_fp32,
@@ -102,13 +100,6 @@ class SummingBucketGroup(_ParamAndGradBucketGroup):
         else:
             works.wait()
 
-    def exchanges(self, bucket: _ParamAndGradBucket) -> int:
-        """All-to-alls (and reductions over instances) that a bucket takes: one per buffer of `Scratch`."""
-        ranks = self.group.size()
-        step = self.scratch.step(ranks=ranks, dtype=bucket.grad_data.dtype)
-        longest = math.ceil(bucket.grad_data.numel() / ranks)
-        return math.ceil(longest / step)
-
     def _reduce(self, bucket: _ParamAndGradBucket, *, whole: bool) -> Reduction:
         """Scale a bucket and start its reduction: to this rank's shard, or `whole` to every rank."""
         gradients: Tensor = bucket.grad_data
@@ -184,11 +175,6 @@ def scratches(chunks: Sequence[object]) -> list[Scratch]:
     groups = [group for chunk in chunks if isinstance(chunk, DistributedDataParallel) for group in bucket_groups(chunk)]
     distinct = {id(group.scratch): group.scratch for group in groups if isinstance(group, SummingBucketGroup)}
     return list(distinct.values())
-
-
-def rounding_errors(chunks: Sequence[object]) -> list[RoundingError]:
-    """Return the rounding errors of the chunks' reductions since the last `take`; empty where none are measured."""
-    return [scratch.error for scratch in scratches(chunks) if scratch.error is not None]
 
 
 def finalize_sums(

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from mega_rl.config.schema import RewardConfig, RewardFunctionConfig, RewardHttpConfig
-from mega_rl.config.schema.sandbox import CODE_TESTS, runs_code
+from mega_rl.config.schema.rollout import CODE_TESTS, runs_code
 from mega_rl.cores import own_cores
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserError, UserErrors

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from decimal import Decimal
 
-from mega_rl.config.schema.sandbox import CODE_TESTS
+from mega_rl.config.schema.rollout import CODE_TESTS
 from mega_rl.config.user_files import load_from_file
 from mega_rl.errors import UserError
 from mega_rl.rewards.code import code_format, code_tests, with_settings

@@ -19,7 +19,7 @@ from typing import TypeAlias, cast
 
 from mega_rl.config.keys import kind_of
 from mega_rl.config.schema import LocalSandboxConfig, RemoteSandboxConfig, RewardSandboxConfig
-from mega_rl.config.schema.sandbox import CODE_TESTS
+from mega_rl.config.schema.rollout import CODE_TESTS
 from mega_rl.errors import UserError
 from mega_rl.rewards.sandbox.bubblewrap import Tool
 from mega_rl.rewards.sandbox.limits import MIB, Execution, Limits, Sandbox, SandboxError

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from mega_rl.config.rules.servers import is_loopback
+from mega_rl.config.rules.rollout import is_loopback
 from mega_rl.errors import UserError
 from mega_rl.rewards.score import RewardError, shortened
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fake_gpu import guard
 from tests.fake_gpu.launch import reports_of
-from tests.fake_gpu.plan_table import peak_of
+from tests.fake_gpu.test_plan_table import peak_of
 
 pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=str(guard.missing()))
 

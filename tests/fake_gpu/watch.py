@@ -275,16 +275,6 @@ class Watch(TorchDispatchMode):
             numbers[maker] += 1
         return [f"{size / 1e9:.3f} GB: {numbers[maker]} x {maker}" for maker, size in totals.most_common(count)]
 
-    def recount(self) -> int:
-        """Return the bytes that are live, read anew: storages may have been resized."""
-        for key, reference in list(self._references.items()):
-            storage = reference()
-            if storage is not None:
-                _, maker = self._live[key]
-                self._live[key] = (storage.nbytes(), maker)
-        self.bytes = sum(size for size, _ in self._live.values())
-        return self.bytes
-
     def _forget(self, key: int) -> None:
         self.bytes -= self._live.pop(key, (0, ""))[0]
         self._references.pop(key, None)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -21,7 +20,6 @@ import pytest
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 DEADLINE_S = 60.0
-MARGIN = 16  # pixels around an element in its picture
 
 
 def find_chromium() -> str | None:
@@ -64,20 +62,6 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
-
-    def screenshot(self, file: Path, *, selector: str | None = None, height: int | None = None) -> None:
-        """Write a picture of the window, of its first `height` pixels, or of an element."""
-        options: dict[str, Any] = {"format": "png", "captureBeyondViewport": True}
-        if selector is not None:
-            box = self.evaluate(
-                f"(() => {{ const r = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
-                " return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height}; })()"
-            )
-            clip = {name: max(box[name] - MARGIN, 0) for name in ("x", "y")}
-            shown = min(box["height"], height or box["height"])
-            width = min(box["width"] + 2 * MARGIN, self.evaluate("innerWidth") - clip["x"])
-            options["clip"] = {**clip, "width": width, "height": shown + 2 * MARGIN, "scale": 1}
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the DevTools protocol and return its result."""

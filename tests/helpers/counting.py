@@ -65,10 +65,13 @@ class CollectiveRecorder(TorchDispatchMode):
         if operator in BARRIERS:
             return
         assert operator in OPERATORS, f"c10d::{operator} moves bytes and is not in OPERATORS"
-        op, sent = OPERATORS[operator]
+        op, at, sends = OPERATORS[operator]
         group = next(ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-        tensor, nbytes = sent(args, group)
-        self.collectives.append(Collective(op, group.group_name, group.size(), tensor.dtype, nbytes))
+        sent: list[Tensor] = [args[at]] if isinstance(args[at], Tensor) else args[at]
+        nbytes = sends(sent, group)
+        if operator == "alltoall_base_" and (rows := list(args[4])):  # parts of so many rows
+            nbytes = (sent[0].nbytes // sum(rows) if sum(rows) else 0) * (sum(rows) - rows[group.rank()])
+        self.collectives.append(Collective(op, group.group_name, group.size(), sent[0].dtype, nbytes))
 
 
 def total_bytes(collectives: Sequence[Collective]) -> int:
@@ -76,75 +79,33 @@ def total_bytes(collectives: Sequence[Collective]) -> int:
     return sum(collective.nbytes for collective in collectives if collective.sends)
 
 
-# (arguments of the operator, group) -> (a tensor that travels, bytes that this rank sends)
-Sent = Callable[[tuple[Any, ...], ProcessGroup], tuple[Tensor, int]]
+def _bytes(sent: Sequence[Tensor], group: ProcessGroup) -> int:
+    return sum(tensor.nbytes for tensor in sent)
 
 
-def _all_reduce(args: tuple[Any, ...], group: ProcessGroup) -> tuple[Tensor, int]:
-    whole = sum(tensor.nbytes for tensor in args[0])
-    return args[0][0], 2 * _others(whole, group)
+def _others(sent: Sequence[Tensor], group: ProcessGroup) -> int:
+    """The share of tensors that belongs to the other ranks."""
+    return _bytes(sent, group) * (group.size() - 1) // group.size()
 
 
-def _reduce_scatter(args: tuple[Any, ...], group: ProcessGroup) -> tuple[Tensor, int]:
-    return args[1], _others(args[1].nbytes, group)
-
-
-def _all_gather(args: tuple[Any, ...], group: ProcessGroup) -> tuple[Tensor, int]:
-    return args[0], _others(args[0].nbytes, group)
-
-
-def _all_to_all(args: tuple[Any, ...], group: ProcessGroup) -> tuple[Tensor, int]:
-    """Splits count rows of the input; none of them means equal parts."""
-    sent: Tensor = args[1]
-    splits = list(args[4])
-    if not splits:
-        return sent, _others(sent.nbytes, group)
-    row = sent.nbytes // sent.size(0) if sent.size(0) else 0
-    return sent, row * (sum(splits) - splits[group.rank()])
-
-
-def _whole(args: tuple[Any, ...], group: ProcessGroup) -> tuple[Tensor, int]:
-    return args[0][0], sum(tensor.nbytes for tensor in args[0])
-
-
-def _coalesced_in(args: tuple[Any, ...], group: ProcessGroup) -> tuple[Tensor, int]:
-    """Reduce-scatters of several tensors in one message."""
-    return args[1][0], _others(sum(tensor.nbytes for tensor in args[1]), group)
-
-
-def _coalesced_out(args: tuple[Any, ...], group: ProcessGroup) -> tuple[Tensor, int]:
-    """All-gathers of several tensors in one message."""
-    return args[0][0], _others(sum(tensor.nbytes for tensor in args[0]), group)
-
-
-def _lists(args: tuple[Any, ...], group: ProcessGroup) -> tuple[Tensor, int]:
-    """All-gathers into lists: args[0][i] holds what each rank gives of tensor i."""
-    return args[1][0], (group.size() - 1) * sum(tensor.nbytes for tensor in args[1])
-
-
-def _others(nbytes: int, group: ProcessGroup) -> int:
-    """The share of a tensor that belongs to the other ranks."""
-    return nbytes * (group.size() - 1) // group.size()
-
-
-def _list_to_all(args: tuple[Any, ...], group: ProcessGroup) -> tuple[Tensor, int]:
-    """All-to-alls of lists: args[1][i] goes to rank i."""
-    return args[1][0], sum(tensor.nbytes for i, tensor in enumerate(args[1]) if i != group.rank())
+def _twice(sent: Sequence[Tensor], group: ProcessGroup) -> int:
+    return 2 * _others(sent, group)
 
 
 BARRIERS = ("barrier", "monitored_barrier_")
-OPERATORS: dict[str, tuple[str, Sent]] = {
-    "allreduce_": ("all_reduce", _all_reduce),
-    "allreduce_coalesced_": ("all_reduce", _all_reduce),
-    "_reduce_scatter_base_": ("reduce_scatter", _reduce_scatter),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _coalesced_in),
-    "_allgather_base_": ("all_gather", _all_gather),
-    "allgather_into_tensor_coalesced_": ("all_gather", _coalesced_out),
-    "allgather_": ("all_gather", _lists),
-    "alltoall_base_": ("all_to_all", _all_to_all),
-    "alltoall_": ("all_to_all", _list_to_all),
-    "broadcast_": ("broadcast", _whole),
-    "reduce_": ("reduce", _whole),
-    "send": ("send", _whole),
-    "recv_": ("recv", _whole),
+# Operator -> (kind, place of the tensors that travel among its arguments, bytes that this rank sends of them)
+OPERATORS: dict[str, tuple[str, int, Callable[[Sequence[Tensor], ProcessGroup], int]]] = {
+    "allreduce_": ("all_reduce", 0, _twice),
+    "allreduce_coalesced_": ("all_reduce", 0, _twice),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, _others),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, _others),
+    "_allgather_base_": ("all_gather", 0, _others),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0, _others),
+    "allgather_": ("all_gather", 1, lambda sent, group: (group.size() - 1) * _bytes(sent, group)),
+    "alltoall_base_": ("all_to_all", 1, _others),  # of equal parts
+    "alltoall_": ("all_to_all", 1, lambda sent, group: _bytes(sent, group) - sent[group.rank()].nbytes),
+    "broadcast_": ("broadcast", 0, _bytes),
+    "reduce_": ("reduce", 0, _bytes),
+    "send": ("send", 0, _bytes),
+    "recv_": ("recv", 0, _bytes),
 }

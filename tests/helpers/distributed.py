@@ -38,6 +38,18 @@ def device_for(world_size: int) -> str:
     return "cuda" if gpu_for_each(world_size) else "cpu"
 
 
+def initialized(timeout_s: float = 60.0, **layout: int) -> tuple[Any, Any]:
+    """Return the process groups of a layout of all ranks, and the accelerator of this one."""
+    from mega_rl.parallel.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.parallel import groups
+    from mega_rl.parallel.layout import ParallelLayout
+
+    sizes = ParallelLayout(world_size=int(os.environ["WORLD_SIZE"]), **layout)
+    return groups.initialize(sizes, accelerator=accelerator, timeout_s=timeout_s), accelerator
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],

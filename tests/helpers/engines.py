@@ -109,6 +109,15 @@ def exported_gradients(engine: Any) -> dict[str, torch.Tensor]:
     return gradients
 
 
+def worst_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest distance of two tensors of one name, relative to the norm, and that name."""
+    assert left.keys() == right.keys()
+    return max(
+        (float((left[n].double() - right[n].double()).norm() / right[n].double().norm().clamp(min=1e-12)), n)
+        for n in left
+    )
+
+
 def replaced(config: Config, area: str, **changes: Any) -> Config:
     """The config with some settings of one section changed, as "engine.megatron.ddp"."""
     return with_settings(config, {f"{area}.{name}": value for name, value in changes.items()})

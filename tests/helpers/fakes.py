@@ -12,45 +12,12 @@ import torch
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.protocols import Inspect
 from mega_rl.trainer.validation import Evaluation, EvaluationPlan
-from mega_rl.types import (
-    Draws,
-    Experience,
-    Metrics,
-    Prompt,
-    PromptSet,
-    RewardParts,
-    Rewards,
-    Rollout,
-    TokenOutputs,
-)
+from mega_rl.types import Draws, Experience, Metrics, Prompt, PromptSet, RewardParts, Rewards, Rollout, TokenOutputs
 
 LONGEST = 6  # tokens: two of prompt, four of response
 
 
-class FakeRanks:
-    """`Ranks` of a single process."""
-
-    rank = 0
-    size = 1
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    def gather_json(self, value: Any) -> list[Any]:
-        return SingleRank().gather_json(value)  # which refuses what does not travel
-
-    def gather_rows(self, rows: Any) -> Any:
-        return rows
-
-    def exchange_rows(self, rows: Any, destinations: torch.Tensor) -> Any:
-        assert not destinations.any()
-        return rows
-
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
-        return tensor.clone()
+FakeRanks = SingleRank
 
 
 class FakePrompts:

@@ -82,15 +82,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Log no requests."""
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         url = urlsplit(self.path)
         path = unquote(url.path)
         headers = self.headers
@@ -105,6 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(refused.status, b"", {"X-Error-Code": refused.code, "X-Error-Message": refused.message})
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+
+    do_HEAD = do_POST = do_GET
 
     def _repo(self, kind: str, name: str, revision: str) -> tuple[Repo, str]:
         repo = self.hub.repos.get((kind, name))

@@ -11,7 +11,6 @@ import torch
 from mega_rl.converters.families import FAMILIES
 from mega_rl.types import Experience, response_mask
 
-DENSE = ("qwen2", "qwen3", "llama")
 SMALL = {
     "vocab_size": 50,
     "hidden_size": 32,

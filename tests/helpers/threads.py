@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,3 +74,12 @@ class OneRank:
 
     def exchange_rows(self, rows: Any, destinations: Tensor) -> Any:
         raise NotImplementedError
+
+
+def on_simulated_ranks(functions: Sequence[Callable[[Callable[[Tensor], Tensor]], Any]]) -> list[Any]:
+    """Return what each function gives, one per rank; it gets the sum of a tensor over all of them."""
+    results = ThreadGroup(len(functions)).run(lambda rank: functions[rank.rank](rank.sum))
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results

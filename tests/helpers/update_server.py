@@ -37,7 +37,7 @@ class UpdateServer:
     """Use as a context manager. `faults`: path -> (kind, number of the first call that it meets, from 1).
 
     Kinds: refuse (400), error (500), unsuccessful (200 with success false), html, list, cut, reset, hang, drip,
-    drip_head, die (the server ends), ignore (200 and nothing done), echo (400 that repeats the keys), late (done
+    die (the server ends), ignore (200 and nothing done), echo (400 that repeats the keys), late (done
     a second later).
     """
 
@@ -138,16 +138,10 @@ def _handler(server: UpdateServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
-            self._serve()
-
-        def do_POST(self) -> None:
-            self._serve()
-
         def log_message(self, *_: object) -> None:
             pass
 
-        def _serve(self) -> None:
+        def do_GET(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             path = self.path.partition("?")[0]
@@ -161,6 +155,8 @@ def _handler(server: UpdateServer) -> type[BaseHTTPRequestHandler]:
                 self._misbehave(kind, path, body)
             else:
                 self._send(*server.answer(path, body))
+
+        do_POST = do_GET
 
         def _send(self, status: int, content: Any) -> None:
             data = (content if isinstance(content, str) else json.dumps(content)).encode()
@@ -190,8 +186,6 @@ def _handler(server: UpdateServer) -> type[BaseHTTPRequestHandler]:
                 server.stopped.wait()
             elif kind == "drip":
                 self._drip([b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", *[b" "] * 1000])
-            elif kind == "drip_head":
-                self._drip([b"HTTP/1.1 200 OK\r\nX-Slow: ", *[b"x"] * 1000])
             elif kind == "cut":
                 self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"succ')
             elif kind == "die":

@@ -1,9 +1,8 @@
 """Run the commands of README, CONTRIBUTING and docs in a fresh copy of the repository, in the order of the pages.
 
-`make doc-commands` prints each with how it ended. A command that the documents have and the table here lacks, or the
-other way round, is an error. Models and data by name come from a server on loopback that has small ones under the real
-names; where a command asks for eight GPUs, it runs on two ranks with a few tokens. Exit code 0 if all is as it should
-be, else 1.
+`make doc-commands` prints each with how it ended. A command of the tables here that no page has is an error. Models and
+data by name come from a server on loopback that has small ones under the real names; where a command asks for eight
+GPUs, it runs on two ranks with a few tokens. Exit code 0 if all is as it should be, else 1.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.hub_server import Hub, dataset_card, folder_files, parquet_bytes, serve_hub
@@ -36,131 +34,66 @@ FILE = re.compile(r"# (\w+\.(?:py|yaml))\n")  # first line of a block that is a 
 # A real model's recipe on two cores: two ranks, two prompts, a few tokens, one step.
 SMALL = "model.dtype=fp32 trainer.steps=1 trainer.prompts_per_step=2 trainer.minibatch_size=2 rollout.n=2"
 SMALL += " rollout.max_new_tokens=8 trainer.microbatch.max_tokens=2048"
+REAL = re.compile(r"(train --config|plan(?= \S+ engine)) (gsm8k_qwen3_[\w.]+)")
 ONE = "gsm8k_qwen3_0.6b_1gpu"
-EIGHT = "--config gsm8k_qwen3_8b_8gpu"
+ALONE = "data.prompt_key=question data.val_files=[] trainer.val_interval=0"
 DEADLINE_S = 900
 
-
-@dataclass(frozen=True)
-class How:
-    """The way a documented command runs here."""
-
-    run: str = ""  # in place of the command itself
-    apart: str = ""  # why it does not run here: it has a target or a machine of its own
-
-
+# Commands that do not run here -> why.
 APART: dict[str, str] = {
     "make setup": "part of every target",
     "make test": "by itself: the whole of CI",
     "make check": "by itself: the whole of CI",
     "make fmt": "part of nothing: changes files",
     "make test-newest": "by itself: installs Megatron-Core",
-    "make compare-megatron": "by itself: downloads Megatron-Core's releases",
     "make bench": "by itself: a benchmark of minutes",
     "make special-distributed": "by itself: `make test` runs all of its programs",
     "make test-versions": "by itself: an environment of its own",
     "make test-versions WITH='transformers==5.17.0'": "by itself: an environment of its own",
     'make test-versions WITH="$(python tests/oldest.py)"': "by itself: an environment of its own",
     "pip install mega_rl": "by make wheel-check, from the wheel",
-}
-HOW: dict[str, How] = {
-    **{command: How(apart=why) for command, why in APART.items()},
-    "mega-rl quickstart": How("mega-rl quickstart --run-dir runs/again"),
-    "mega-rl train --config quickstart_gsm8k --nproc-per-node 2 trainer.run_dir=runs/again": How(
-        "mega-rl train --config quickstart_gsm8k --nproc-per-node 2 trainer.run_dir=runs/p trainer.steps=2"
+    "mega-rl train --config gsm8k_qwen3_32b_64gpu --nnodes 8 --nproc-per-node 8 --node-rank 0 --master-addr HOST": (
+        "by tests/unit_tests/operations/launcher: needs a launcher on each node"
     ),
-    f"mega-rl train {EIGHT} --nproc-per-node 8 optim.lr=2e-6": How(
-        f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 optim.lr=2e-6 {SMALL} trainer.run_dir=runs/a"
-    ),
-    f"torchrun --nproc-per-node 8 -m mega_rl.cli train {EIGHT} optim.lr=2e-6": How(
-        f"torchrun --nproc-per-node 2 -m mega_rl.cli train {EIGHT} engine.megatron.tp=2 optim.lr=2e-6 {SMALL}"
-        " trainer.run_dir=runs/b"
-    ),
-    "mega-rl train --config gsm8k_qwen3_8b_8gpu_fsdp --nproc-per-node 8": How(
-        f"mega-rl train --config gsm8k_qwen3_8b_8gpu_fsdp --nproc-per-node 2 {SMALL}"
-    ),
-    f"mega-rl train --config {ONE} reward.function=rewards.py:short_and_right": How(
-        f"mega-rl train --config {ONE} reward.function=rewards.py:short_and_right {SMALL} trainer.run_dir=runs/d"
-    ),
-    "mega-rl plan gsm8k_qwen3_8b_8gpu --gpus 8 --gpu-memory 80G": How(
-        f"mega-rl plan gsm8k_qwen3_8b_8gpu engine.megatron.tp=2 {SMALL} --gpus 2 --gpu-memory 80G"
-    ),
-    "mega-rl convert inspect HF_DIR --tp 2 --pp 2": How("mega-rl convert inspect models/dense --tp 2 --pp 2"),
-    "mega-rl convert inspect HF_DIR --tp 2": How("mega-rl convert inspect models/dense --tp 2"),
-    "mega-rl convert import HF_DIR OUT": How("mega-rl convert import models/dense out/imported --overwrite"),
-    "mega-rl convert export OUT HF_OUT --hf HF_DIR": How(
-        "mega-rl convert export out/imported out/hf --hf models/dense --overwrite"
-    ),
-    "mega-rl convert verify HF_DIR HF_OUT --logits 64": How("mega-rl convert verify models/dense out/hf --logits 64"),
-    "mega-rl verify layouts --model HF_DIR --twin --layouts tp2+ep2+sp --nproc 8 --json": How(
-        "mega-rl verify layouts --model models/mixture --twin --layouts tp2+ep2+sp --nproc 8 --json"
-    ),
-    "mega-rl train --config letters.yaml trainer.steps=1": How(
-        "mega-rl train --config letters.yaml trainer.steps=1 model.dtype=fp32 trainer.prompts_per_step=4"
-        " trainer.minibatch_size=4"
-    ),
-    "mega-rl train --config letters.yaml": How(
-        "mega-rl train --config letters.yaml trainer.steps=2 model.dtype=fp32 trainer.prompts_per_step=4"
-        " trainer.minibatch_size=4"
-    ),
-    f"srun mega-rl train {EIGHT} --nproc-per-node 8 trainer.run_dir=runs/x": How(
-        f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 {SMALL} trainer.run_dir=runs/x"
-    ),
-    "mega-rl checkpoint export runs/x OUT": How("mega-rl checkpoint export runs/x out/x"),
-    "mega-rl checkpoint list RUN": How("mega-rl checkpoint list runs/quickstart"),
-    "mega-rl report RUN": How("mega-rl report runs/quickstart"),
-    "mega-rl report RUN OTHER --out page.html": How("mega-rl report runs/quickstart runs/a --out out/page.html"),
-    "mega-rl eval --model HF_DIR --data gsm8k=gsm8k_test.jsonl --data math=math500.jsonl"
-    " --reward math_verify --n 16 --k 1,4,16 --temperature 0.7 --max-new-tokens 2048 --out runs/eval": How(
-        "mega-rl eval --model models/dense --data gsm8k=openai/gsm8k:main:test --data math=org/problems"
-        " --reward math_verify --n 4 --k 1,4 --temperature 0.7 --max-new-tokens 8 --out runs/eval"
-        " data.prompt_key=question model.dtype=fp32"
-    ),
-    "mega-rl train --config RECIPE metrics.records.interval=50 metrics.records.weights=true": How(
-        f"mega-rl train --config {ONE} metrics.records.interval=1 metrics.records.weights=true {SMALL}"
-        " data.train_files=[org/problems:default:train] data.prompt_key=question data.val_files=[]"
-        " trainer.val_interval=0 trainer.run_dir=runs/p"
-    ),
-    "mega-rl replay runs/a/records/step_000051 --layout tp2pp2,fsdp2": How(
-        "mega-rl replay runs/p/records/step_000001 --layout tp2pp2,fsdp2"
-    ),
-    "mega-rl view RUN": How(apart="by tests/unit_tests/tracking/report/test_server.py: it serves until it is ended"),
-    "mega-rl data gsm8k data/gsm8k": How("mega-rl data gsm8k data/gsm8k --force"),
-    f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main": How(
-        f"mega-rl train --config {ONE} model.path=Qwen/Qwen3-1.7B@main {SMALL} trainer.run_dir=runs/e"
-    ),
-    f"mega-rl train --config {ONE}": How(f"mega-rl train --config {ONE} {SMALL} trainer.run_dir=runs/f"),
-    f"mega-rl train {EIGHT} --nproc-per-node 8": How(
-        f"mega-rl train {EIGHT} --nproc-per-node 2 engine.megatron.tp=2 {SMALL} trainer.run_dir=runs/g"
-    ),
-    "mega-rl train --config gsm8k_qwen3_32b_64gpu --nnodes 8 --nproc-per-node 8 --node-rank 0 --master-addr HOST": How(
-        apart="by tests/unit_tests/operations/launcher: needs a launcher on each node"
-    ),
-    "mega-rl train --config my.yaml metrics.trackers=[wandb] metrics.project=sums metrics.run_name=first": How(
-        apart="by tests/unit_tests/tracking/metrics/test_trackers.py, with the real client"
-    ),
-    "mega-rl train --config my.yaml data.train_files=[org/problems:default:train] data.prompt_key=question": How(
-        f"mega-rl train --config {ONE} data.train_files=[org/problems:default:train] data.prompt_key=question"
-        f" data.val_files=[] trainer.val_interval=0 {SMALL} trainer.run_dir=runs/i"
-    ),
-    "mega-rl train --config my.yaml data.chat.template_kwargs.enable_thinking=false": How(
-        f"mega-rl train --config {ONE} data.chat.template_kwargs.enable_thinking=false {SMALL} trainer.run_dir=runs/j"
+    "mega-rl train --config my.yaml metrics.trackers=[wandb] metrics.project=sums metrics.run_name=first": (
+        "by tests/unit_tests/tracking/metrics/test_trackers.py, with the real client"
     ),
 }
-# Commands whose runs go into folders that earlier commands of the list have used, or that are long: what to add.
+# Commands whose results would be in the way of others, or that are long -> what is added.
 ADDED: dict[str, str] = {
-    "mega-rl train --config quickstart --nproc-per-node 2 engine.backend=fsdp": (
-        " trainer.steps=2 trainer.run_dir=runs/k"
-    ),
-    "torchrun --nproc-per-node 4 -m mega_rl.cli train --config quickstart"
-    " engine.megatron.tp=2 engine.megatron.sequence_parallel=true engine.megatron.pp=2": (
-        " trainer.steps=2 trainer.run_dir=runs/n"
-    ),
-    "torchrun --nproc-per-node 2 -m mega_rl.cli train --config quickstart_sglang": (
-        " trainer.steps=2 trainer.run_dir=runs/o"
-    ),
-    "mega-rl recipes copy gsm8k_qwen3_0.6b_1gpu": " out/recipe.yaml",
-    "mega-rl recipes copy quickstart_gsm8k": " out/recipe_gsm8k.yaml",
+    "mega-rl quickstart": "--run-dir runs/again",
+    "mega-rl data gsm8k data/gsm8k": "--force",
+    "mega-rl train --config letters.yaml": "trainer.steps=2",
+    "mega-rl train --config quickstart --nproc-per-node 2 engine.backend=fsdp": "trainer.steps=2",
+    "torchrun --nproc-per-node 2 -m mega_rl.cli train --config quickstart_sglang": "trainer.steps=2",
+}
+# Parts of commands -> what is there instead, one after the other.
+REPLACED: dict[str, str] = {
+    "srun ": "",
+    "--model HF_DIR --twin --layouts tp2+ep2+sp": "--model models/mixture --twin --layouts tp2+ep2+sp",
+    "import HF_DIR OUT": "import models/dense out/imported --overwrite",
+    "export OUT HF_OUT --hf": "export out/imported out/hf --overwrite --hf",
+    "HF_DIR": "models/dense",
+    "HF_OUT": "out/hf",
+    "runs/x OUT": "runs/x out/x",
+    "report RUN OTHER": "report runs/quickstart runs/x",
+    "page.html": "out/page.html",
+    " RUN": " runs/quickstart",
+    "my.yaml": ONE,
+    "RECIPE": f"{ONE} data.train_files=[org/problems:default:train] {ALONE} trainer.run_dir=runs/a",
+    "interval=50": "interval=1",
+    "step_000051": "step_000001",
+    "[org/problems:default:train] data.prompt_key=question": f"[org/problems:default:train] {ALONE}",
+    "gsm8k_qwen3_8b_8gpu ": "gsm8k_qwen3_8b_8gpu engine.megatron.tp=2 ",
+    "--nproc-per-node 8": "--nproc-per-node 2",
+    "--gpus 8": "--gpus 2",
+    "letters.yaml": "letters.yaml model.dtype=fp32 trainer.prompts_per_step=4 trainer.minibatch_size=4",
+    "sequence_parallel=true engine.megatron.pp=2": "sequence_parallel=true engine.megatron.pp=2 trainer.steps=2",
+    "runs/again": "runs/gsm8k trainer.steps=2",
+    "gsm8k=gsm8k_test.jsonl": "gsm8k=openai/gsm8k:main:test",
+    "math=math500.jsonl": "math=org/problems",
+    "n=16 validation.k=[1,4,16]": "n=4 validation.k=[1,4]",
+    "max_new_tokens=2048": "max_new_tokens=8 data.prompt_key=question model.dtype=fp32",
 }
 TEMPLATE = (
     "{% if tools is defined and tools %}tools{% endif %}"
@@ -191,12 +124,14 @@ def files(text: str) -> Iterator[tuple[str, str]]:
             yield named[1], block[2]
 
 
-def how(command: str) -> How:
-    """Return the way a documented command runs here: as it stands, unless a table says otherwise."""
-    if command in ADDED:
-        return How(command + ADDED[command])
-    given = HOW.get(command, How())
-    return given if given.run or given.apart else How(command.replace("HF_DIR", "models/dense"))
+def how(command: str, number: int) -> str:
+    """Return a documented command as it runs here; number: of the folder of a training run that names none."""
+    run = command
+    for old, new in REPLACED.items():
+        run = run.replace(old, new)
+    run = " ".join([REAL.sub(rf"\1 \2 {SMALL}", run), *filter(None, [ADDED.get(command)])])
+    apart = " train " in run and not re.search(r"run_dir=|letters|--print-config", run)
+    return f"{run} trainer.run_dir=runs/{number}" if apart else run
 
 
 def write_model(folder: Path, *, family: str) -> None:
@@ -249,8 +184,9 @@ def execute(command: str, folder: Path, variables: Mapping[str, str]) -> tuple[i
 
 
 def unknown(documented: list[str]) -> list[str]:
-    """Return a line for each command that the tables have and no page has."""
-    return [f"no page has: {command}" for command in {*HOW, *ADDED} - set(documented)]
+    """Return a line for each command, or part of one, that the tables have and no page has."""
+    parts = [part for part in REPLACED if not any(part in command for command in documented)]
+    return [f"no page has: {one}" for one in [*({*APART, *ADDED} - set(documented)), *parts]]
 
 
 def run_all(folder: Path, hub: Hub, only: str) -> int:
@@ -265,16 +201,16 @@ def run_all(folder: Path, hub: Hub, only: str) -> int:
             (folder / name).write_text(content, encoding="utf-8")
         print(f"\n{page}\n", flush=True)
         for command in commands(text):
-            way = how(command)
             if only not in command or command in done:
                 continue
             done.add(command)
-            if way.apart:
-                print(f"| `{command}` | {way.apart} |", flush=True)
+            if command in APART:
+                print(f"| `{command}` | {APART[command]} |", flush=True)
                 continue
-            code, seconds, end = execute(way.run, folder, variables)
+            run = how(command, len(done))
+            code, seconds, end = execute(run, folder, variables)
             failures += code != 0
-            as_run = "" if way.run == command else f", as `{way.run}`"
+            as_run = "" if run == command else f", as `{run}`"
             print(f"| `{command}` | exit code {code}, {seconds:.0f} s{as_run} |", flush=True)
             if code:
                 print(end, flush=True)

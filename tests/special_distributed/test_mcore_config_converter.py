@@ -65,6 +65,7 @@ ROUTER = {
     "moe_grouped_gemm": True,
     "moe_router_bias_update_rate": 0.0,
 }
+PRE_SOFTMAX = {"moe_router_pre_softmax": True}
 MIXTURE = {**ROUTER, "num_moe_experts": 4, "moe_ffn_hidden_size": 24}
 SIGMOID = {
     **ROUTER,
@@ -96,6 +97,7 @@ LATENT = {
     "v_head_dim": 10,
 }
 
+KIMI = {**LATENT, **SIGMOID, "moe_router_topk": 4, "rope_type": "rope", "rotary_scaling_factor": 1.0}
 EXPECTED: dict[str, dict[str, Any]] = {
     "qwen2": {**COMMON, "kv_channels": 10, "add_qkv_bias": True},
     "qwen3": {**COMMON, "kv_channels": 12, "qk_layernorm": True},
@@ -110,17 +112,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "moe_layer_freq": [0, 1, 0, 1],
         "moe_shared_expert_intermediate_size": 32,
         "moe_shared_expert_gate": True,
-        "moe_router_pre_softmax": True,
+        **PRE_SOFTMAX,
     },
     "qwen3_moe": {**COMMON, **MIXTURE, "kv_channels": 12, "qk_layernorm": True, "moe_layer_freq": [1, 0, 1, 1]},
-    "olmoe": {
-        **COMMON,
-        **MIXTURE,
-        "kv_channels": 10,
-        "ffn_hidden_size": 24,
-        "moe_layer_freq": [1] * 4,
-        "moe_router_pre_softmax": True,
-    },
+    "olmoe": {**COMMON, **MIXTURE, **PRE_SOFTMAX, "kv_channels": 10, "ffn_hidden_size": 24, "moe_layer_freq": [1] * 4},
     "deepseek_v2": {
         **LATENT,
         **ROUTER,
@@ -143,21 +138,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
         "mscale_all_dim": 1.0,
     },
-    "kimi_k2": {
-        **LATENT,
-        **SIGMOID,
-        "moe_router_topk": 4,
-        "rope_type": "rope",
-        "rotary_scaling_factor": 1.0,
-    },
-    "moonlight": {
-        **LATENT,
-        **SIGMOID,
-        "moe_router_topk": 4,
-        "q_lora_rank": None,
-        "rope_type": "rope",
-        "rotary_scaling_factor": 1.0,
-    },
+    "kimi_k2": KIMI,
+    "moonlight": {**KIMI, "q_lora_rank": None},
     "glm4": {**COMMON, "kv_channels": 12, "add_qkv_bias": True, "rotary_interleaved": True},
     "glm4_moe": {**COMMON, **SIGMOID, "kv_channels": 12, "add_qkv_bias": True, "qk_layernorm": True},
     "gemma3_text": {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,16 +65,6 @@ def test_the_reward_by_hand(learning: Any, response: str, reward: float) -> None
     assert learning.repeats("ab", response) == pytest.approx(reward)
 
 
-def test_a_seed_gives_one_model_and_one_order_of_prompts(learning: Any, tmp_path: Path) -> None:
-    for name, seed in (("a", 1), ("same", 1), ("other", 2)):
-        (tmp_path / name).mkdir()
-        learning.write_inputs(tmp_path / name, seed=seed, steps=2)
-    for file in ("model/model.safetensors", "train.jsonl"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "same" / file).read_bytes()
-        assert (tmp_path / "a" / file).read_bytes() != (tmp_path / "other" / file).read_bytes()
-    assert len((tmp_path / "a" / "train.jsonl").read_text().splitlines()) == 2 * learning.PROMPTS
-
-
 def runs_of(
     learning: Any, *, gain: float = 0.0, noise: tuple[float, ...] = (0.01, 0.0, -0.01), trl_step_s: float = 0.4
 ) -> list[Any]:
@@ -89,15 +77,6 @@ def runs_of(
         )
         for seed, more in enumerate(extra)
     ]
-
-
-def test_equal_curves_overlap_and_the_times_are_compared_seed_by_seed(learning: Any, tmp_path: Path) -> None:
-    runs = runs_of(learning, gain=0.01)
-    assert learning.problems(runs, learning.compare(runs)) == []
-    assert learning.time_ratio(runs) == pytest.approx((0.25, 0.25, 0.25))
-    picture = tmp_path / "curves.svg"
-    assert learning.judge(runs, picture) == 0
-    assert "mega_rl" in picture.read_text()
 
 
 def test_bands_that_are_apart_are_named(learning: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,57 +105,3 @@ def test_a_difference_that_all_seeds_share_is_seen_where_bands_overlap(
     assert "missed: entropy of mega_rl less that of TRL is +0.003 in steps 1 to 20, not 0\n" in printed
     assert "overlapping windows: 3 of 3" in printed
     assert "the bands are apart" not in printed
-
-
-def test_noise_is_a_difference_in_one_comparison_of_twenty(learning: Any) -> None:
-    """Noise of the size measured, 0.017 a pair. The share of 2000 has a standard error of 0.005: four of them."""
-    generator = random.Random(0)
-
-    def is_seen(shift: float) -> bool:
-        runs = [
-            learning.Run(name, seed, [generator.gauss(mean, 0.012)] * learning.EARLY, [], [])
-            for name, mean in (("mega_rl", shift), ("trl", 0.0))
-            for seed in range(5)
-        ]
-        _, low, high = learning.early_difference(runs, "rewards")
-        return not low <= 0.0 <= high
-
-    assert sum(is_seen(0.0) for _ in range(2000)) / 2000 == pytest.approx(0.05, abs=0.02)
-    assert sum(is_seen(-0.049) for _ in range(200)) / 200 > 0.95, "advantages one token late cost 0.049"
-
-
-def test_curves_that_do_not_rise_or_lack_a_seed_compare_nothing(learning: Any) -> None:
-    flat = [
-        learning.Run(run.trainer, run.seed, [0.1 + 0.01 * run.seed] * 30, [0.1], [2.0] * 30)
-        for run in runs_of(learning)
-    ]
-    assert [line.split(":")[0] for line in learning.problems(flat, learning.compare(flat))] == [
-        "mega_rl does not learn",
-        "trl does not learn",
-    ]
-    (line,) = learning.problems(fewer := runs_of(learning)[1:], learning.compare(fewer))
-    assert line == "the seeds of both trainers differ: {'mega_rl': [1, 2], 'trl': [0, 1, 2]}"
-    assert learning.judge(fewer, None) == 1
-    with pytest.raises(SystemExit, match="of 1 seeds: give those of at least 2"):
-        learning.judge(runs_of(learning)[2:], None)
-
-
-def test_runs_that_are_there_already_are_joined(learning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [tmp_path / "mega_rl.json", tmp_path / "trl.json"]
-    runs = runs_of(learning)
-    for file, own in zip(files, (runs[:3], runs[3:]), strict=True):
-        file.write_text(json.dumps([vars(run) for run in own]))
-    monkeypatch.setattr(sys, "argv", ["learning.py", "--join", *map(str, files), "--json", str(tmp_path / "all.json")])
-    assert learning.main() == 0
-    assert learning.read_runs([tmp_path / "all.json"]) == runs
-
-
-@pytest.mark.parametrize("options", [["--seeds", "1"], ["--steps", "15"], ["--steps", "10"]])
-def test_numbers_that_give_no_bands_are_refused(
-    learning: Any, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["learning.py", *options])
-    with pytest.raises(SystemExit) as stopped:
-        learning.main()
-    assert stopped.value.code == 2
-    assert f"{options[0]} {options[1]}: give" in capsys.readouterr().err

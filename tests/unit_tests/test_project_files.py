@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-import mega_rl
 from tests.helpers import makefile
 from tests.release.sources import ROOT
 
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
 
 workflows = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 
@@ -24,10 +22,6 @@ workflows = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path
 def steps_of(workflow: Path) -> list[dict[str, Any]]:
     jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
     return [step for job in jobs.values() for step in job["steps"]]
-
-
-def test_the_workflows_are_these() -> None:
-    assert {path.stem for path in WORKFLOWS} == {"canary", "check", "test", "wheel"}
 
 
 @workflows
@@ -65,42 +59,8 @@ def test_every_supported_python_is_checked() -> None:
     assert checked == supported
 
 
-def test_pre_commit_calls_the_projects_own_tools() -> None:
-    content = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
-    (repository,) = content["repos"]
-    assert repository["repo"] == "local", "nothing is downloaded"
-    for hook in repository["hooks"]:
-        assert hook["language"] == "system"
-        tool = Path(hook["entry"].split()[0])
-        assert tool.parent == Path(".venv/bin")
-        assert f"$(BIN)/{tool.name}" in makefile.text()
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
-def test_an_issue_form_has_questions_with_names_of_their_own(form: Path) -> None:
-    content = yaml.safe_load(form.read_text(encoding="utf-8"))
-    assert content.keys() == {"name", "description", "labels", "body"}
-    names = [question["id"] for question in content["body"]]
-    assert len(set(names)) == len(names)
-    assert all(question["attributes"]["label"] for question in content["body"])
-
-
-def test_the_citation_is_of_this_version() -> None:
-    content = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert content["version"] == mega_rl.__version__
-    assert content["license"] == "Apache-2.0"
-    assert content["authors"] == [{"name": "mega_rl developers"}]
-
-
 def test_files_named_by_makefile_targets_exist() -> None:
     show = ["make", "-s", "--eval", "shown: ; @echo $(MEGATRON_TESTS) $(VERSIONS_TESTS)", "shown"]
     shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert len(shown) > 15
     assert [name for name in shown if not (ROOT / name).exists()] == []
-
-
-def test_make_help_shows_eight_targets() -> None:
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"^  make ([a-z-]+)  ", shown, flags=re.MULTILINE) == [
-        *("setup", "quickstart", "check", "fmt", "test-fast", "test", "bench", "docs")
-    ]

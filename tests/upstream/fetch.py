@@ -30,16 +30,8 @@ def fetch(version: str) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     options = ["--quiet", "--no-deps", "--target", str(partial), "--python-version", ".".join(map(str, python))]
     if importlib.util.find_spec("pip") is not None:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--ignore-requires-python",
-            "--only-binary=:all:",
-            "--no-compile",
-        ]
-        pip += ["--platform", f"manylinux_2_28_{platform.machine()}"]
+        pip = [sys.executable, "-m", "pip", "install", "--ignore-requires-python", "--only-binary=:all:"]
+        pip += ["--no-compile", "--platform", f"manylinux_2_28_{platform.machine()}"]
     else:  # an environment that uv has made
         pip = ["uv", "pip", "install", "--python", sys.executable, "--only-binary", ":all:"]
     subprocess.run([*pip, *options, f"megatron-core=={version}"], check=True)
@@ -48,12 +40,9 @@ def fetch(version: str) -> Path:
 
 
 def main() -> None:
-    """Print the folders of the versions given: "newest" is the newest of all releases, "all" the newest of each."""
-    versions = sys.argv[1:] or ["newest"]
-    newest = [release.compared[-1] for release in RELEASES]
-    names = {"newest": newest[-1:], "all": newest}
-    for version in [each for word in versions for each in names.get(word, [word])]:
-        print(fetch(version))
+    """Print the folders of the versions given: "newest" is the newest release."""
+    for version in sys.argv[1:]:
+        print(fetch(RELEASES[-1].compared[-1] if version == "newest" else version))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mega_rl.converters.architecture import HFConfig, Mla, Moe, Rope
@@ -311,3 +312,22 @@ def planned_chunks(sharding: Sharding, at: RankCoordinates) -> list[nn.Module]:
 def ranks(layout: ParallelLayout) -> list[RankCoordinates]:
     """Coordinates of every rank."""
     return [layout.coordinates(rank) for rank in range(layout.world_size)]
+
+
+def groups_of(layout: ParallelLayout, rank: int) -> dict[str, dist.ProcessGroup | None]:
+    """The three groups of a rank; every rank makes every group."""
+    at = [layout.coordinates(r) for r in range(layout.world_size)]
+    size = layout.ep * layout.etp
+    keys = {
+        "tp_group": [(c.cp_rank, c.dp_rank, c.pp_rank) for c in at],
+        "pp_group": [(c.tp_rank, c.cp_rank, c.dp_rank) for c in at],
+        "expert_group": [(c.pp_rank, r % layout.stage_size // size) for r, c in enumerate(at)],
+    }
+    actual: dict[str, dist.ProcessGroup | None] = {}
+    for name, key in keys.items():
+        for value in sorted(set(key)):
+            members = [r for r in range(layout.world_size) if key[r] == value]
+            group = dist.new_group(members)
+            if rank in members:
+                actual[name] = group
+    return actual

@@ -59,14 +59,6 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def checkpoint(patched: Path) -> Path:
-    """A tiny checkpoint of the family."""
-    written = run(patched, sys.executable, "-c", WRITE, str(patched / "checkpoint"))
-    assert written.returncode == 0, written.stderr
-    return patched / "checkpoint"
-
-
 def mega_rl(folder: Path, *arguments: str) -> Any:
     """The JSON object that the command prints."""
     outcome = run(folder, sys.executable, "-m", "mega_rl.cli", *arguments, "--json")
@@ -74,33 +66,22 @@ def mega_rl(folder: Path, *arguments: str) -> Any:
     return json.loads(outcome.stdout)
 
 
-def test_the_example_is_not_there_yet() -> None:
-    assert "seed_oss" not in FAMILIES
-    assert "seed_oss" not in TINY
-
-
 def test_the_diff_applies_and_the_pages_have_it(patched: Path) -> None:
+    assert "seed_oss" not in FAMILIES.keys() | TINY.keys()
     assert "| `seed_oss` | Seed-OSS | biases on q, k and v" in (patched / "docs/converters.md").read_text("utf-8")
 
 
-@pytest.mark.skipif(not FULL, reason="make test-full: half a minute")
-def test_its_own_tests_pass_and_the_pages_have_it(patched: Path) -> None:
-    """The entry, the tables of the pages, names on disk, proof, round trips, and rollouts against transformers."""
+@pytest.mark.skipif(not FULL, reason="make test-full: a minute and a half")
+def test_it_converts_and_trains(patched: Path) -> None:
+    """Its own tests, logits against transformers, and training on layouts as on one rank."""
     files = [f"tests/unit_tests/{name}" for name in ("converters", "rollout/test_families.py")]
     chosen = "seed_oss or (test_family_entries and not naming)"
     outcome = run(patched, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *files)
     assert outcome.returncode == 0, outcome.stdout[-4000:]
-    assert "| `seed_oss` | Seed-OSS | biases on q, k and v" in (patched / "docs/converters.md").read_text("utf-8")
-
-
-@pytest.mark.skipif(not FULL, reason="make test-full: twenty seconds")
-def test_logits_are_those_of_transformers(patched: Path, checkpoint: Path) -> None:
-    report = mega_rl(patched, "convert", "verify", str(checkpoint), "--logits", "24")
+    checkpoint = str(patched / "checkpoint")
+    assert run(patched, sys.executable, "-c", WRITE, checkpoint).returncode == 0
+    report = mega_rl(patched, "convert", "verify", checkpoint, "--logits", "24")
     assert report["logits"]["good"], report
-
-
-@pytest.mark.skipif(not FULL, reason="make test-full: half a minute")
-def test_it_trains_on_layouts_as_on_one_rank(patched: Path, checkpoint: Path) -> None:
-    report = mega_rl(patched, "verify", "layouts", "--model", str(checkpoint), "--layouts", "tp2,pp2")
+    report = mega_rl(patched, "verify", "layouts", "--model", checkpoint, "--layouts", "tp2,pp2")
     assert [layout["name"] for layout in report["layouts"]] == ["tp2", "pp2"]
     assert report["good"], report["layouts"]

@@ -68,22 +68,6 @@ def test_one_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
         assert compare(b, b).digest != actual.digest
 
 
-def test_permuted_rows_are_found(tmp_path: Path) -> None:
-    """Sums are equal, rows are not."""
-    other = state()
-    other["a.weight"] = other["a.weight"].flip(0)
-    actual = compared(tmp_path, state(), other)
-    assert [d.name for d in actual.different] == ["a.weight"]
-    assert actual.different[0].elements > 2000
-
-
-def test_negative_zero_differs_from_zero(tmp_path: Path) -> None:
-    """Bits are compared, not values."""
-    first, other = state(), state()
-    first["a.weight"][0, 0], other["a.weight"][0, 0] = 0.0, -0.0
-    assert not compared(tmp_path, first, other).equal
-
-
 def test_names_types_and_shapes(tmp_path: Path) -> None:
     """Each kind of difference has its place; allowed names do not count."""
     other = state()
@@ -137,17 +121,6 @@ def test_configs(tmp_path: Path) -> None:
     assert lines == ("x: 1 against 3", "y: 2 against absent", "z: absent against 0")
     assert compare_configs(tmp_path / "a", tmp_path / "other", intended=["[xyz]"]) == ()
     assert "no config.json" in compare_configs(tmp_path / "a", tmp_path / "none")[0]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head", ["lm", "value"])
-def test_round_trip_in_memory(tmp_path: Path, layout: str, head: str) -> None:
-    """Every tensor comes back on every layout."""
-    hf = small_config()
-    tensors = hf_state(hf, value_head=head == "value", dtype=torch.bfloat16)
-    write_checkpoint(tmp_path / "hf", tensors.items())
-    with CheckpointReader(tmp_path / "hf") as reader:
-        assert round_trip(reader, Sharding(hf, LAYOUTS[layout], head=head)) == (len(tensors), ())  # type: ignore[arg-type]
 
 
 def test_round_trip_names_what_a_wrong_plan_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

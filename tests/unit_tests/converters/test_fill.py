@@ -76,20 +76,6 @@ def test_every_kind_of_copy(
         assert reader.bytes_read == 4 * sum(width[c.transposed](c) for c in COPIES if c.hf_name is not None)
 
 
-def test_shapes_of_parameters(tmp_path: Path) -> None:
-    """Vectors are one column wide and stacks count leading dimensions as rows."""
-    tensors = {"v": torch.arange(5.0), "s": torch.arange(24.0).view(2, 3, 4)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    with CheckpointReader(tmp_path) as reader:
-        vector = torch.zeros(3)
-        assert fill(vector, [Copy("v", 1, 0, 0, 0, 3, 1)], reader) == 3
-        assert torch.equal(vector, tensors["v"][1:4])
-        matrix = torch.zeros(3, 4)
-        fill(matrix, [Copy("s", 3, 0, 0, 0, 3, 4)], reader)
-        assert torch.equal(matrix, tensors["s"][1])
-        assert fill(torch.zeros(0, 4), [Copy("s", 0, 0, 0, 0, 0, 4)], reader) == 0
-
-
 def test_bare_8_bit_values_are_no_weights(tmp_path: Path) -> None:
     save_file({"x": torch.ones(4, 4).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with CheckpointReader(tmp_path) as reader, pytest.raises(UserError, match=r"x: .* without scales"):
@@ -111,20 +97,3 @@ def test_the_first_error_of_a_thread_is_raised_and_the_rest_is_left() -> None:
     with pytest.raises(UserError, match="task 0"):
         in_threads(range(1000), work, threads=2)
     assert 0 < len(done) < 900
-
-
-def test_every_task_is_done_once() -> None:
-    done: list[int] = []
-    in_threads(range(1000), done.append, threads=4)
-    assert sorted(done) == list(range(1000))
-
-
-@pytest.mark.gpu
-def test_parameters_on_a_gpu(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, tmp_path / "model.safetensors")
-    for dtype in (torch.float32, torch.bfloat16):
-        target = torch.full((18, 6), 7.0, dtype=dtype, device="cuda")
-        with CheckpointReader(tmp_path) as reader:
-            fill_all([(target, COPIES)], reader, threads=4)
-        torch.cuda.synchronize()
-        assert torch.equal(target.cpu(), reference(torch.full((18, 6), 7.0, dtype=dtype), COPIES, tensors))

@@ -84,27 +84,6 @@ def test_llama3_settings_are_the_files_own() -> None:
     assert parse_hf_config(LLAMA | {"rope_scaling": short}).rope.llama3 == Llama3Rope(1.0, 4.0, 131072)
 
 
-@pytest.mark.parametrize("key", ["type", "rope_type"])
-def test_linear_rope(key: str) -> None:
-    assert parse_hf_config(QWEN2 | {"rope_scaling": {key: "linear", "factor": 4}}).rope == Rope("linear", 1e6, 4.0)
-
-
-def test_rope_parameters_of_a_plain_model_are_no_scaling() -> None:
-    # transformers 5 writes a rope object for every model, and reads it under the older name too.
-    plain = {"rope_theta": 5e5, "rope_type": "default"}
-    assert parse_hf_config(LLAMA | {"rope_scaling": plain}).rope == Rope("default", 5e5)
-
-
-def test_theta_beside_the_scaling_wins_as_in_transformers() -> None:
-    assert parse_hf_config(QWEN2 | {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}).rope.theta == 7.0
-    assert parse_hf_config(QWEN2 | {"rope_parameters": {"rope_type": "default"}}).rope.theta == 1e6
-
-
-def test_llama_with_all_biases() -> None:
-    hf = parse_hf_config(LLAMA | {"attention_bias": True, "mlp_bias": True})
-    assert (hf.qkv_bias, hf.linear_bias) == (True, True)
-
-
 def windowed(**changes: Any) -> Window | None:
     return parse_hf_config(QWEN2 | {"use_sliding_window": True} | changes).window
 
@@ -160,11 +139,6 @@ def test_mixtures() -> None:
     assert tiny("kimi_k2").moe == tiny("moonlight").moe == sigmoid
     assert tiny("deepseek_v3").moe == Moe(mixed, 8, 4, 24, 48, False, "sigmoid", True, True, 2.5, 4, 2)
     assert tiny("glm4_moe").moe == Moe(mixed, 8, 2, 24, 48, False, "sigmoid", True, True, 2.5)
-
-
-def test_a_mixture_without_layers_is_a_dense_model() -> None:
-    assert tiny("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]).moe is None
-    assert tiny("deepseek_v3", first_k_dense_replace=4).moe is None
 
 
 def test_every_name_of_the_number_of_experts() -> None:
@@ -226,13 +200,8 @@ def test_gemma3_wrapped_as_its_image_model_is() -> None:
 
 def test_gpt_oss_and_olmoe_and_glm4() -> None:
     hf = tiny("gpt_oss", swiglu_alpha=1.702)
-    assert (hf.activation, hf.sinks, hf.linear_bias, hf.qkv_bias, hf.fused_experts) == (
-        "swiglu_clamped",
-        True,
-        True,
-        True,
-        True,
-    )
+    assert hf.activation == "swiglu_clamped"
+    assert all((hf.sinks, hf.linear_bias, hf.qkv_bias, hf.fused_experts))
     assert (tiny("olmoe").qk_norm_joint, tiny("olmoe").qk_norm) == (True, False)
     glm4 = tiny("glm4")
     assert (glm4.rope.interleaved, glm4.rope.percent, glm4.post_norms, glm4.qkv_bias) == (True, 0.5, True, True)
@@ -265,55 +234,38 @@ def test_yarn() -> None:
     [
         (QWEN2, {"model_type": "gpt2"}, ['model_type="gpt2"', "llama, mistral, mixtral"]),
         (QWEN2, {"model_type": "mystery", "auto_map": {"AutoModel": "m.M"}}, ["mystery", "never run"]),
-        (QWEN2, {"auto_map": {"AutoModel": "m.M"}}, ["auto_map", "never run"]),
         (QWEN2, {"hidden_act": "gelu"}, ['hidden_act="gelu"', "silu"]),
         (QWEN2, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_parameters.rope_type", "dynamic"]),
         (QWEN2, {"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
-        (QWEN2, {"rope_scaling": {"type": "linear", "factor": -1}}, ["rope_scaling.factor=-1", "positive"]),
         (QWEN2, {"rope_scaling": 4}, ["rope_scaling=4", "object"]),
         (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4}}, ["high_freq_factor=4.0", "low_freq_factor=4"]),
         (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": None}}, ["low_freq_factor", "missing"]),
         (LLAMA, {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 0}}, ["positive integer"]),
         (LLAMA, {"attention_bias": True}, ["attention_bias=true", "mlp_bias"]),
-        (LLAMA, {"mlp_bias": True}, ["mlp_bias"]),
-        (QWEN2 | {"model_type": "qwen3"}, {"attention_bias": True}, ["attention_bias=true"]),
         (QWEN2, {"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "unquantised"]),
         (QWEN2, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
         (QWEN2, {"num_key_value_heads": 3}, ["num_key_value_heads=3", "14"]),
         (QWEN2, {"hidden_size": "896"}, ['hidden_size="896"', "positive integer"]),
-        (QWEN2, {"vocab_size": True}, ["vocab_size=true"]),
-        (QWEN2, {"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
         (QWEN2, {"rms_norm_eps": "small"}, ["rms_norm_eps"]),
         (QWEN2, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings"]),
         (QWEN2, {"head_dim": 63}, ["head_dim=63", "even"]),
         (QWEN2, {"eos_token_id": "</s>"}, ["eos_token_id"]),
         (QWEN2, {"torch_dtype": "int8"}, ['torch_dtype="int8"', "bfloat16"]),
-        (QWEN2, {"hidden_size": None}, ["hidden_size is missing"]),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4}, ["topk_method", "best one"]),
         ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob=true"]),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, ["scoring_func"]),
-        ("deepseek_v2", {"num_experts_per_tok": None}, ["num_experts_per_tok is missing"]),
         ("deepseek_v3", {"norm_topk_prob": False}, ["norm_topk_prob=false", "normalises"]),
         ("deepseek_v3", {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, ["norm_topk_prob", "one expert"]),
         ("deepseek_v3", {"topk_group": 1}, ["topk_group=1", "4 // 1", "best 2"]),
         ("deepseek_v3", {"n_group": 3}, ["n_group=3", "8 experts"]),
-        ("deepseek_v3", {"topk_group": 5}, ["n_group=4", "topk_group=5"]),
-        ("deepseek_v3", {"n_group": 8}, ["n_group=8", "as many"]),
         ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave=false"]),
         ("deepseek_v3", {"topk_method": "greedy"}, ["topk_method", "noaux_tc"]),
         ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq=2"]),
-        ("deepseek_v3", {"attention_bias": True}, ["attention_bias=true", "all linear layers"]),
-        ("deepseek_v3", {"num_key_value_heads": 2}, ["num_key_value_heads=2", "4"]),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, ["qk_rope_head_dim=7", "even"]),
         ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "latent attention"]),
         ("deepseek_v3", {"num_nextn_predict_layers": 65}, ["num_nextn_predict_layers=65", "64"]),
         ("deepseek_v3", {"auto_map": {"AutoModel": "modeling_mine.M"}}, ["auto_map", "never run"]),
         ("deepseek_v3", {"quantization_config": {**FP8, "weight_block_size": [1, 128]}}, ["quantization_config"]),
-        (
-            "deepseek_v3",
-            {"num_experts_per_tok": 9, "n_group": 1, "topk_group": 1},
-            ["num_experts_per_tok=9", "8 experts"],
-        ),
         ("kimi_k2", {"quantization_config": {"quant_method": "compressed-tensors"}}, ["compressed-tensors", "fp8"]),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ["mxfp4", "unquantised"]),
         ("gpt_oss", {"attention_bias": False}, ["attention_bias=false", "experts have biases"]),
@@ -321,16 +273,11 @@ def test_yarn() -> None:
         ("gpt_oss", {"swiglu_alpha": 1.0}, ["swiglu_alpha=1.0", "1.702"]),
         ("gpt_oss", {"num_experts_per_tok": 1}, ["num_experts_per_tok=1", "normalised"]),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 4}, ["layer_types", "full_attention"]),
-        ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "list of 4"]),
-        ("mixtral", {"num_experts_per_tok": 1}, ["num_experts_per_tok=1"]),
         ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv=8.0"]),
-        ("olmoe", {"head_dim": 6}, ["head_dim=6", "hidden_size"]),
-        ("qwen3_moe", {"attention_bias": True}, ["attention_bias=true"]),
         ("qwen3_moe", {"num_experts_per_tok": 5}, ["num_experts_per_tok=5", "4 experts"]),
         ("qwen3_moe", {"mlp_only_layers": "0"}, ["mlp_only_layers", "list"]),
         ("gemma3_text", {"hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping=30.0"]),
-        ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping=50.0"]),
         ("gemma3_text", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         (
             "gemma3_text",
@@ -338,11 +285,8 @@ def test_yarn() -> None:
             ["rope_parameters.sliding_attention.rope_type", "yarn"],
         ),
         ("glm4", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor=1.5", "at most 1"]),
-        ("glm4", {"partial_rotary_factor": 0.25}, ["partial_rotary_factor=0.25", "even"]),
         ("glm4", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_type", "every dimension"]),
         ("glm4_moe", {"scoring_func": "softmax"}, ["scoring_func", "sigmoid"]),
-        ("glm4_moe", {"mlp_bias": True}, ["mlp_bias=true", "not a known key"]),
-        ("mistral", {"layer_types": ["full_attention"] * 4}, ["layer_types", "not a known key"]),
         ("qwen3", {"use_rope": False}, ["use_rope=false", "not a known key", "qwen3"]),
         ("qwen3", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["longrope"]),
         ("qwen3", {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, ["rope_scaling.mrope_section"]),
@@ -401,11 +345,6 @@ def test_a_key_of_yarn_that_transformers_drops_has_a_remedy() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "attn_factor": 0.87}
     with pytest.raises(UserErrors, match=r"attn_factor=0\.87: not a setting .*; remove it if rope_type=yarn"):
         parse_hf_config(QWEN2 | {"rope_scaling": yarn})
-
-
-def test_keys_that_say_nothing_about_the_computation_are_accepted() -> None:
-    extra = {"_name_or_path": "x", "_anything": [1], "id2label": {"0": "a"}, "temperature": 0.6, "unknown": None}
-    assert parse_hf_config(QWEN2 | extra | {"architectures": ["X"]}) == parse_hf_config(QWEN2)
 
 
 # Values that no key can have, or that few can.
@@ -479,8 +418,6 @@ def test_all_problems_are_in_one_error() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such directory"):
-        read_hf_config(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))

@@ -69,20 +69,6 @@ def test_every_rank_gets_its_slices(tmp_path: Path, layout: ParallelLayout, tied
         assert (report.kept_init, report.ignored) == ((), ())
 
 
-def test_reads_are_coalesced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf = small_config()
-    state = hf_state(hf)
-    write(tmp_path, state)
-    import os
-
-    calls = []
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, *rest: (calls.append(rest[1]), preadv(fd, *rest))[1])
-    load_one(tmp_path, hf, state)
-    # One read per tensor of the checkpoint, although q, k and v go to as many places as there are heads.
-    assert len(calls) == len(state)
-
-
 # Checkpoints that do not fit.
 
 
@@ -107,18 +93,6 @@ def test_missing_unexpected_and_misshaped_tensors_are_one_error(tmp_path: Path) 
     assert f"{file}: model.layers.0.mlp.up_proj.weight has shape [27, 10], config.json asks for [28, 10]" in text
     assert "model.norm.weight has dtype I8" in text
     assert f"{file}: model.layers.4.input_layernorm.weight [10] is not part of" in text
-
-
-def test_errors_are_the_same_on_every_rank(tmp_path: Path) -> None:
-    hf, layout = small_config(), LAYOUTS["tp2-pp2"]
-    state = hf_state(hf)
-    write(tmp_path, {name: t for name, t in state.items() if "layers.3" not in name})
-    messages = set()
-    for at in ranks(layout):
-        with pytest.raises(UserErrors) as caught:
-            load_hf(chunks_of_rank(hf, state, layout, at), tmp_path, sharding=Sharding(hf, layout), coordinates=at)
-        messages.add(str(caught.value))
-    assert len(messages) == 1
 
 
 # Heads.
@@ -157,14 +131,6 @@ def test_value_head_from_a_language_model_keeps_its_init(tmp_path: Path, layout:
         assert report.ignored == (() if tied else ("lm_head.weight",))
         if last:
             assert torch.equal(chunks[-1].get_parameter("output_layer.weight"), torch.full((1, 10), 3.0))
-
-
-def test_a_score_of_several_labels_is_left_aside(tmp_path: Path) -> None:
-    hf = small_config()
-    state = hf_state(hf, value_head=True)
-    write(tmp_path, state | {"score.weight": torch.zeros(5, 10)})
-    report = load_one(tmp_path, hf, state, head="value")
-    assert (report.kept_init, report.ignored) == (("output_layer.weight",), ("score.weight",))
 
 
 @pytest.mark.parametrize("name", VALUE_HEADS)
@@ -309,13 +275,6 @@ def test_plan_and_model_must_agree(tmp_path: Path) -> None:
         layer.layer_number = number  # type: ignore[assignment]
     with pytest.raises(AssertionError, match=r"numbered \[3, 4\]"):
         load("pp2")
-
-
-def test_a_load_is_told_in_a_sentence_without_the_names_of_fields() -> None:
-    report = LoadReport(27, 1_190_000_000, (), ("lm_head.weight",), {"open": 0.1, "plan": 0.4, "read": 3.6})
-    assert str(report) == "1.19 GB of weights in 4.1 s"
-    fresh = LoadReport(27, 952_576, ("output_layer.weight",), (), {"read": 0.02})
-    assert str(fresh) == "0.95 MB of weights in 0.0 s; new, not in the checkpoint: output_layer.weight"
 
 
 def test_names_do_not_depend_on_the_release_of_megatron_core() -> None:

@@ -11,54 +11,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from mega_rl.converters.hf.config import parse_hf_config
-from mega_rl.converters.live.model_config import (
-    extra_config_attributes,
-    gpt_model_kwargs,
-    transformer_config_kwargs,
-    unfused,
-)
+from mega_rl.converters.live.model_config import extra_config_attributes, transformer_config_kwargs, unfused
 from tests.helpers.distributed import run_ranks
 from tests.unit_tests.converters.tiny_configs import TINY
-
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-def model_kwargs(name: str, **changes: Any) -> dict[str, Any]:
-    return gpt_model_kwargs(parse_hf_config(TINY[name] | changes), padded_vocab=100)
-
-
-def test_plain_rope() -> None:
-    assert model_kwargs("qwen3", rope_theta=5e5) == {
-        "vocab_size": 100,
-        "max_sequence_length": 128,
-        "share_embeddings_and_output_weights": False,
-        "position_embedding_type": "rope",
-        "rotary_percent": 1.0,
-        "rotary_base": 500000,
-        "seq_len_interpolation_factor": None,
-    }
-
-
-def test_llama3_rope_is_set_on_the_built_model() -> None:
-    """Megatron-Core's own scaling, with its settings built in, stays off."""
-    kwargs = model_kwargs("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0, **LLAMA3})
-    assert kwargs == model_kwargs("llama")
-
-
-def test_linear_rope() -> None:
-    kwargs = model_kwargs("llama", rope_scaling={"type": "linear", "factor": 2.0})
-    assert kwargs["seq_len_interpolation_factor"] == 2.0
-    one = model_kwargs("llama", rope_scaling={"type": "linear", "factor": 1.0})
-    assert one["seq_len_interpolation_factor"] is None
-
-
-def test_partial_rope_and_the_kind_of_position_embedding() -> None:
-    assert model_kwargs("glm4")["rotary_percent"] == model_kwargs("glm4_moe")["rotary_percent"] == 0.5
-    kinds = {name: model_kwargs(name)["position_embedding_type"] for name in TINY}
-    # Latent attention has its own yarn.
-    assert {name for name, kind in kinds.items() if kind == "yarn"} == {"gpt_oss"}
-    assert set(kinds.values()) == {"yarn", "rope"}
-
 
 MSCALES: list[dict[str, float]] = [
     {},

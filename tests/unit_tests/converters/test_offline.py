@@ -26,9 +26,54 @@ from mega_rl.converters.safetensors.reader import CheckpointReader
 from mega_rl.converters.safetensors.writer import write_checkpoint
 from mega_rl.errors import UserError, UserErrors
 from tests.helpers.distributed import run_ranks
-from tests.unit_tests.converters import offline_cases
 from tests.unit_tests.converters.random_checkpoints import contents, layouts_of, write_random
 from tests.unit_tests.converters.tiny_configs import TINY
+
+
+def convert_all(rank: int, root: str) -> list[int]:
+    """Do the conversions of test_two_processes_write_what_one_writes; return numbers of tensors and files."""
+    folder = Path(root)
+    reports = [
+        import_hf(folder / "hf", folder / "two-dist", options=ImportOptions(mtp="load")),
+        export_checkpoint(folder / "two-dist", folder / "two-hf", options=ExportOptions(shard_bytes=60_000)),
+    ]
+    return [number for report in reports for number in (report.num_tensors, report.num_files)]
+
+
+def fail_on_rank_1(rank: int, source: str, target: str) -> str:
+    """Return the message with which a conversion ends whose second rank cannot write."""
+    write = writing._write_files
+
+    def unlucky(*arguments: object) -> object:
+        if rank == 1:
+            raise UserError("out of luck")
+        return write(*arguments)  # type: ignore[arg-type]
+
+    writing._write_files = unlucky  # type: ignore[assignment]
+    try:
+        import_hf(source, target)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def peak_growth(rank: int, verb: str, source: str, target: str) -> int:
+    """Return the bytes by which a conversion raises the peak of this process's memory."""
+    # What getrusage calls the peak is inherited from the parent process; this one starts anew.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak()
+    if verb == "export":
+        export_checkpoint(source, target)
+    else:
+        import_hf(source, target)
+    return _peak() - before
+
+
+def _peak() -> int:
+    """Return the bytes of memory at its largest."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
 
 WITH_MTP = ImportOptions(mtp="load")
 SMALL_SHARDS = ExportOptions(shard_bytes=60_000)
@@ -302,7 +347,7 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", "deepseek_v3")
     import_hf(source, tmp_path / "one-dist", options=WITH_MTP)
     export_checkpoint(tmp_path / "one-dist", tmp_path / "one-hf", options=SMALL_SHARDS)
-    counts = run_ranks(2, offline_cases.convert_all, str(tmp_path), timeout_s=90)
+    counts = run_ranks(2, convert_all, str(tmp_path), timeout_s=90)
     for name in ("dist", "hf"):
         assert contents(tmp_path / f"two-{name}") == contents(tmp_path / f"one-{name}"), name
     assert counts[0] == counts[1]
@@ -310,7 +355,7 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
 
 def test_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     source = write_random(tmp_path / "hf", "qwen2")
-    messages = run_ranks(2, offline_cases.fail_on_rank_1, str(source), str(tmp_path / "out"), timeout_s=60)
+    messages = run_ranks(2, fail_on_rank_1, str(source), str(tmp_path / "out"), timeout_s=60)
     assert messages == ["out of luck"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -325,7 +370,7 @@ def test_memory_is_the_largest_tensor_and_a_buffer(verb: str, tmp_path: Path) ->
     if verb == "export":
         import_hf(source, tmp_path / "dist")
         source = tmp_path / "dist"
-    (growth,) = run_ranks(1, offline_cases.peak_growth, verb, str(source), str(tmp_path / "out"), timeout_s=90)
+    (growth,) = run_ranks(1, peak_growth, verb, str(source), str(tmp_path / "out"), timeout_s=90)
     threads = min(8, len(os.sched_getaffinity(0)))
     largest = 2 * 16384 * 1024 * 2
     # 32 MiB for modules imported on the way (half of it), plans and what the allocator keeps.

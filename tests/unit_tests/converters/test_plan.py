@@ -28,6 +28,7 @@ from mega_rl.converters.plan.sharding import Head, Sharding, Spec, check_layout,
 from mega_rl.converters.safetensors.header import matrix_shape
 from mega_rl.errors import UserErrors
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
+from tests.helpers.inputs import qwen3_config
 from tests.helpers.selection import covering
 from tests.unit_tests.converters.fakes import (
     LAYOUTS,
@@ -40,6 +41,7 @@ from tests.unit_tests.converters.fakes import (
     small_mla,
     small_moe,
 )
+from tests.unit_tests.converters.hub_configs import DEEPSEEK_V3
 from tests.unit_tests.converters.tiny_configs import TINY
 
 ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
@@ -196,12 +198,7 @@ def test_a_rank_may_hold_nothing_but_padding() -> None:
 def test_a_layout_that_does_not_fit_is_refused_with_every_reason() -> None:
     hf = small_config(num_heads=3, num_kv_heads=3, ffn_hidden_size=7, head_dim=2, num_layers=3)
     problems = check_layout(hf, LAYOUTS["tp2-pp2"])
-    for word in (
-        "num_attention_heads=3",
-        "intermediate_size=7",
-        "num_hidden_layers=3",
-        "heads=3",
-    ):
+    for word in ("num_attention_heads=3", "intermediate_size=7", "num_hidden_layers=3", "heads=3"):
         assert any(word in line for line in problems), (word, problems)
     with pytest.raises(UserErrors):
         prove_complete(Sharding(hf, LAYOUTS["tp2-pp2"]))
@@ -344,24 +341,17 @@ def test_tiling_faults(rectangles: list[tuple[int, int, int, int]], shape: tuple
     assert tiling_faults(tuple(rectangles), shape) == tuple(faults)
 
 
-def test_planning_a_36_layer_model_over_8_ranks_is_fast() -> None:
-    hf = parse_hf_config(
-        {
-            "model_type": "qwen3",
-            "num_hidden_layers": 36,
-            "hidden_size": 4096,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "intermediate_size": 12288,
-            "vocab_size": 151936,
-            "max_position_embeddings": 40960,
-        }
-    )
-    sharding = Sharding(hf, ParallelLayout(world_size=8, tp=8))
-    times = []
-    for _ in range(3):
-        start = time.process_time()
-        prove_complete(sharding)
-        times.append(time.process_time() - start)
-    # About 40 ms on one core of 2025; ten times that would mean work per element or quadratic work.
-    assert min(times) < 0.4
+@pytest.mark.parametrize(
+    ("raw", "layout", "seconds"),
+    [
+        (qwen3_config("8b"), ParallelLayout(world_size=8, tp=8), 0.4),
+        (DEEPSEEK_V3, ParallelLayout(world_size=128, tp=8, pp=2, ep=64, pipeline=(31, 30)), 30.0),
+    ],
+    ids=["8b", "DeepSeek-V3"],
+)
+def test_proof_of_a_large_model_is_fast(raw: dict[str, Any], layout: ParallelLayout, seconds: float) -> None:
+    """About a tenth of this on one core of 2025: more would mean work per element, or of pairs of tensors."""
+    sharding = Sharding(parse_hf_config(raw), layout)
+    start = time.process_time()
+    prove_complete(sharding)
+    assert time.process_time() - start < seconds

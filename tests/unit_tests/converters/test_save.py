@@ -24,7 +24,7 @@ from mega_rl.converters.safetensors.writer import CheckpointWriter
 from mega_rl.errors import UserError
 from mega_rl.parallel.layout import ParallelLayout, RankCoordinates
 from tests.helpers.distributed import run_ranks
-from tests.unit_tests.converters.fakes import planned_chunks
+from tests.unit_tests.converters.fakes import groups_of, planned_chunks
 from tests.unit_tests.converters.random_checkpoints import write_random
 
 FIRST = RankCoordinates()
@@ -124,25 +124,6 @@ LAYOUTS = {
     "ep2-pp2": ParallelLayout(world_size=4, pp=2, ep=2),
     "ep2-dp4": ParallelLayout(world_size=4, ep=2),
 }
-
-
-def groups_of(layout: ParallelLayout, rank: int) -> dict[str, dist.ProcessGroup | None]:
-    """The three groups of a rank; every rank makes every group."""
-    at = [layout.coordinates(r) for r in range(layout.world_size)]
-    size = layout.ep * layout.etp
-    keys = {
-        "tp_group": [(c.cp_rank, c.dp_rank, c.pp_rank) for c in at],
-        "pp_group": [(c.tp_rank, c.cp_rank, c.dp_rank) for c in at],
-        "expert_group": [(c.pp_rank, r % layout.stage_size // size) for r, c in enumerate(at)],
-    }
-    actual: dict[str, dist.ProcessGroup | None] = {}
-    for name, key in keys.items():
-        for value in sorted(set(key)):
-            members = [r for r in range(layout.world_size) if key[r] == value]
-            group = dist.new_group(members)
-            if rank in members:
-                actual[name] = group
-    return actual
 
 
 def save_on_four_ranks(rank: int, folder: str) -> list[str]:

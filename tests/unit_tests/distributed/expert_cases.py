@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mega_rl.config.schema import Config
 from tests.helpers.engines import exported, exported_gradients, make_config, own_rows, replaced, running_engine
 from tests.helpers.models import random_experience, write_tiny_checkpoint
@@ -32,12 +30,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_k2", "gpt_oss",
 )  # fmt: skip
+DENSE = ("gemma3_text", "glm4")  # other norms, windows and rotations than Llama's
 
 
 def write_family(root: Path, family: str, *, layers: int = 2) -> Path:
     """A tiny checkpoint of few layers, of which at least the last is a mixture."""
-    kinds = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if family == "gpt_oss" else {}
-    return write_tiny_checkpoint(root / family, family=family, tied=False, num_hidden_layers=layers, **kinds)
+    windows = family in ("gpt_oss", "gemma3_text")
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * (layers // 2)} if windows else {}
+    tied = family == "gemma3_text"
+    return write_tiny_checkpoint(root / family, family=family, tied=tied, num_hidden_layers=layers, **kinds)
 
 
 def config_of(checkpoint: Path, layout: str, **moe: Any) -> Config:
@@ -83,9 +84,3 @@ def run_cases(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, Any] | N
         except Exception as error:
             raise RuntimeError(f"case {name}") from error
     return actual if rank == 0 else None
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Distance relative to the norm of what is expected; of two tensors of zeros 0."""
-    size = float(expected.double().norm())
-    return float((actual.double() - expected.double()).norm()) / max(size, 1e-12)

@@ -13,6 +13,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from mega_rl.converters.families import FAMILIES
+from mega_rl.verify.twin import hf_logits
+from tests.helpers.distributed import run_ranks
 from tests.helpers.models import GROUPS, write_tiny_checkpoint
 from tests.helpers.selection import covering
 
@@ -171,12 +173,6 @@ CASES = {
 }
 
 
-def world_sizes() -> dict[int, list[str]]:
-    """The layouts of every launch."""
-    sizes = sorted({layout["world_size"] for layout in LAYOUTS.values()})
-    return {size: [name for name, layout in LAYOUTS.items() if layout["world_size"] == size] for size in sizes}
-
-
 def write_case(name: str, root: Path) -> Path:
     """The checkpoint of a case."""
     case = CASES[name]
@@ -190,6 +186,20 @@ def tokens_of(case: Case) -> Tensor:
     tokens = torch.randint(2, vocab, (ROWS, case.length), generator=torch.Generator().manual_seed(7))
     tokens[0, 3] = vocab - 1
     return tokens
+
+
+def write_and_measure(root: Path, timeout_s: float) -> tuple[dict[str, Tensor], dict[str, list[dict[str, Any]]]]:
+    """Write the checkpoints; return transformers' logits by case, and by "case layout" what every rank found."""
+    paths = {name: write_case(name, root) for name in CASES}
+    logits = {n: hf_logits(p, tokens_of(CASES[n])).logits for n, p in paths.items() if CASES[n].has_logits}
+    right = {name: tensor for name, tensor in logits.items() if CASES[name].reference}
+    wrong = {name: tensor for name, tensor in logits.items() if not CASES[name].reference}
+    answers: dict[str, list[dict[str, Any]]] = {}
+    for size in sorted({layout["world_size"] for layout in LAYOUTS.values()}):
+        layouts = [name for name, layout in LAYOUTS.items() if layout["world_size"] == size]
+        ranks = run_ranks(size, measure, str(root), right, wrong, layouts, timeout_s=timeout_s, device="cpu")
+        answers |= {key: [rank[key] for rank in ranks] for key in ranks[0]}
+    return logits, answers
 
 
 def measure(

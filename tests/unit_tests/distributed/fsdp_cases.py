@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from mega_rl.config.schema import Config, DdpConfig, MegatronConfig, OptimConfig
 from tests.helpers.engines import exported, make_config, own_rows, replaced, running_engine
-from tests.helpers.models import random_experience
+from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.unit_tests.distributed.engine_cases import losses, whole
 
 # A large eps keeps Adam from blowing rounding up where a gradient is small, so weights can be compared sharply. The
@@ -24,6 +25,11 @@ OPTIM = OptimConfig(lr=1e-2, eps=1e-2, clip_grad=0.3)
 STEPS = 2  # the second one's gradients are those of weights that the first one has moved, and moments add up
 # bf16 rounds weights to 8 bits: one more or less in the last of them at weights of up to 1.
 BF16_WEIGHT_TOLERANCE = 2**-8
+# fp32 sums in another order; Adam's large eps keeps what rounding does to a step at its own size.
+LOGPROB_TOLERANCE = 1e-4
+NORM_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 1e-6
+Results = dict[str, dict[str, list[Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +86,9 @@ def changed(case: Case) -> Iterator[None]:
     from mega_rl.parallel.accelerator import prepare
 
     prepare("auto")
-    from mega_rl.ddp import megatron_fsdp, torch_fsdp2, wrap
+    from mega_rl.ddp import megatron_fsdp, torch_fsdp2
 
-    kept = wrap.check_fsdp, megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks
+    kept = megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks
 
     def with_new_group(collection: Any) -> Any:
         ranks = torch.distributed.get_process_group_ranks(collection.dp_cp)
@@ -91,24 +97,22 @@ def changed(case: Case) -> Iterator[None]:
         return collection
 
     def build(*args: Any, pg_collection: Any, **kwargs: Any) -> Any:
-        return kept[1](
+        return kept[0](
             *args, pg_collection=None if case.groups == "default" else with_new_group(pg_collection), **kwargs
         )
 
     def shard(*args: Any, collection: Any, **kwargs: Any) -> Any:
-        return kept[3](*args, collection=with_new_group(collection), **kwargs)
+        return kept[2](*args, collection=with_new_group(collection), **kwargs)
 
     if case.groups != "engine":
         megatron_fsdp.MegatronFsdp = build
         torch_fsdp2.shard_chunks = shard
-    if case.upstream:
-        wrap.check_fsdp = lambda *args, **kwargs: None
     if case.upstream == "no_sync":
         megatron_fsdp.no_sync_of = lambda chunk, ddp: chunk.no_sync
     try:
         yield
     finally:
-        wrap.check_fsdp, megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks = kept
+        megatron_fsdp.MegatronFsdp, megatron_fsdp.no_sync_of, torch_fsdp2.shard_chunks = kept
 
 
 def moments(engine: Any) -> int:
@@ -147,6 +151,44 @@ def sharded_modules(engine: Any) -> dict[str, Any]:
 def train_all(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Any]:
     """Every case; what this rank found."""
     return {name: train(case, Path(root)) for name, case in cases.items()}
+
+
+def train_worlds(launch: Callable[..., list[Any]], root: Path, worlds: dict[int, dict[str, Case]]) -> Results:
+    """What every rank found, by world size and case."""
+    for name, tied in {"tied": True, "untied": False}.items():
+        write_tiny_checkpoint(root / name, family="qwen3", tied=tied)
+    actual = {}
+    for world_size, cases in worlds.items():
+        answers = launch(world_size, train_all, str(root), cases, timeout_s=300)
+        actual[str(world_size)] = {name: [answer[name] for answer in answers] for name in cases}
+    return actual
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether every bit is."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def assert_like_one_rank(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """Outputs, losses, norms before clipping (sums, not means), and the weights after two steps, on every rank."""
+    for many in ranks:
+        assert many["microbatches"] > 1 or len(ranks) == 4
+        assert (many["before"] - one["before"]).abs().max() <= LOGPROB_TOLERANCE
+        assert (many["after"] - one["after"]).abs().max() <= LOGPROB_TOLERANCE
+        assert many["norms"] == pytest.approx(one["norms"], rel=NORM_TOLERANCE)
+        assert many["losses"] == pytest.approx(one["losses"], rel=1e-4, abs=1e-6)
+        for key, expected in one["weights"].items():
+            assert (many["weights"][key] - expected).abs().max() <= WEIGHT_TOLERANCE, key
+    assert max(float((one["weights"][key] - one["start"][key]).abs().max()) for key in one["start"]) > 1e-3
+
+
+def assert_offloaded(stayed: list[dict[str, Any]], moved: list[dict[str, Any]]) -> None:
+    """Memory comes back as it was: every bit of the run is that of one that never gave it away."""
+    for one, other in zip(stayed, moved, strict=True):
+        assert other["freed"] > 4 * 3 * 51_000 / 2  # two ranks share FP32 parameters, gradients and moments at least
+        assert other["left"] == 0
+        assert other["norms"] == one["norms"]
+        assert equal(other["weights"], one["weights"])
 
 
 def assert_exported(folder: Path, results: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_ranks
-from tests.helpers.engines import LAYOUTS
+from tests.helpers.engines import LAYOUTS, worst_difference
 from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.selection import covering
 from tests.unit_tests.distributed.engine_cases import run_cases
@@ -69,15 +69,6 @@ def results(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
             ]
         actual |= run_ranks(world_size, run_cases, world_size, cases, timeout_s=240)[0]
     return actual
-
-
-def worst_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest distance of two tensors of one name, relative to the norm, and that name."""
-    assert left.keys() == right.keys()
-    return max(
-        (float((left[n].double() - right[n].double()).norm() / right[n].double().norm().clamp(min=1e-12)), n)
-        for n in left
-    )
 
 
 def test_one_rank_matches_hugging_face(checkpoint: Path, results: dict[str, Any]) -> None:
@@ -157,3 +148,14 @@ def test_uneven_padded_micro_batches_in_a_pipeline(results: dict[str, Any]) -> N
     """The last micro-batch of a pipeline may have another shape than the others."""
     distance, name = worst_difference(results["pp2 padded by 3, uneven"]["gradients"], results["1"]["gradients"])
     assert distance <= RELATIVE_TOLERANCE, name
+
+
+@pytest.mark.gpu
+def test_one_gpu_matches_the_cpu(checkpoint: Path) -> None:
+    """In fp32; kernels of another device sum in another order and use other exponentials."""
+    case = {"name": "1", "checkpoint": str(checkpoint), "layout": "1", "moves": False}
+    cpu, gpu = (run_ranks(1, run_cases, 1, [case], device=device)[0]["1"] for device in ("cpu", "cuda"))
+    assert (gpu["outputs"] - cpu["outputs"]).abs().max() <= LOGPROB_TOLERANCE
+    assert gpu["metrics"]["grad_norm"] == pytest.approx(cpu["metrics"]["grad_norm"], rel=1e-4)
+    distance, name = worst_difference(gpu["gradients"], cpu["gradients"])
+    assert distance <= 1e-4, name

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from mega_rl.converters.hf.config import read_hf_config
 from mega_rl.plan.preflight.checkpoints import known_bug
-from mega_rl.verify.twin.compare import hf_logits
-from tests.helpers.distributed import run_ranks
-from tests.unit_tests.distributed.family_cases import CASES, measure, tokens_of, world_sizes, write_case
+from tests.unit_tests.distributed.family_cases import CASES, write_and_measure
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
 
@@ -26,27 +24,15 @@ EFFECT = 1e-2  # what a setting at least moves some logit by
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
-    """The checkpoints, and transformers' logits by case."""
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """The checkpoints, transformers' logits by case, and what every rank found by "case layout"."""
     root = tmp_path_factory.mktemp("families")
-    paths = {name: write_case(name, root) for name in CASES}
-    return root, {
-        name: hf_logits(path, tokens_of(CASES[name])).logits for name, path in paths.items() if CASES[name].has_logits
-    }
+    return (root, *write_and_measure(root, timeout_s=400))
 
 
 @pytest.fixture(scope="module")
-def results(expected: tuple[Path, dict[str, Tensor]]) -> dict[str, list[dict[str, Any]]]:
-    """By "case layout", what every rank found."""
-    root, logits = expected
-    right = {name: tensor for name, tensor in logits.items() if CASES[name].reference}
-    wrong = {name: tensor for name, tensor in logits.items() if not CASES[name].reference}
-    answers: dict[str, list[dict[str, Any]]] = {}
-    for world_size, layouts in world_sizes().items():
-        ranks = run_ranks(world_size, measure, str(root), right, wrong, layouts, timeout_s=400, device="cpu")
-        for key in ranks[0]:
-            answers[key] = [rank[key] for rank in ranks]
-    return answers
+def results(measured: tuple[Path, dict[str, Tensor], dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return measured[2]
 
 
 PAIRS = [(name, layout) for name, case in CASES.items() for layout in case.layouts]
@@ -72,18 +58,16 @@ def test_logits_are_those_of_transformers(results: dict[str, list[dict[str, Any]
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.unlike])
-def test_the_setting_matters(expected: tuple[Path, dict[str, Tensor]], name: str) -> None:
+def test_the_setting_matters(measured: tuple[Path, dict[str, Tensor], Any], name: str) -> None:
     """The same weights under another setting say something else: parity is no matter of course."""
-    _, logits = expected
+    _, logits, _ = measured
     other = logits[CASES[name].unlike]
     assert float((logits[name] - other).abs().max()) > EFFECT
 
 
-def test_wrong_references_are_known(
-    expected: tuple[Path, dict[str, Tensor]], results: dict[str, list[dict[str, Any]]]
-) -> None:
+def test_wrong_references_are_known(measured: tuple[Path, dict[str, Tensor], dict[str, Any]]) -> None:
     """Where transformers is wrong, the same fault in Megatron-Core gives its logits; nobody else is in the table."""
-    root, _ = expected
+    root, _, results = measured
     for name, case in CASES.items():
         bug = known_bug(read_hf_config(root / name))
         assert (bug is None) == case.reference, name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,17 +10,20 @@ import torch
 
 from mega_rl.config.schema import DataParallelConfig, MegatronConfig, MegatronFsdpConfig
 from mega_rl.parallel.accelerator.megatron_core import installed_release
-from tests.helpers.distributed import run_megatron_fsdp, run_ranks
-from tests.helpers.models import write_tiny_checkpoint
+from tests.helpers.distributed import run_megatron_fsdp
 from tests.helpers.selection import without
-from tests.unit_tests.distributed.fsdp_cases import Case, assert_bf16_like_ddp, assert_exported, train_all
+from tests.unit_tests.distributed.fsdp_cases import (
+    Case,
+    Results,
+    assert_bf16_like_ddp,
+    assert_exported,
+    assert_like_one_rank,
+    assert_offloaded,
+    equal,
+    train_worlds,
+)
 
 pytestmark = pytest.mark.timeout(600)  # the first test pays for the launches of all
-
-# fp32 sums in another order; Adam's large eps keeps what rounding does to a step at its own size.
-LOGPROB_TOLERANCE = 1e-4
-NORM_TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 1e-6
 
 
 def fsdp(sharding: str, **more: Any) -> DataParallelConfig:
@@ -73,38 +75,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(root: Path) -> dict[str, dict[str, list[Any]]]:
+def results(root: Path) -> Results:
     """By world size and case, what every rank found."""
-    write_tiny_checkpoint(root / "tied", family="qwen3", tied=True)
-    actual: dict[str, dict[str, list[Any]]] = {}
-    for world_size, cases in {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}.items():
-        answers = run_megatron_fsdp(world_size, train_all, str(root), cases, timeout_s=150)
-        actual[str(world_size)] = {name: [answer[name] for answer in answers] for name in cases}
-    return actual
-
-
-def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Whether every bit is."""
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return train_worlds(run_megatron_fsdp, root, {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS})
 
 
 @pytest.mark.parametrize(("world", "name"), SAME_AS_ONE_RANK)
-def test_steps_are_those_of_one_rank(results: dict[str, Any], world: str, name: str) -> None:
-    """Outputs, losses, norms before clipping (sums, not means), and the weights after two steps, on every rank."""
+def test_steps_are_those_of_one_rank(results: Results, world: str, name: str) -> None:
     (one,) = results["1"][name if name in ONE_RANK else "tied"]
-    for many in results[world][name]:
-        assert many["microbatches"] > 1 or world == "4"
-        assert (many["before"] - one["before"]).abs().max() <= LOGPROB_TOLERANCE
-        assert (many["after"] - one["after"]).abs().max() <= LOGPROB_TOLERANCE
-        assert many["norms"] == pytest.approx(one["norms"], rel=NORM_TOLERANCE)
-        assert many["losses"] == pytest.approx(one["losses"], rel=1e-4, abs=1e-6)
-        for key, expected in one["weights"].items():
-            assert (many["weights"][key] - expected).abs().max() <= WEIGHT_TOLERANCE, key
-    assert max(float((one["weights"][key] - one["start"][key]).abs().max()) for key in one["start"]) > 1e-3
+    assert_like_one_rank(one, results[world][name])
 
 
 @pytest.mark.parametrize("groups", ["default groups", "new groups"])
-def test_groups_of_the_caller(results: dict[str, Any], groups: str) -> None:
+def test_groups_of_the_caller(results: Results, groups: str) -> None:
     """Upstream's own groups and groups made by hand of the same ranks: every bit the same."""
     for own, other in zip(results["2"]["optim_grads_params"], results["2"][groups], strict=True):
         assert own["norms"] == other["norms"]
@@ -115,7 +98,7 @@ def test_groups_of_the_caller(results: dict[str, Any], groups: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FOUR_RANKS if name.startswith("hybrid")])
-def test_hybrid_sharding_holds_copies_of_shards(results: dict[str, Any], name: str) -> None:
+def test_hybrid_sharding_holds_copies_of_shards(results: Results, name: str) -> None:
     """Two groups of two: together they hold everything twice; the steps are compared with one rank's above."""
     (whole,) = results["1"]["tied"]
     assert sum(actual["moments"] for actual in results["4"]["flat"]) == whole["moments"]
@@ -123,23 +106,18 @@ def test_hybrid_sharding_holds_copies_of_shards(results: dict[str, Any], name: s
 
 
 @pytest.mark.parametrize("name", ["offload", "offload optim"])
-def test_offload_between_steps(results: dict[str, Any], name: str) -> None:
-    """Memory comes back as it was: every bit of the run is that of one that never gave it away."""
+def test_offload_between_steps(results: Results, name: str) -> None:
     usual = "optim" if name == "offload optim" else "optim_grads_params"
-    for stayed, moved in zip(results["2"][usual], results["2"][name], strict=True):
-        assert moved["freed"] > 4 * 3 * 51_000 / 2  # two ranks share FP32 parameters, gradients and moments at least
-        assert moved["left"] == 0
-        assert moved["norms"] == stayed["norms"]
-        assert equal(moved["weights"], stayed["weights"])
+    assert_offloaded(results["2"][usual], results["2"][name])
 
 
-def test_bf16_is_that_of_ddp(results: dict[str, Any]) -> None:
+def test_bf16_is_that_of_ddp(results: Results) -> None:
     """FP32 main parameters and gradients on both sides."""
     assert_bf16_like_ddp(results["2"])
 
 
-def test_upstream_is_still_wrong_where_it_is_refused(results: dict[str, Any]) -> None:
-    """0.18 has mended two of three. Once no release has one, its refusal can go: ddp/fsdp_limits.py and no_sync_of."""
+def test_upstream_is_still_wrong_where_it_is_refused(results: Results) -> None:
+    """0.18 has mended two of three. Once no release has one, its refusal can go: the rule of config and no_sync_of."""
     (one,) = results["1"]["tied"]
     actual = {
         "no_sync": results["2"]["upstream optim"][0]["norms"],
@@ -149,56 +127,12 @@ def test_upstream_is_still_wrong_where_it_is_refused(results: dict[str, Any]) ->
     wrong = {name for name, norms in actual.items() if abs(norms[0] / one["norms"][0] - 1) > 0.01}
     if installed_release().series == "0.16":
         assert wrong == {"no_sync", "overlapped", "one rank"}
-        assert actual["no_sync"][0] == pytest.approx(2 * one["norms"][0], rel=NORM_TOLERANCE)
+        assert actual["no_sync"][0] == pytest.approx(2 * one["norms"][0], rel=1e-5)
     else:
         assert wrong == {"no_sync"}
 
 
 @pytest.mark.parametrize(("world", "name"), EXPORTS)
-def test_weights_leave_as_a_hugging_face_checkpoint(results: dict[str, Any], root: Path, world: str, name: str) -> None:
+def test_weights_leave_as_a_hugging_face_checkpoint(results: Results, root: Path, world: str, name: str) -> None:
     case = (TWO_RANKS if world == "2" else FOUR_RANKS)[name]
     assert_exported(root / case.export, results[world][name])
-
-
-SETTINGS: dict[str, tuple[DataParallelConfig, dict[str, int], str]] = {
-    "optim, overlapped": (fsdp("optim", overlap_grad_reduce=True), {}, "counts a rank's own gradients twice"),
-    "optim, instances": (fsdp("optim", optimizer_instances=2), {}, "within an instance only"),
-    "pipeline": (FULL, {"pp": 2}, "no place for pipelines"),
-    "one rank": (FULL, {"dp_cp": 1}, "nothing to shard"),
-}
-
-
-def refusals(rank: int) -> dict[str, str]:
-    """What is said to each of the settings, and to experts that are spread."""
-    from mega_rl.parallel.accelerator import prepare
-
-    prepare("auto")
-    from mega_rl.ddp.wrap import check_fsdp
-    from mega_rl.errors import UserError
-
-    answers = {}
-    expert = torch.nn.Linear(1, 1)
-    expert.weight.allreduce = False  # type: ignore[assignment]
-    cases = {name: (ddp, sizes, torch.nn.Linear(1, 1)) for name, (ddp, sizes, _) in SETTINGS.items()}
-    frozen = torch.nn.Linear(1, 1).requires_grad_(False)
-    cases |= {"experts": (FULL, {}, expert), "frozen": (FULL, {}, frozen), "fine": (FULL, {}, torch.nn.Linear(1, 1))}
-    for name, (ddp, sizes, chunk) in cases.items():
-        groups = {"pp": 1, "dp_cp": 2} | sizes
-        collection: Any = SimpleNamespace(**{k: SimpleNamespace(size=lambda n=n: n) for k, n in groups.items()})
-        answers[name] = ""
-        try:
-            check_fsdp(ddp, chunks=[chunk], collection=collection)
-        except UserError as error:
-            answers[name] = str(error)
-    return answers
-
-
-def test_refusals() -> None:
-    """Each names the setting; what is right passes."""
-    (answers,) = run_ranks(1, refusals, device="cpu")
-    for name, (_, _, message) in SETTINGS.items():
-        assert message in answers[name], name
-        assert len(answers[name].splitlines()) == 1
-    assert "experts that are not on every rank" in answers["experts"]
-    assert "waits for a gradient of every parameter" in answers["frozen"]
-    assert answers["fine"] == ""

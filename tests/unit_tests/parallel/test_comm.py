@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import GroupRanks, SingleRank, ranks_of
 from mega_rl.types import Rollout
 from tests.helpers.counting import CollectiveRecorder
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import initialized, run_ranks
 
 BATCHES = {2: [3, 0], 4: [2, 0, 5, 1]}  # rows of each rank
 LENGTHS = {2: [4, 7], 4: [6, 9, 3, 6]}  # padded length of each rank
@@ -76,22 +75,8 @@ def answers(rank: int, size: int) -> Answers:
     return Answers(tokens=torch.full((count, length), rank), texts=texts, source="here", batch_size=[count])
 
 
-def mixed(rank: int, size: int) -> TensorDict:
-    """Every kind of field, entered in another order on every rank; rows that say where they come from."""
-    count, length = BATCHES[size][rank], LENGTHS[size][rank]
-    row = torch.arange(count)
-    fields: list[tuple[str, Any]] = [
-        ("a", (100 * rank + row).to(torch.int16)),
-        ("b", (row[:, None, None] + torch.ones(count, length, 2)).bfloat16().requires_grad_()),
-        ("c", torch.full((count, 3), rank, dtype=torch.int64)),
-        ("d", NonTensorStack(*[None, {"row": [rank, "ü", True]}, -1, 0.5, math.inf, ""])[:count]),
-        ("e", NonTensorData({"step": 3, "of": [None, "x"]}, batch_size=[count])),
-    ]
-    return TensorDict(dict(fields[rank:] + fields[:rank]), batch_size=[count])
-
-
 def objects(ranks: GroupRanks) -> None:
-    """Objects and batches of them from all ranks."""
+    """Objects and rows with objects from all ranks; special_distributed/test_tensor_dict.py has every kind of field."""
     size, rank = ranks.size, ranks.rank
     for value in (lambda r: r, lambda r: [{"rank": r, "text": "ü" * 100 * r}, None, 1e-300, True], lambda r: ""):
         assert ranks.gather_json(value(rank)) == [value(other) for other in range(size)]
@@ -100,20 +85,6 @@ def objects(ranks: GroupRanks) -> None:
     assert list(results.texts) == [text for part in expected for text in part.texts]
     assert results.source == "here"
     assert torch.equal(results.tokens, torch.cat([padded(part.tokens, max(LENGTHS[size])) for part in expected]))
-    batch = ranks.gather_tensordict(mixed(rank, size))
-    parts = [mixed(other, size) for other in range(size)]
-    assert batch.batch_size == (sum(BATCHES[size]),)
-    assert sorted(batch.keys()) == ["a", "b", "c", "d", "e"]
-    for name in ("a", "b", "c"):
-        longest = max(LENGTHS[size])
-        whole = [part[name] for part in parts]
-        if name == "b":
-            whole = [torch.nn.functional.pad(one.detach(), (0, 0, 0, longest - one.shape[1])) for one in whole]
-        assert batch[name].dtype == whole[0].dtype
-        assert torch.equal(batch[name], torch.cat(whole))
-        assert not batch[name].requires_grad
-    assert batch.get("d").tolist() == [value for part in parts for value in part.get("d").tolist()]
-    assert batch["e"] == {"step": 3, "of": [None, "x"]}
 
 
 def refusals(ranks: GroupRanks) -> None:
@@ -129,11 +100,6 @@ def refusals(ranks: GroupRanks) -> None:
 
     differs = "is not the same on all ranks:"
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: ranks.gather_json({"a": [1, {2} if wrong else 2]}), f"rank {last}: a[1] is a set, which does not"),
-        (lambda: ranks.gather_json((1, 2) if wrong else 1), f"rank {last}: the value is a tuple, which does not"),
-        (lambda: ranks.gather_json({1: 2} if wrong else {}), f"rank {last}: the value is a dict with keys that"),
-        (lambda: ranks.gather_json({"a": torch.ones(()) if wrong else 1.0}), f"rank {last}: a is a Tensor"),
-        (gathered(answer=NonTensorStack("x", 1j)), f"rank {last}: objects.answer[1] is a complex"),
         (gathered(tokens=torch.zeros(2, 3, 4)), f"; torch.float32 [B, S, 4] on rank(s) {last}"),
         (gathered(tokens=torch.zeros(2, 3).long()), f"; torch.int64 [B, S] on rank(s) {last}"),
         (gathered(tokens=None), f"field 'tokens' {differs} torch.float32 [B, S] on rank(s) {others}; missing on"),
@@ -148,14 +114,8 @@ def refusals(ranks: GroupRanks) -> None:
 
 
 def ranks_compare(rank: int) -> None:
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups
-    from mega_rl.parallel.layout import ParallelLayout
-
     size = int(os.environ["WORLD_SIZE"])
-    built = groups.initialize(ParallelLayout(world_size=size), accelerator=accelerator, timeout_s=60)
+    built, _ = initialized()
     ranks = ranks_of(built.dp)
     assert isinstance(ranks, GroupRanks)
     assert (ranks.rank, ranks.size) == (rank, size)
@@ -208,13 +168,7 @@ class Allocated(TorchDispatchMode):
 
 def bytes_of_a_gather(rank: int) -> tuple[int, int, dict[str, int]]:
     """(allocated, result, sent by operation) of rows of which rank 0 has most."""
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups
-    from mega_rl.parallel.layout import ParallelLayout
-
-    built = groups.initialize(ParallelLayout(world_size=4), accelerator=accelerator, timeout_s=60)
+    built, _ = initialized()
     ranks = GroupRanks(built.dp)
     count = 5 if rank == 0 else 1
     batch = TensorDict({"tokens": torch.full((count, 1000 + rank, 3), rank)}, batch_size=[count])
@@ -242,13 +196,7 @@ def test_ranks_equal_one_process(size: int) -> None:
 
 def one_rank_compares(rank: int) -> None:
     """Every collective of a group of one, with torch.distributed and without: equal to the bit, in layout and graph."""
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups
-    from mega_rl.parallel.layout import ParallelLayout
-
-    built = groups.initialize(ParallelLayout(world_size=1), accelerator=accelerator, timeout_s=60)
+    built, _ = initialized()
     real = GroupRanks(built.dp)
     reductions(real)
     with CollectiveRecorder() as recorder:
@@ -281,41 +229,6 @@ def one_rank_compares(rank: int) -> None:
 
 def test_a_group_of_one_rank_does_without_torch_distributed() -> None:
     run_ranks(1, one_rank_compares)
-
-
-def test_a_single_rank_moves_nothing_and_copies() -> None:
-    ranks = SingleRank()
-    assert (ranks.rank, ranks.size) == (0, 1)
-    tensor = torch.arange(3.0)
-    for copy in (ranks.sum(tensor), ranks.max(tensor), ranks.broadcast(tensor)):
-        assert torch.equal(copy, tensor)
-        assert copy.data_ptr() != tensor.data_ptr()
-    rows = rollout(0, 2)
-    for moved in (ranks.gather_rows(rows), ranks.exchange_rows(rows, torch.zeros(3, dtype=torch.int64))):
-        expect(moved, [rows], 4)
-        assert moved.tokens.data_ptr() != rows.tokens.data_ptr()
-
-
-def test_a_single_rank_takes_the_objects_that_many_ranks_take() -> None:
-    ranks = SingleRank()
-    value = [{"a": None}]
-    assert ranks.gather_json(value) == [value]
-    assert ranks.gather_json(value)[0] is not value
-    batch = mixed(2, 4)
-    copy = ranks.gather_tensordict(batch)
-    for name in ("a", "b", "c"):
-        assert torch.equal(copy[name], batch[name])
-        assert copy[name].data_ptr() != batch[name].data_ptr()
-    assert copy.get("d").tolist() == batch.get("d").tolist()
-    assert copy["e"] == batch["e"]
-    assert list(ranks.gather_rows(answers(2, 4)).texts) == ["2.0", "2.1", "2.2", "2.3", "2.4"]
-    with pytest.raises(RunError, match=r"rank 0: objects\.d\[0\] is a object, which does not travel between ranks"):
-        ranks.gather_tensordict(TensorDict({"d": NonTensorStack(object())}, batch_size=[1]))
-
-
-def test_objects_are_gathered_and_not_exchanged() -> None:
-    with pytest.raises(AssertionError, match="objects cannot be exchanged: texts, source"):
-        SingleRank().exchange_rows(answers(0, 2), torch.zeros(3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("wrong", [torch.tensor([0, 0, 1]), torch.tensor([0, 0, -1]), torch.tensor([0, 0])])

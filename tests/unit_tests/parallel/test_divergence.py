@@ -15,7 +15,7 @@ from torch.nn.functional import kl_div
 
 from mega_rl.parallel.divergence import TeacherHead, vocab_parallel_divergence
 from mega_rl.parallel.vocab import VocabColumns
-from tests.helpers.distributed import device_for, run_ranks
+from tests.helpers.distributed import device_for, initialized, run_ranks
 from tests.unit_tests.parallel.test_vocab import LargestAllocation
 
 VOCAB, HIDDEN = 96, 24  # columns over all ranks, width of the teacher
@@ -112,14 +112,8 @@ def test_one_rank_equals_float64(name: str) -> None:
 
 def ranks_check_every_case(rank: int) -> None:
     """Every case on the ranks of this launch, which are one tensor-parallel group."""
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups
-    from mega_rl.parallel.layout import ParallelLayout
-
     size = int(os.environ["WORLD_SIZE"])
-    built = groups.initialize(ParallelLayout(world_size=size, tp=size), accelerator=accelerator, timeout_s=60)
+    built, accelerator = initialized(tp=size)
     for name in CASES:
         try:
             check(name, built.tp, accelerator.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -23,10 +22,6 @@ def raise_or_hang(rank: int) -> None:
     if rank == 1:
         raise KeyError("the culprit")
     time.sleep(60)
-
-
-def die(rank: int) -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def abort_at_first(rank: int, path: str) -> str:
@@ -62,11 +57,6 @@ def test_the_first_failure_ends_everybody() -> None:
     assert "raise_or_hang" in str(error.value)
 
 
-def test_a_dead_rank_is_named() -> None:
-    with pytest.raises(RanksFailed, match="rank 0 died of SIGSEGV"):
-        run_ranks(1, die)
-
-
 def test_a_rank_that_aborts_leaves_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=r"(?s)rank 0 died of SIGABRT:\nheap of a test\n.*in abort_at_first"):
         run_ranks(1, abort_at_first, str(tmp_path / "flag"))
@@ -81,8 +71,8 @@ def test_crashes_of_megatron_fsdp_are_tried_once_more_and_exceptions_are_not(tmp
 
 def test_a_hang_ends_at_the_timeout_with_its_children(tmp_path: Path) -> None:
     path = tmp_path / "pid"
-    with pytest.raises(RanksFailed, match=r"did not end within 8 s"):
-        run_ranks(1, hang_with_a_child, str(path), timeout_s=8)
+    with pytest.raises(RanksFailed, match=r"did not end within 4 s"):
+        run_ranks(1, hang_with_a_child, str(path), timeout_s=4)
     state = Path(f"/proc/{path.read_text()}/stat")
     deadline = time.monotonic() + 5
     while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:

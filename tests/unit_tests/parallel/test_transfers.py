@@ -2,9 +2,57 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 from mega_rl.parallel.transfers import FilePart, cut
 from tests.helpers.distributed import run_ranks
-from tests.unit_tests.parallel.transfers_on_ranks import byte, send_around
+
+
+def send_around(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
+    """Every rank sends a file to both others, in parts of 1000 bytes; then again where reads or writes fail."""
+    import torch.distributed as dist
+
+    from mega_rl.errors import RunError
+    from mega_rl.parallel import transfers
+    from mega_rl.parallel.comm import GroupRanks
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = GroupRanks(group)
+    transfers.PART_BYTES = 1000
+    parts: list[transfers.FilePart] = []
+    for source in range(3):
+        for target in range(3):
+            if source != target:
+                for name, size in sizes.items():
+                    parts += transfers.cut(source, target, f"{name}{source}{target}", 7, size)
+    received: dict[str, bytearray] = {}
+
+    def read(part: transfers.FilePart, buffer: memoryview) -> None:
+        for i in range(part.nbytes):
+            buffer[i] = byte(part.source, part.start + i)
+
+    def write(part: transfers.FilePart, buffer: memoryview) -> None:
+        received.setdefault(part.file, bytearray(max(sizes.values()) + 7))[part.start : part.start + part.nbytes] = (
+            buffer
+        )
+
+    def fail(part: transfers.FilePart, buffer: memoryview) -> None:
+        raise RunError(f"no {part.file}")
+
+    failure = transfers.transfer(parts, ranks, read=read, write=write)
+    on_read = transfers.transfer(parts, ranks, read=fail if rank == 1 else read, write=lambda *_: None)
+    on_write = transfers.transfer(parts, ranks, read=read, write=fail if rank == 2 else lambda *_: None)
+    dist.destroy_process_group()
+    return {"received": received, "failure": failure, "on read": on_read, "on write": on_write}
+
+
+def byte(rank: int, at: int) -> int:
+    """The byte at a place of a file that a rank sends."""
+    return (37 * rank + at * at) % 251
+
 
 SIZES = {"none": 0, "short": 10, "long": 12345}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_rl.parallel.vocab import hide, vocab_parallel_logprobs_entropy
-from tests.helpers.distributed import device_for, run_ranks
+from tests.helpers.distributed import device_for, initialized, run_ranks
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -131,14 +131,8 @@ def count_all_reduces(group: dist.ProcessGroup, device: str) -> tuple[list[int],
 
 
 def ranks_check_every_case(rank: int) -> tuple[list[int], int]:
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups
-    from mega_rl.parallel.layout import ParallelLayout
-
     size = int(os.environ["WORLD_SIZE"])
-    built = groups.initialize(ParallelLayout(world_size=size, tp=size), accelerator=accelerator, timeout_s=60)
+    built, accelerator = initialized(tp=size)
     for name in CASES:
         try:
             check(name, built.tp, accelerator.name)

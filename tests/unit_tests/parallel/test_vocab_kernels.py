@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mega_rl.parallel import vocab
 from mega_rl.parallel.vocab import vocab_parallel_logprobs_entropy
-from tests.helpers.distributed import device_for, run_ranks
+from tests.helpers.distributed import device_for, initialized, run_ranks
 from tests.unit_tests.parallel.test_vocab import CASES, check
 
 pytestmark = [
@@ -58,13 +58,7 @@ def test_one_rank_equals_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def ranks_check_every_case(rank: int) -> None:
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
-    from mega_rl.parallel import groups
-    from mega_rl.parallel.layout import ParallelLayout
-
-    built = groups.initialize(ParallelLayout(world_size=2, tp=2), accelerator=accelerator, timeout_s=60)
+    built, accelerator = initialized(tp=2)
     with pytest.MonkeyPatch.context() as patch:
         used = use_kernels(patch)
         for name in CASES:

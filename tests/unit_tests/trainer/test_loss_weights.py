@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience
-from tests.helpers.simulated_ranks import on_simulated_ranks
+from tests.helpers.threads import on_simulated_ranks
 
 LENGTHS, PROMPTS = torch.tensor([5, 1, 3, 7, 2, 4]), torch.tensor([0, 0, 2, 2, 3, 3])
 

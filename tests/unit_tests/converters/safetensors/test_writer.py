@@ -21,12 +21,7 @@ from torch import Tensor
 from mega_rl.converters.safetensors import writer as safetensors_writer
 from mega_rl.converters.safetensors.header import INDEX_FILE
 from mega_rl.converters.safetensors.output_folder import output_folder
-from mega_rl.converters.safetensors.writer import (
-    CheckpointWriter,
-    SafetensorsFile,
-    TensorSpec,
-    write_checkpoint,
-)
+from mega_rl.converters.safetensors.writer import CheckpointWriter, SafetensorsFile, TensorSpec, write_checkpoint
 from mega_rl.errors import UserError
 
 
@@ -150,16 +145,6 @@ def test_only_checkpoints_are_overwritten(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message), output_folder(tmp_path / name, overwrite=True):
             pytest.fail("must not begin")
     assert (tmp_path / "thesis" / "text").exists()
-
-
-def test_two_writers_of_one_target(tmp_path: Path) -> None:
-    with output_folder(tmp_path / "out") as work:
-        put(work, config_json="first")
-        with pytest.raises(UserError, match="another process is writing it"), output_folder(tmp_path / "out"):
-            pytest.fail("must not begin")
-        with output_folder(tmp_path / "other") as other:
-            put(other, config_json="other")
-    assert (tmp_path / "out" / "config.json").read_text() == "first"
 
 
 KILLED = """

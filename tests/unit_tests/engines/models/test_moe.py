@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.engines import worst_difference
 from tests.helpers.models import random_experience
 from tests.helpers.selection import without
-from tests.unit_tests.distributed.expert_cases import LAYOUTS, relative, write_family
+from tests.unit_tests.distributed.expert_cases import LAYOUTS, write_family
 from tests.unit_tests.engines.models.moe_cases import BIAS, USED, run_cases, write_lopsided
 
 pytestmark = pytest.mark.timeout(900)  # the first test pays for the launches of all
@@ -92,17 +93,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             for family in ("deepseek_v3", "mixtral"):
                 here[f"by hand {family}"] = {"kind": "by hand", "checkpoint": paths[family]}
             here["balance 1 mixtral"] = {"kind": "balance", "layout": "1", "checkpoint": paths["mixtral"]}
-            here["no bias"] = {"kind": "no bias", "checkpoint": paths["mixtral"]}
-            here["settings"] = {"kind": "settings", "checkpoint": paths["mixtral"]}
             here["fusions"] = {"kind": "fusions", "checkpoint": paths["qwen2_moe"]}
         answers |= run_ranks(world_size, run_cases, here, timeout_s=300)[0]
     return answers
-
-
-def worst(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Largest relative distance of two tensors of one name, and that name."""
-    assert results.keys() == expected.keys()
-    return max((relative(results[name], expected[name]), name) for name in expected)
 
 
 @pytest.mark.parametrize("name", list(IDLE))
@@ -111,7 +104,7 @@ def test_experts_and_ranks_without_tokens(results: dict[str, Any], name: str) ->
     one, many = results["idle 1"], results[f"idle {name}"]
     assert (many["logprobs"] - one["logprobs"]).abs().max() <= 1e-5
     assert many["metrics"]["grad_norm"] == pytest.approx(one["metrics"]["grad_norm"], rel=2e-6)
-    distance, weight = worst(many["gradients"], one["gradients"])
+    distance, weight = worst_difference(many["gradients"], one["gradients"])
     assert distance <= TOLERANCE, weight
     for weight, gradient in many["gradients"].items():
         if ".mlp.experts." in weight:
@@ -137,7 +130,7 @@ def test_balance_loss_is_what_its_definition_says(results: dict[str, Any], famil
     by_hand = results[f"by hand {family}"]
     engine = results["balance 1" if family == "deepseek_v3" else "balance 1 mixtral"]
     assert engine["loss"] == pytest.approx(by_hand["loss"], rel=1e-6)
-    distance, weight = worst(engine["gradients"], by_hand["gradients"])
+    distance, weight = worst_difference(engine["gradients"], by_hand["gradients"])
     assert distance <= TOLERANCE, weight
     routers = [name for name in by_hand["gradients"] if name.endswith(".gate.weight")]
     assert routers
@@ -149,7 +142,7 @@ def test_balance_loss_does_not_depend_on_layout_or_micro_batches(results: dict[s
     """Value and gradients, of a loss that is nothing else."""
     one, many = results["balance 1"], results[f"balance {name}"]
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
-    distance, weight = worst(many["gradients"], one["gradients"])
+    distance, weight = worst_difference(many["gradients"], one["gradients"])
     assert distance <= TOLERANCE, weight
 
 
@@ -177,23 +170,6 @@ def test_biases_are_those_of_one_rank(results: dict[str, Any], name: str) -> Non
         assert torch.equal(bias, expected), BIAS
 
 
-def test_a_rate_needs_biases(results: dict[str, Any]) -> None:
-    assert results["no bias"].startswith(
-        "engine.megatron.moe.expert_bias_update_rate=0.01: this model's routers have no bias"
-    )
-
-
-def test_settings_that_the_layers_cannot_follow_are_refused(results: dict[str, Any]) -> None:
-    """Each with its remedy; what fits is let through."""
-    one_by_one, activation, router, fitting = results["settings"]
-    assert router.startswith("engine.megatron.moe.router_fusion=true: it is a kernel of Transformer Engine, whose")
-    assert one_by_one.startswith(
-        "engine.megatron.moe.grouped_experts=false: Transformer Engine's layers have their experts grouped"
-    )
-    assert activation.startswith("model.recompute_modules: moe_act is the activation of grouped experts")
-    assert fitting == "nothing"
-
-
 def test_kernels_of_mixtures_are_asked_of_megatron_core(results: dict[str, Any]) -> None:
     """Tokens are rearranged by a kernel where Transformer Engine's layers run, unless bits are to repeat."""
     assert [list(switches.values()) for switches in results["fusions"]] == [
@@ -210,6 +186,6 @@ def test_recomputation_changes_no_gradient(results: dict[str, Any], name: str) -
     """The same operations again; and every token is counted once."""
     case = RECOMPUTE[name]
     kept, again = results[f"recompute {case['layout']} {case['family']} none"], results[f"recompute {name}"]
-    distance, weight = worst(again["gradients"], kept["gradients"])
+    distance, weight = worst_difference(again["gradients"], kept["gradients"])
     assert distance <= REORDERED.get(name.split()[-1], 0.0), weight
     assert torch.equal(again["loads"], kept["loads"])

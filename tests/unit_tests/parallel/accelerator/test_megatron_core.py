@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,14 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import megatron_core, prepare
-from mega_rl.parallel.accelerator.megatron_core import (
-    RELEASES,
-    advice,
-    installed_version,
-    problem,
-    release_of,
-    submodules_of,
-)
+from mega_rl.parallel.accelerator.megatron_core import RELEASES, advice, installed_version, problem, release_of
 
 ROOT = Path(__file__).parents[4]
 
@@ -85,49 +75,11 @@ def test_prepare_refuses_before_anything_of_it_is_imported(
         prepare("auto")
 
 
-def test_a_missing_one_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_core, "megatron_folder", lambda: None)
-    assert problem() == f"megatron-core is not installed; pip install {advice()}"
-
-
 def test_the_advice_is_for_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newer releases install on Python 3.12 and later."""
     for python, version in (((3, 11, 7), RELEASES[0].compared[-1]), ((3, 12, 1), RELEASES[-1].compared[-1])):
         monkeypatch.setattr(sys, "version_info", python)
         assert advice() == f"megatron-core=={version}"
-
-
-def test_submodules_of_both_forms_of_specs() -> None:
-    """0.16 has objects with the field, later releases partial functions too."""
-    assert submodules_of(SimpleNamespace(submodules=1)) == 1
-    assert submodules_of(partial(dict, submodules=2)) == 2
-
-
-@pytest.mark.parametrize(
-    ("series", "field", "dtypes", "buffers"),
-    [("0.16", "transformer_layer", 0, ("a", "b")), ("0.18", "mtp_model_layer", 2, ("c", "d"))],
-)
-def test_names_of_each_release(
-    series: str, field: str, dtypes: int, buffers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (release,) = (release for release in RELEASES if release.series == series)
-    monkeypatch.setattr(megatron_core, "installed_release", lambda: release)
-    group = SimpleNamespace(hsdp_wbuf="a", hsdp_gbuf="b", hfsdp_helper_wbuf="c", hfsdp_helper_gbuf="d")
-    assert megatron_core.mtp_layer_field() == field
-    assert megatron_core.stable_name(f"mtp.layers.0.{field}.mlp.weight") == "mtp.layers.0.transformer_layer.mlp.weight"
-    assert list(megatron_core.fsdp_gradient_dtypes(in_fp32=True).values()) == [torch.float32] * dtypes
-    assert megatron_core.fsdp_gradient_dtypes(in_fp32=False) == {}
-    assert megatron_core.fsdp_instance_buffers(group) == buffers
-
-
-def test_advice_is_silenced_once(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
-    for _ in range(2):
-        megatron_core.silence_advice()
-    logger.warning("GPTModel IS DEPRECATED. Use another")
-    logger.warning("something else")
-    assert caplog.messages == ["something else"]
-    assert len(logger.filters) == 1
 
 
 def test_the_versions_are_described() -> None:

@@ -41,11 +41,6 @@ def test_share_of_a_rank(host: Path, limit: str | None, ranks: int, share: int) 
     assert cores.threads_per_rank(ranks) == share
 
 
-def test_affinity_limits_the_share(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4})
-    assert cores.threads_per_rank(1) == 2
-
-
 def test_torch_gets_the_share_unless_the_user_says_otherwise(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
@@ -98,7 +93,7 @@ def test_a_rank_runs_near_its_gpu(
 
 def test_a_rank_is_bound_before_it_allocates(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
-    facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0, name="H100", uuid="u")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)

@@ -1,26 +1,147 @@
-"""Packaged recipes of several hosts: who starts, steers and asks which server. With real hosts: `make two-hosts`."""
+"""Packaged recipes of several hosts: who starts, steers and asks which server."""
 
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from mega_rl.config import packaged
+from mega_rl.rollout.sglang.http.keys import Endpoint, Keys
+from mega_rl.rollout.sglang.server.process import ServerSettings
 from tests.helpers.distributed import run_ranks
+from tests.helpers.fake_sglang import right_answer
+from tests.helpers.fakes import FakePrompts
 from tests.helpers.models import write_tiny_checkpoint
-from tests.helpers.packaged_hosts import PROMPTS, two_steps
+from tests.helpers.update_server import UpdateServer
+
+SMALL = (
+    "engine.megatron.tp=2", "engine.megatron.ep=1", "engine.megatron.pp=2",
+    "engine.megatron.vpp=1", "engine.megatron.overlap_p2p=false",
+    "data.max_prompt_tokens=16", "rollout.max_new_tokens=8", "rollout.n=2", "rollout.sglang.server.tp=1",
+    "rollout.sglang.server.count=2", "rollout.sglang.sync.probe_tokens=0", "rollout.sglang.sync.timeout_s=60",
+    "trainer.timeout_s=60", "rollout.sglang.return_routing=false",
+)  # fmt: skip
+PROMPTS = 4  # of `FakePrompts`
+
+
+class HostServer(UpdateServer):
+    """A server that takes weights of any kind and generates what a seed says, under keys of its own."""
+
+    def __init__(self, settings: ServerSettings, index: int) -> None:
+        model = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "is_generation": True}
+        info = {
+            "model": {**model, "model_path": str(settings.model_path)},
+            "server": {"version": "0.5.20", "dtype": settings.dtype, "dp_size": 1, "pp_size": 1},
+        }
+        super().__init__(index, tp=settings.tp, info=info, host=settings.host, keys=Keys.random())
+        self._count = threading.Lock()
+        self.samples = 0
+        self.asked_by: set[int] = set()  # ranks
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        """Answer as `UpdateServer` does; samples by their seed, weights unread."""
+        if path == "/generate":
+            with self._count:
+                self.samples += 1
+                self.asked_by.add(body["input_ids"][-1])
+            return 200, right_answer(body, version=int(self.version))
+        if path.startswith("/update_weights_from"):
+            self.version = body.get("weight_version", self.version)
+            return 200, {"success": True, "message": "done"}
+        return super().answer(path, body)
+
+
+MADE: list[HostProcess] = []  # of this rank
+
+
+class HostProcess:
+    """`ServerProcess` of a `HostServer`."""
+
+    def __init__(self, settings: ServerSettings, index: int, folder: Path) -> None:
+        self.settings, self.index, self.log_file = settings, index, folder / "server.log"
+        self.starts = self.samples = 0
+        self.server: HostServer | None = None
+        MADE.append(self)
+
+    def start(self) -> None:
+        self.starts += 1
+        self.server = HostServer(self.settings, self.index)
+        self.server.__enter__()
+
+    def wait_ready(self) -> Endpoint:
+        assert self.server is not None
+        return self.server.endpoint
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.samples += self.server.samples
+            self.server.die()
+        self.server = None
+
+
+def two_steps(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]:
+    """Return what this rank saw of a recipe's servers in two updates, each followed by a rollout."""
+    from mega_rl.parallel.accelerator import prepare
+
+    accelerator = prepare("auto")
+    from mega_rl.config import packaged
+    from mega_rl.config.loader import load
+    from mega_rl.parallel.comm import ranks_of
+    from mega_rl.rollout.sglang.build import connect, start_servers
+    from mega_rl.trainer.assemble import build_actor, session
+    from mega_rl.trainer.assemble.plan import plan_run
+    from mega_rl.trainer.assemble.rollouts import build_sglang_engine
+
+    settings = [*SMALL, f"model.path={model}", f"trainer.run_dir={folder}/run"]
+    config = load(packaged.file_of(recipe), settings)
+    plan = plan_run(config, accelerator)
+    with session(config, accelerator) as groups, ExitStack() as resources:
+        world: Any = ranks_of(groups.host_world)
+        make: Any = HostProcess
+        sections, hf = (config.rollout, config.trainer, plan.engine), plan.models["actor"].hf
+        servers = start_servers(*sections, hf, accelerator, world, resources, process=make)
+        assert servers is not None
+        engine = build_actor(config, groups, accelerator, trainable=False)
+        servers.wait_ready()
+        connection = connect(
+            config.rollout, plan.rollout_dtype, servers, actor=engine, world=world,
+            hidden_tokens=plan.engine.hidden_tokens,
+        )  # fmt: skip
+        resources.enter_context(connection)
+        rollouts = build_sglang_engine(plan, world, connection)
+        rows = []
+        for step in range(2):
+            connection.sync.publish()
+            prompts = [replace(one, token_ids=(*one.token_ids, rank)) for one in FakePrompts().batch(step)]
+            rows.append(len(rollouts.generate(prompts, range(PROMPTS), n=2, seed=(rank, step)).tokens))
+        return {
+            "hosts": [urlsplit(one.url).hostname for one in servers.endpoints],
+            "keys": sorted({key for one in servers.endpoints for key in (one.keys.api_key, one.keys.admin_key)}),
+            "steered": sorted(connection.memory._controls),
+            "owners": [servers.nodes(index)[0] for index in range(len(servers.endpoints))],
+            "transport": connection.sync._transport.name,
+            "seeds": [process.settings.seed for process in MADE],
+            "starts": [process.starts for process in MADE],
+            "samples": [process.server.samples for process in MADE if process.server],
+            "asked_by": [sorted(process.server.asked_by) for process in MADE if process.server],
+            "rows": rows,
+            "ready": [state.value for state, _ in connection.router.states()],
+        }
+
 
 RECIPES = [name for name in packaged.names() if "--nnodes" in packaged.file_of(name).read_text("utf-8")]
 
 
 def two_by_two(rank: int, recipe: str, model: str, folder: str) -> dict[str, Any]:
-    """Two steps where two ranks have a host's identity and the other two another's."""
-    from mega_rl.rollout.sglang.weights.transports import choose
-
+    """Two steps on two hosts of two ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    choose.host_identity = lambda: f"{1 + rank // 2:015x}"
     return two_steps(rank, recipe, model, folder)
 
 
@@ -43,11 +164,10 @@ def test_no_server_is_started_again(ranks: list[dict[str, Any]]) -> None:
     assert all(rank["ready"] == ["ready"] * 4 for rank in ranks)
 
 
-def test_first_rank_of_each_host_owns_and_steers_its_servers(ranks: list[dict[str, Any]]) -> None:
-    """By the transport that `auto` takes where neither host has the whole model."""
-    assert [rank["steered"] for rank in ranks] == [[0, 1], [], [2, 3], []]
+def test_first_rank_of_each_host_owns_its_servers(ranks: list[dict[str, Any]]) -> None:
+    """The first of all steers them."""
+    assert [rank["steered"] for rank in ranks] == [[0, 1, 2, 3], [], [], []]
     assert all(rank["owners"] == [0, 0, 2, 2] for rank in ranks)
-    assert {rank["transport"] for rank in ranks} == {"shared_memory"}
 
 
 def test_servers_have_keys_and_seeds_of_their_own(ranks: list[dict[str, Any]]) -> None:
