@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mega_rl.config.schema import OptimConfig
 from mega_rl.types import Experience
-from tests.helpers.distributed import run_ranks
+from tests.helpers.distributed import initialized, run_ranks
 from tests.helpers.engines import (
     exported,
     exported_gradients,
@@ -343,16 +343,11 @@ def _whole(rows: torch.Tensor, engine: Any) -> torch.Tensor:
 
 def run_rank(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """What this rank finds of attention ("attention") and, if first or last, of engines ("model layout")."""
-    from mega_rl.parallel.accelerator import prepare
-
-    accelerator = prepare("auto")
     actual: dict[str, Any] = {}
     if world_size > 1:
+        groups, _ = initialized(cp=world_size)
         from mega_rl.parallel import groups as process_groups
-        from mega_rl.parallel.layout import ParallelLayout
 
-        layout = ParallelLayout(world_size=world_size, cp=world_size)
-        groups = process_groups.initialize(layout, accelerator=accelerator, timeout_s=60.0)
         actual["attention"] = shared_attention(groups.collection)
         process_groups.destroy()
     for layout_name, (size, parallel, models) in PAIRS.items():
