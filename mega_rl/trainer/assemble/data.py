@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mega_rl.config.choices import DATA, chosen
 from mega_rl.config.keys import with_settings
 from mega_rl.config.rules import check
-from mega_rl.config.rules.validation import files_of
+from mega_rl.config.rules.data import files_of
 from mega_rl.config.schema import ChatConfig, Config
 from mega_rl.config.user_files import users_code
 from mega_rl.data.build import PromptReader, build_order, build_stream_order, chat_template
@@ -37,7 +37,6 @@ from mega_rl.rewards.build import RunRewards, check_tests
 from mega_rl.rewards.score import ResponseReader
 from mega_rl.rollout.stop_tokens import check_stop_tokens
 from mega_rl.tracking import progress
-from mega_rl.trainer.assemble.choices import source_maker
 from mega_rl.types import Prompt, PromptSet
 
 log = logging.getLogger(__name__)
@@ -96,9 +95,9 @@ ReadSource = Callable[[Tokens, Split], RowSource]
 def load_data_source(config: Config) -> ReadSource | None:
     """Return the function that gives the user's rows of a split; None without a source.
 
-    Raises UserError as `source_maker` does; when rows are read, for code that raises.
+    Raises UserError as `Choice.own` does; when rows are read, for code that raises.
     """
-    make = source_maker(config, DATA)
+    make = DATA.maker(config)
     if make is None:
         return None
     setting = f"data.source={chosen(config, DATA)!r}"
@@ -130,10 +129,7 @@ class RunPrompts(NamedTuple):
 def build_prompts(
     config: Config, tokens: Tokens, rewards: RunRewards, source: ReadSource | None, vocab_size: int, world: Ranks
 ) -> RunPrompts:
-    """Read the prompts of a run, and check that its rewards can score them; collective.
-
-    Raises UserError and UserErrors on all ranks.
-    """
+    """Read the prompts of a run, and check that its rewards can score them; collective."""
     data, trainer = config.data, config.trainer
     columns = rewards.columns(data.answer_key)
     train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
@@ -230,10 +226,7 @@ def open_streams(
 
 
 def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:
-    """Return the fingerprint of the training prompts; collective.
-
-    Every rank reads the data and generates for its part of one list. Raises UserError on all ranks if lists differ.
-    """
+    """Return the fingerprint of the training prompts; collective."""
     own = [fingerprint(train), *(fingerprint(one.prompts) for one in held_out)]
     message = None
     if own != broadcast_json(own, ranks):
@@ -247,10 +240,7 @@ def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], r
 
 
 def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
-    """Return the config with trainer.steps computed from trainer.epochs.
-
-    Raises UserErrors for settings that do not fit this length, such as a warm-up that outlasts it.
-    """
+    """Return the config with trainer.steps computed from trainer.epochs."""
     trainer = config.trainer
     if not trainer.epochs:
         return config

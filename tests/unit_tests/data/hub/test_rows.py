@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from mega_rl.config.origins import pinned_overrides, recorded
 from mega_rl.config.render import resolved_yaml
-from mega_rl.config.rules.validation import files_of
+from mega_rl.config.rules.data import files_of
 from mega_rl.data.hub import rows
 from mega_rl.data.hub.names import DatasetName
 from mega_rl.errors import UserError
@@ -163,10 +163,10 @@ def test_offline_takes_the_cache_and_names_what_it_lacks(gsm: Hub, monkeypatch: 
     name = _parsed("openai/gsm8k:main")
     online = rows.fetch_rows(name, role="train", label="x")
     preflight(None, [MODEL, "data.train_files=[d.jsonl]"])
-    gsm.requests.clear()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # refuses connections
     assert rows.fetch_rows(name, role="train", label="x") == online
     go_offline(monkeypatch)
+    gsm.requests.clear()
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert rows.fetch_rows(name, role="train", label="x") == online
     online[0].unlink()

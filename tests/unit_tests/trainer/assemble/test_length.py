@@ -32,7 +32,9 @@ def test_rules_of_the_length_hold_when_it_is_known() -> None:
     assert with_length(config, 9, world_size=1).trainer.steps == 150
     with pytest.raises(UserErrors) as caught:
         with_length(config, 6, world_size=1)
-    assert str(caught.value).startswith("trainer.epochs=50 is trainer.steps=100: optim.warmup_steps=120 does not end")
+    assert str(caught.value).startswith(
+        "trainer.epochs=50 is trainer.steps=100: optim.warmup_steps=120 has no effect: it needs"
+    )
 
 
 def test_one_of_steps_and_epochs(tmp_path: Path) -> None:
