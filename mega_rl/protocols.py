@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from mega_rl.algorithms.sequences import Sequences
 
 Batch = TypeVar("Batch", Rollout, Experience)
-Samples = TypeVar("Samples")  # an engine's record of a generation in progress
 
 
 class Ranks(Protocol):
-    """A group of ranks, seen from one of them. A single process is a group of size 1 in which nothing moves."""
+    """A group of ranks, seen from one of them; a single process is a group of size 1."""
 
     @property
     def rank(self) -> int: ...
@@ -39,27 +38,21 @@ class Ranks(Protocol):
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum over the group, as a new tensor."""
-        ...
 
     def max(self, tensor: Tensor) -> Tensor:
         """Return the elementwise maximum over the group, as a new tensor."""
-        ...
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return every rank's value, as JSON carries it, in rank order."""
-        ...
 
     def gather_rows(self, rows: Batch) -> Batch:
         """Return all ranks' rows in rank order, padded to the group's largest S."""
-        ...
 
     def exchange_rows(self, rows: Batch, destinations: Tensor) -> Batch:
         """Send row i to rank `destinations[i]` ([B] int64); returns the rows received, in source-rank order."""
-        ...
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> Tensor:
         """Return the tensor of group rank `source` on every rank (shapes and dtypes agree beforehand)."""
-        ...
 
 
 class TokenLoss(Protocol):
@@ -68,15 +61,12 @@ class TokenLoss(Protocol):
     @property
     def needs_entropy(self) -> bool:
         """Return whether the loss reads the entropy, which costs a third of the work on logits."""
-        ...
 
     def __call__(self, outputs: TokenOutputs, fields: Mapping[str, Tensor], sequences: Sequences, /) -> LossOutput:
-        """Return the loss from the model's outputs and the batch's per-token fields, all of one shape.
+        """Return the loss from outputs and per-token fields of one shape.
 
-        `sequences` sums over whole sequences, also where a rank has a part of each; collective then, so all ranks that
-        share a sequence must call it alike.
+        `sequences` sums over whole sequences; collective over the ranks that share them.
         """
-        ...
 
 
 # (a mini-batch, the model's outputs on its tokens) -> metrics; raises to stop an update before any weight changes
@@ -87,23 +77,10 @@ class StatefulModel(Protocol):
     """A model whose state a checkpoint keeps."""
 
     def state(self) -> EngineState:
-        """Return this rank's pieces of weights and optimizer state, views of live memory, and counters; collective.
-
-        Names are the engine's own: "weights/decoder.layers.3...". Optimizer state is there from the start, as zeros.
-
-        Raises:
-            RuntimeError: parameters or optimizer state have been given back.
-            UserError: a module has state that checkpoints cannot keep.
-        """
-        ...
+        """Return this rank's pieces of weights and optimizer state, views of live memory, and counters; collective."""
 
     def resume_from(self, numbers: Mapping[str, int | float]) -> None:
-        """Go on from the bytes written into the pieces of `state`, with the numbers that were saved; collective.
-
-        Raises:
-            UserError: on all ranks alike, the numbers are not an engine's.
-        """
-        ...
+        """Go on from the bytes written into the pieces of `state`, and the saved numbers; collective."""
 
 
 class Teacher(Protocol):
@@ -111,7 +88,6 @@ class Teacher(Protocol):
 
     def teach(self, minibatch: Experience) -> Lesson:
         """Return what a student needs for its divergence at each token; collective."""
-        ...
 
 
 class ModelPasses(Teacher, Protocol):
@@ -120,11 +96,8 @@ class ModelPasses(Teacher, Protocol):
     def forward(self, batch: Rollout | Experience, *, with_entropy: bool = False) -> TokenOutputs:
         """Return log-probs (head "lm") or values ("value") of every response token; collective.
 
-        with_entropy: also the entropy of the distribution that predicts each token, of a head "lm".
-        [B, S] float32 on the host, equal on all ranks of the replica, 0 off the loss mask. `batch` holds this
-        data-parallel rank's rows, on the host, equal on all ranks of the replica.
+        [B, S] float32 on the host, equal on all ranks of the replica, as `batch` is. with_entropy: of a head "lm".
         """
-        ...
 
     def train_minibatch(
         self,
@@ -137,56 +110,33 @@ class ModelPasses(Teacher, Protocol):
     ) -> Metrics:
         """Make one optimizer step at learning rate `lr` on this rank's rows of a global mini-batch; collective.
 
-        The loss is the sum of `loss` over micro-batches and data-parallel ranks, so the result depends neither on how
-        rows are cut nor on how many ranks there are. Returns the loss's reduced metrics, `grad_norm` (before
-        clipping), `lr` and `num_microbatches`, equal on all ranks, and what the engine measures besides. `inspect`
-        gets the mini-batch and the outputs that `forward` would return for it, and the entropy where the loss needs
-        it, before any weight changes; its metrics are added. With a `lesson` on it the loss gets divergences, too.
-        Without a token on the loss mask of any rank there is no step, and `trained_tokens`, 0, is the only metric.
-
-        Raises NonFiniteGradientError on all ranks alike, before any weight changes.
+        The loss is the sum of `loss` over micro-batches and data-parallel ranks. Returns its metrics, `grad_norm`
+        before clipping, `lr` and `num_microbatches`, equal on all ranks. `inspect` gets the outputs before any weight
+        changes; with a `lesson` the loss gets divergences. Without a token that trains there is no step, and
+        `trained_tokens`, 0, is the only metric. Raises NonFiniteGradientError on all ranks, before a weight changes.
         """
-        ...
 
 
 class Engine(ModelPasses, StatefulModel, Protocol):
     """One model with its gradients and optimizer state, spread over the ranks of a layout."""
 
-    @property
-    def data_parallel(self) -> Ranks:
-        """Replicas of this model."""
-        ...
-
-    @property
-    def replica(self) -> Ranks:
-        """The ranks that together hold one copy of this model."""
-        ...
+    data_parallel: Ranks  # replicas of this model
+    replica: Ranks  # the ranks that together hold one copy of this model
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor in training dtype) of every weight; collective.
-
-        The same on all ranks of the replica.
-        """
-        ...
+        """Yield (Hugging Face name, full tensor in training dtype) of every weight, on all ranks; collective."""
 
     def offload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> int:
         """Give back the memory of parameters, gradients and optimizer state; returns the bytes; collective."""
-        ...
 
     def onload(self, *, parameters: bool = True, gradients: bool = True, optimizer: bool = True) -> None:
         """Undo `offload` of these parts, bit for bit; gradients are zero then, as before a mini-batch."""
-        ...
 
     def is_offloaded(self, part: str) -> bool:
         """Return whether the memory of "parameters", "gradients" or "optimizer" has been given back."""
-        ...
 
     def on_host(self, state: EngineState) -> EngineState:
-        """Return the pieces of an earlier `state` as views of the host's copies, where their part is offloaded.
-
-        Values that are written into them come to the device with `onload`.
-        """
-        ...
+        """Return the pieces of an earlier `state` as views of the host's copies; `onload` brings what is written."""
 
 
 class RolloutEngine(Protocol):
@@ -205,53 +155,12 @@ class RolloutEngine(Protocol):
     ) -> Rollout:
         """Return n samples of each prompt, rows ordered by prompt then sample, on the host.
 
-        A sample depends on the weights, its prompt and (seed, prompt_index, sample number) and on nothing else, so it
-        does not matter which rank generates it nor in which batch. limits: most new tokens of each prompt's samples.
-        draws: sampling parameters of an evaluation, in place of the engine's own.
+        A sample depends only on weights, prompt and (seed, prompt_index, sample number). limits: most new tokens of
+        each prompt's samples. draws: parameters of an evaluation, in place of the engine's own.
         """
-        ...
 
     def metrics(self) -> Metrics:
         """Return metrics of the generations since the last call, equal on all ranks."""
-        ...
-
-
-class BackgroundEngine(RolloutEngine, Protocol[Samples]):
-    """Rollout engine that can generate while training runs: `generate` in two parts."""
-
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        prompt_index: Sequence[int],
-        *,
-        n: int,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-        limits: Sequence[int] | None = None,
-        draws: Draws | None = None,
-    ) -> Samples:
-        """Generate this rank's samples; may run on another thread, for it does no collective."""
-        ...
-
-    def collect(self, samples: Samples) -> Rollout:
-        """Return the complete rows; collective over all ranks."""
-        ...
-
-
-class EmbeddedEngine(RolloutEngine, Protocol):
-    """Rollout engine in the trainer's process, with its own copy of the weights."""
-
-    def load_weights(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite the named weights (full tensors, Hugging Face names and shapes)."""
-        ...
-
-    def checksums(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the checksum of each named weight (`mega_rl.rollout.embedded.weight_sync.checksum`)."""
-        ...
-
-    def finish_update(self, version: int) -> None:
-        """End an update whose buckets are all loaded: every later rollout carries this version."""
-        ...
 
 
 class WeightSync(Protocol):
@@ -260,15 +169,12 @@ class WeightSync(Protocol):
     @property
     def weight_version(self) -> int:
         """Version of the weights last published; 0 before the first time."""
-        ...
 
     def resume_at(self, version: int) -> None:
         """Continue the count after a resume: the next publish stamps `version`."""
-        ...
 
     def publish(self) -> Metrics:
         """Send every weight, verify when due, raise the version; returns metrics."""
-        ...
 
 
 class RolloutSource(Protocol):
@@ -277,15 +183,10 @@ class RolloutSource(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
-        """Return this replica's rows: n samples of each of its prompts, one when greedy, those of `draws` with it.
-
-        A rollout that is greedy or of `draws` is not trained on.
-        """
-        ...
+        """Return this replica's rows: n samples of each of its prompts, one when greedy, or those of `draws`."""
 
     def metrics(self) -> Metrics:
         """Return metrics of the generations since the last call, equal on all ranks."""
-        ...
 
 
 class Scorer(Protocol):
@@ -293,11 +194,9 @@ class Scorer(Protocol):
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
         """Return the reward of each row; the names of its parts are the same on all ranks and in every call."""
-        ...
 
     def metrics(self) -> Metrics:
         """Return metrics of the responses scored since the last call, equal on all ranks."""
-        ...
 
 
 class TokenModel(Protocol):
@@ -305,7 +204,6 @@ class TokenModel(Protocol):
 
     def evaluate(self, batch: Rollout | Experience) -> TokenOutputs:
         """Return the outputs for every response token; empty ones from a role that the run lacks."""
-        ...
 
 
 class Learner(TokenModel, Protocol):
@@ -313,7 +211,6 @@ class Learner(TokenModel, Protocol):
 
     def update(self, minibatch: Experience, *, step: int, inspect: Inspect | None = None) -> Metrics:
         """Make one optimizer step on a global mini-batch; no metrics from a step that trains nothing."""
-        ...
 
 
 class RankState(Protocol):
@@ -321,34 +218,25 @@ class RankState(Protocol):
 
     def state(self) -> dict[str, Tensor]:
         """Return tensors of any shape by name; collective."""
-        ...
 
     def restore(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Restore the tensors of `state` of this rank; None when the layout has changed since; collective."""
-        ...
 
 
 class CheckpointStore(Protocol):
     """Store of everything a run needs to resume. All methods are collective."""
 
     def save(self, step: int, state: JsonObject, *, metrics: Metrics | None = None) -> None:
-        """Begin to write models, optimizers and `state` (JSON) after `step` steps; done when it returns unless async.
-
-        `metrics`: of the step, from which the best checkpoint is known.
-        """
-        ...
+        """Begin to write models, optimizers and `state` after `step` steps, with the step's metrics."""
 
     def save_in_memory(self, step: int, state: JsonObject) -> None:
         """Write the same into the hosts' memory, where the run keeps checkpoints; complete when it returns."""
-        ...
 
     def poll(self) -> Metrics:
         """Return metrics of the saves that ended since the last call; raises for a failure that ends the run."""
-        ...
 
     def finish(self) -> None:
         """Wait for the save in progress, within its deadline; raises like `poll`."""
-        ...
 
 
 class MetricsSink(Protocol):
@@ -357,8 +245,6 @@ class MetricsSink(Protocol):
     def log(self, step: int, metrics: Metrics) -> None: ...
     def dump_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]], *, validation: bool = False) -> None:
         """Record sampled rollouts, all with the same keys; `validation`: answers to held-out prompts."""
-        ...
 
     def close(self, *, failed: bool = False) -> None:
         """Finish all writes; `failed` where an error ends the run."""
-        ...

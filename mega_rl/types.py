@@ -48,7 +48,7 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Draws:
-    """Samples of an evaluation, which sampling for training does not share."""
+    """Sampling of an evaluation."""
 
     n: int  # of each prompt
     temperature: float  # 0 is greedy
@@ -87,16 +87,11 @@ class Rollout:
     # [B, S] int64, version of the weights that sampled each token, 0 off the mask; None: `weight_version` sampled all.
     # This field and the next are there on all ranks or on none.
     token_versions: Tensor | None = None
-    failed: Tensor | None = (
-        None  # [B] bool, rows without an answer: prompt only, no token on the mask; None: none failed
-    )
+    failed: Tensor | None = None  # [B] bool, rows without an answer, no token on the mask; None: none failed
 
     @classmethod
     def from_rows(cls, tokens: Tensor, *, prompt_lengths: Tensor, lengths: Tensor, **fields: Tensor | None) -> Rollout:
-        """Return rows of right-padded `tokens` [B, S]; every field that is not among `fields` is blank.
-
-        Blank are: the mask of all response tokens, log-probs and versions of 0, finished, one sample of each prompt.
-        """
+        """Return rows of right-padded `tokens` [B, S]; fields that are not given are blank: whole responses, zeros."""
         zeros = torch.zeros_like(lengths)
         rows = {
             "tokens": tokens,
@@ -164,12 +159,8 @@ class Experience:
     values: Tensor  # [B, S] float32, critic before the update; 0 without a critic
     advantages: Tensor  # [B, S] float32, 0 off the mask
     returns: Tensor  # [B, S] float32, value targets; 0 off the mask
-    loss_weights: (
-        Tensor  # [B, S] float32, share of each token in its mini-batch's policy loss; algorithms.losses.aggregation
-    )
-    token_weights: (
-        Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: weights of metric means, critic
-    )
+    loss_weights: Tensor  # [B, S] float32, share of each token in its mini-batch's policy loss
+    token_weights: Tensor  # [B, S] float32, loss_mask / tokens of the global mini-batch: for means and the critic
     # [B, S] int64, 1 + the row's place in this rank's mini-batch on the loss mask, 0 elsewhere: which sequence a token
     # is of, once rows are packed. See algorithms.sequences.
     rows: Tensor
@@ -181,16 +172,13 @@ class Experience:
     def from_rows(
         cls, tokens: Tensor, *, prompt_lengths: Tensor, lengths: Tensor, **fields: Tensor | None
     ) -> Experience:
-        """Return rows of right-padded `tokens` [B, S]; every field that is not among `fields` is blank.
-
-        Blank are: the mask of all response tokens, one sample of each prompt, the numbers of these rows, and 0 for
-        every other number of a token.
-        """
-        zeros = torch.zeros_like(tokens, dtype=torch.float32)
+        """Return rows of right-padded `tokens` [B, S]; fields that are not given are blank: whole responses, zeros."""
         mask = fields.get("loss_mask")
         if mask is None:
             mask = response_mask(prompt_lengths, lengths, width=tokens.size(1))
-        rows = {
+        zeros = torch.zeros_like(tokens, dtype=torch.float32)
+        blank = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+        rows = dict.fromkeys((*blank, "loss_weights", "token_weights"), zeros) | {
             "tokens": tokens,
             "loss_mask": mask,
             "rows": row_numbers(mask),
@@ -198,14 +186,6 @@ class Experience:
             "lengths": lengths,
             "prompt_index": torch.arange(len(tokens), device=tokens.device),
             "sample_index": torch.zeros_like(lengths),
-            "rollout_logprobs": zeros,
-            "old_logprobs": zeros,
-            "ref_logprobs": zeros,
-            "values": zeros,
-            "advantages": zeros,
-            "returns": zeros,
-            "loss_weights": zeros,
-            "token_weights": zeros,
         }
         return cls(**(rows | fields), batch_size=[len(tokens)])  # type: ignore[arg-type, call-arg]
 

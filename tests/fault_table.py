@@ -481,11 +481,11 @@ TABLE: Table = {
             "columns[rows] = torch.tensor(numbers, dtype=torch.float32)",
             "columns[: len(rows)] = torch.tensor(numbers, dtype=torch.float32)",
         ),
-        ("a response without a score is not counted", "            self._counts[outcome.kind] += 1\n", ""),
+        ("a response without a score is not counted", "                counts[result.kind] += 1\n", ""),
         (
             "failed responses counted on one rank",
-            "sum(failed) > self._rule.max_share * total",
-            "sum(failed) > self._rule.max_share * sum(own)",
+            "sum(failed) > self._max_failed_share * total",
+            "sum(failed) > self._max_failed_share * sum(own)",
         ),
         (
             "the stop token is not counted",
@@ -507,25 +507,20 @@ TABLE: Table = {
             "        pass\n",
         )
     ],
-    ("rewards", "rewards/test_builtin.py -k nobody"): [
-        (
-            "numbers are computed that nobody can compute",
-            "if any(num_digits(expression) > MOST_DIGITS for expression in parsed):",
-            "if any(num_digits(expression) < 0 for expression in parsed):",
-        )
-    ],
     ("rewards", "rewards/test_pool.py -k guilty"): [
         (
             "a lost worker gets the next responses",
-            "                    worker = self._workers[number] = None\n",
-            "                    pass\n",
-        )
+            "        self._workers[number] = None\n",
+            "        pass\n",
+        ),
+        (
+            "responses of a message are lost with their worker",
+            "                elif len(rows) > 1:\n",
+            "                elif len(rows) < 1:\n",
+        ),
     ],
     ("rewards", "rewards/test_pool.py"): [
-        ("both sides of a fork answer", "if os.getpid() != self._pid:", "if os.getpid() < 0:")
-    ],
-    ("rewards", "rewards/test_pool.py -k leaves"): [
-        ("processes of a response stay", "        if self._cleans_up:\n", "        if not self._cleans_up:\n")
+        ("both sides of a fork answer", "if os.getpid() != own:", "if os.getpid() < 0:")
     ],
     ("rewards", "rewards/test_pool.py -k as_a_group"): [
         (
@@ -537,29 +532,15 @@ TABLE: Table = {
     ("rewards", "rewards/test_pool.py -k one_by_one"): [
         (
             "a batch that fails costs all of its responses",
-            "        if len(rows) == 1:\n            return [result]\n",
-            "        if rows:\n            return [result] * len(rows)\n",
-        )
-    ],
-    ("rewards", "rewards/test_pool.py -k ahead"): [
-        (
-            "responses sent ahead are lost with their worker",
-            "batch.put_back([row for row in group if row in left and row not in suspects])",
-            "batch.put_back([])",
-        )
-    ],
-    ("rewards", "rewards/test_pool.py -k running"): [
-        (
-            "a deadline is not of the function that was running",
-            'running |= {group[place]: str(message["function"])',
-            'running |= {group[place]: ""',
+            "        if len(chunk) == 1:\n            return [result]\n",
+            "        if chunk:\n            return [result] * len(chunk)\n",
         )
     ],
     ("rewards", "rewards/test_pool.py -k killing_the_rank"): [
         (
             "workers outlive their rank",
-            "if sys.stdin.fileno() in ready or signal.SIGTERM in numbers:",
-            "if sys.stdin.fileno() in ready and os.getppid() < 0:",
+            "    poll.register(sys.stdin.fileno(), 0)",
+            "    pass",
         )
     ],
     ("rewards", "parallel/test_agreement.py"): [

@@ -35,8 +35,8 @@ PARTS: Table = {
         ),
         (
             "a part that others lack is dropped",
-            "new = [name for name in names if name not in settled]",
-            "new: list[str] = []",
+            "if names != own:",
+            "if not {*own} <= {*names}:",
         ),
         (
             "what a tool wrote is the policy's answer",

@@ -50,11 +50,9 @@ class Tokenizer(Protocol):
 
     def __call__(self, texts: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
         """Return `{"input_ids": [[...], ...]}`, one list of ids per text."""
-        ...
 
     def apply_chat_template(self, conversation: list[Message], **settings: Any) -> Any:
         """Return the conversation as one string (with tokenize=False)."""
-        ...
 
 
 def apply_template(tokenizer: Tokenizer, messages: list[Message], **settings: object) -> str:

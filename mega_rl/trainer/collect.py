@@ -174,10 +174,7 @@ class Collector:
         return samples
 
     def _greedy_rewards(self, prompts: Sequence[Prompt], step: int) -> Tensor | None:
-        """Return [P] float32, the reward of each prompt's greedy response; None if the estimator needs none.
-
-        It is NaN for failed responses and for prompts of other replicas.
-        """
+        """Return [P] float32, the reward of each prompt's greedy response; None if the estimator needs none."""
         if not self.plan.greedy:
             return None
         with self.stage("baseline"):

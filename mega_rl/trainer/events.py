@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +23,6 @@ log = logging.getLogger(__name__)
 
 FLAT_STEPS = 5  # in a row, before the hint
 MASKED = "reward/masked_fraction"
-SPIKE = 100.0  # most times the run's median that an update's gradient norm may be
 
 
 def is_due(done: int, interval: int) -> bool:
@@ -53,11 +51,8 @@ class DumpRollouts(Event):
     def validation(self, done: int, outcomes: Sequence[SetOutcome]) -> None:
         """Write samples of each set of held-out prompts."""
         if self.interval:
-            rows = [
-                {**row, "set": one.prompts.name}
-                for one in outcomes
-                for row in self._rows(done, Samples(one.samples.prompts, one.samples.rollout, one.samples.rewards))
-            ]
+            shown = [(one.prompts.name, Samples(*one.samples[2:5])) for one in outcomes]
+            rows = [{**row, "set": name} for name, samples in shown for row in self._rows(done, samples)]
             self.sink.dump_rollouts(done, rows, validation=True)
 
     def _rows(self, done: int, samples: Samples, advantages: Tensor | None = None) -> list[Mapping[str, Any]]:
@@ -140,76 +135,45 @@ class SaveAndExport(Event):
 
 @dataclass
 class Warn(Event):
-    """Log hints for runs without anything to learn, and for gradients that one token dominates."""
+    """Log a hint, once, when a run has nothing to learn from."""
 
     log: StepLog
-    _said: set[str] = field(default_factory=set, init=False)  # hints that come once
+    _said: bool = field(default=False, init=False)
     # Steps in a row in which all responses to each prompt got the same reward; in which no token has an advantage.
     _flat: int = field(default=0, init=False)
     _idle: int = field(default=0, init=False)
-    _norms: list[float] = field(default_factory=list, init=False)  # gradient norms: mean over the updates of each step
 
     def after(self, done: int, evaluated: Evaluated | None) -> bool:
-        if evaluated is not None:
+        if evaluated is not None and not self._said:
             self.hint(self.log.metrics)
         return False
 
     def hint(self, metrics: Metrics) -> None:
-        """Log hints on a step by its metrics; steps without rewards or groups do not count."""
-        if metrics.get(MASKED) == 1.0 and self._first("absent"):
-            fails = any(metrics.get(f"reward/{kind}") for kind in ("timeouts", "crashes", "errors"))
-            log.info(
-                "%s=1: every response of the step was left out, so that there is nothing to learn from; the reward "
-                "returns None for all of them%s",
-                MASKED,
-                " or fails, with reward.source.on_failure=mask: look at the warnings above" if fails else "",
-            )
+        """Log a hint on a step by its metrics; steps without rewards or groups do not count."""
         self._flat = self._flat + 1 if metrics.get(EQUAL_GROUPS) == 1.0 else 0
         idle = "reward/mean" in metrics and metrics.get("advantage/abs_mean") == 0.0
         self._idle = self._idle + 1 if idle else 0
-        if max(self._flat, self._idle) >= FLAT_STEPS and self._first("flat"):
-            self._say_flat(metrics)
-        if "actor/grad_norm_max" in metrics:
-            self._watch_gradients(metrics["actor/grad_norm_max"], metrics["actor/grad_norm"])
-
-    def _first(self, hint: str) -> bool:
-        """Return whether a hint has not been logged yet; from now on it has."""
-        is_new = hint not in self._said
-        self._said.add(hint)
-        return is_new
-
-    def _say_flat(self, metrics: Metrics) -> None:
-        """Log why the run learns nothing."""
-        filtered = metrics.get("rollout/filtered_fraction", 0.0)
-        if filtered == 1.0:
+        filtered, masked = metrics.get("rollout/filtered_fraction", 0.0), metrics.get(MASKED, 0.0)
+        self._said = True
+        if masked == 1.0:
             log.warning(
-                "in each of %d steps no token trains: the length limit cut off every response of this step, and "
-                "reward.overlong.filter=true leaves such responses out; raise rollout.max_new_tokens, or take the "
-                "filter off",
-                FLAT_STEPS,
+                "%s=1: the reward left out every response of the step, by None or by a failure with "
+                "reward.source.on_failure=mask, so that there is nothing to learn from",
+                MASKED,
             )
-        elif self._flat < FLAT_STEPS:
+        elif self._flat >= FLAT_STEPS and filtered < 1.0:
             log.warning(
-                "in each of %d steps no token that trains has an advantage: the run learns nothing; responses with a "
-                "reward above or below the others' are left out (rollout/filtered_fraction=%.3g, %s=%.3g)",
-                *(FLAT_STEPS, filtered, MASKED, metrics.get(MASKED, 0.0)),
-            )
-        else:
-            log.info(
                 "in each of %d steps all responses to a prompt got the same reward (%.4g on average): there is nothing "
                 "to prefer; look at rollouts/ and the reward function, raise rollout.n or rollout.temperature, or take "
                 "other prompts",
                 *(FLAT_STEPS, metrics["reward/mean"]),
             )
-
-    def _watch_gradients(self, largest: float, mean: float) -> None:
-        """Warn of an update whose gradient norm is far above the run's median."""
-        usual = median(self._norms) if len(self._norms) >= FLAT_STEPS else 0.0
-        if largest > SPIKE * usual > 0.0:
+        elif max(self._flat, self._idle) >= FLAT_STEPS:
             log.warning(
-                "an update's gradient norm is %.4g, the run's median is %.4g: a token dominates the update, and "
-                "clipping to optim.clip_grad takes the rest of it away; look at actor/ratio_max and at rows of the "
-                "embedding that nothing has trained",
-                *(largest, usual),
+                "in each of %d steps no token that trains has an advantage: the run learns nothing; the length filter "
+                "or the reward leaves responses out (rollout/filtered_fraction=%.3g, %s=%.3g); raise "
+                "rollout.max_new_tokens, or set reward.overlong.filter=false",
+                *(FLAT_STEPS, filtered, MASKED, masked),
             )
-        self._norms.append(mean)
+        else:
+            self._said = False

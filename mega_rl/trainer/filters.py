@@ -48,10 +48,7 @@ def has_spread(prompt_index: Tensor, rewards: Tensor, *, count: int) -> Tensor:
 
 
 def choose(spread: Tensor, count: int) -> Tensor:
-    """Return the first `count` prompts with a spread, filled with the first without; ascending.
-
-    spread: [P] bool. Returns int64, `count` prompts or all there are.
-    """
+    """Return the first `count` prompts with a spread, filled with the first without; ascending."""
     with_spread, without = spread.nonzero().flatten(), (~spread).nonzero().flatten()
     return torch.cat([with_spread, without])[:count].sort().values
 
@@ -62,10 +59,7 @@ def with_prompts(samples: Samples, chosen: Tensor) -> Samples:
 
 
 def share_out(samples: Samples, chosen: Tensor, ranks: Ranks) -> Samples:
-    """Return this rank's part of the chosen prompts, numbered from 0 and in order; collective.
-
-    chosen: [n] int64, ascending, the prompts of the rows. Groups arrive whole, equally many on each rank.
-    """
+    """Return this rank's part of the chosen prompts, numbered from 0 and in order; collective."""
     rows, rewards = samples.rollout, samples.rewards
     rows.prompt_index = torch.searchsorted(chosen, rows.prompt_index)
     count = 1 + int(ranks.max(rows.sample_index.max() if len(rows.sample_index) else torch.tensor(0)))
@@ -82,9 +76,7 @@ def share_out(samples: Samples, chosen: Tensor, ranks: Ranks) -> Samples:
 def leave_unscored_out(rollout: Rollout, rewards: Rewards) -> tuple[Rollout, Rewards]:
     """Return both with rows without a reward marked as failed: off the loss mask, reward 0.
 
-    Without a token on the loss mask a row is in no group, in no statistic of the batch, in no target of the critic and
-    in no denominator of a loss, as if it had not been drawn. A rollout whose answers all have a reward is returned
-    itself. Rewards are equal on all ranks of a replica, and so are the rows left out.
+    Without a token on the loss mask a row is in no group, statistic or denominator, as if it had not been drawn.
     """
     left_out = rewards.totals.isnan()
     if not left_out.any():
@@ -111,11 +103,7 @@ class Overlong:
     penalty: float = 1.0  # at the limit
 
     def shape(self, rollout: Rollout, rewards: Rewards, ranks: Ranks) -> tuple[Rewards, Metrics]:
-        """Return rewards with the punishment, and the mean punishment and the share of filtered samples; collective.
-
-        Both numbers cover the samples of all ranks that have an answer. Rewards with components get one more,
-        "overlong": the punishment from 0 to -1, with the penalty as its weight.
-        """
+        """Return rewards with the punishment, and the mean punishment and the share of filtered samples; collective."""
         punishment = torch.zeros_like(rewards.totals)
         if self.buffer_tokens:
             tokens = rollout.lengths - rollout.prompt_lengths  # the limit counts a tool's tokens, too
@@ -138,19 +126,12 @@ class Overlong:
 
 
 def soft_punishment(response_tokens: Tensor, *, limit: int, buffer: int) -> Tensor:
-    """Return [B] float32, eq. 13: 0 to `limit - buffer` tokens, linear to -1 at `limit`.
-
-    response_tokens: [B] int64, everything that `limit` counts.
-    """
+    """Return [B] float32, eq. 13: 0 to `limit - buffer` tokens, linear to -1 at `limit`."""
     return ((limit - buffer - response_tokens).double() / buffer).clamp(-1.0, 0.0).float()
 
 
 def leave_truncated_out(experience: Experience, rollout: Rollout) -> Experience:
-    """Take the tokens of responses that length cut off from the loss mask; return the experience.
-
-    It comes after advantages: in the paper the rewards of these responses are part of the mean and deviation of their
-    group. Off the mask they are in no denominator of a loss, like failed samples.
-    """
+    """Take the tokens of responses that length cut off from the loss mask; return the experience."""
     experience.loss_mask = experience.loss_mask & rollout.finished[:, None]
     experience.rows = row_numbers(experience.loss_mask)
     for name in PER_TOKEN:
@@ -161,10 +142,8 @@ def leave_truncated_out(experience: Experience, rollout: Rollout) -> Experience:
 def rows_with_advantages(minibatch: Experience, ranks: Ranks) -> tuple[Experience, float]:
     """Return this rank's rows with an advantage other than 0, and the share left out; collective.
 
-    Where all rewards of a prompt are equal, its advantages are exactly 0, and so is the gradient of every loss that is
-    a multiple of the advantage: the gradient of a mini-batch is the same without these rows, to rounding. Loss weights
-    keep the counts of the whole mini-batch. Rows are balanced anew over the data-parallel `ranks`. If no row has an
-    advantage, the shortest row with a token that trains stays: the optimizer step then has a gradient of 0.
+    The gradient of every loss that is a multiple of the advantage is the same without these rows, to rounding. Rows are
+    balanced anew. If no row has an advantage, the shortest row that trains stays, with a gradient of 0.
     """
     own = ((minibatch.advantages != 0) & minibatch.loss_mask).any(dim=1)
     trains = minibatch.loss_mask.any(dim=1)

@@ -11,23 +11,14 @@ Every rank runs it. PPO, GRPO and distillation are one `Algorithm`; a new kind o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mega_rl.protocols import MetricsSink, WeightSync
 from mega_rl.tracking import progress
+from mega_rl.tracking.metrics.steps import PhaseTimer, StepMeter
 from mega_rl.types import Metrics
-
-
-class Timer(Protocol):
-    """Named phases of a step."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]: ...
-
-    def reset(self) -> None: ...
-
-    def metrics(self) -> Metrics: ...
 
 
 class Devices(Protocol):
@@ -35,19 +26,16 @@ class Devices(Protocol):
 
     def enter(self, stage: str) -> None:
         """Move other state off the devices, then bring what the stage needs; most stages move nothing."""
-        ...
 
     def publish(self, sync: WeightSync) -> Metrics:
         """Send the weights and leave the devices to the sampler; return the metrics of both."""
-        ...
 
     def restore(self) -> None:
         """Bring the trainer's state back before an error travels on."""
-        ...
 
 
 class Resident:
-    """`Devices` of a run whose models and servers all stay where they are."""
+    """Devices of a run whose models and servers all stay where they are."""
 
     def enter(self, stage: str) -> None:
         """Move nothing."""
@@ -67,7 +55,7 @@ class Stages:
     A stage is sticky: leaving it moves nothing, and the next one moves only the difference.
     """
 
-    timer: Timer
+    timer: StepMeter | PhaseTimer
     devices: Devices = field(default_factory=Resident)
 
     @contextmanager
@@ -96,7 +84,7 @@ class StepLog:
     """Metrics of the current step: parts add them, events read them, the loop writes them."""
 
     sink: MetricsSink
-    timer: Timer
+    timer: StepMeter | PhaseTimer
     metrics: Metrics = field(default_factory=dict, init=False)
 
     def begin(self) -> None:
@@ -119,7 +107,6 @@ class BatchSource(Protocol):
 
     def take(self, step: int) -> object:
         """Return the batch of a step, counted from 0; called once per step, in order; collective."""
-        ...
 
 
 class Algorithm(Protocol):
@@ -127,11 +114,9 @@ class Algorithm(Protocol):
 
     def evaluate(self, batch: Any, step: int) -> object:
         """Return the batch with everything that an update needs; changes no weight; collective."""
-        ...
 
     def update(self, evaluated: Any, step: int) -> None:
         """Make the optimizer steps of a batch; collective."""
-        ...
 
 
 class Event:

@@ -139,11 +139,8 @@ def build_experience(
 ) -> Experience:
     """Return the rollout with advantages and returns.
 
-    outputs: of old log-probs, reference log-probs and values; empty for a role that the run lacks.
-    reward_kl: the KL penalty in token rewards; None without. greedy: [P] float32, rewards of greedy responses.
-
-    Failed samples have no response token. So none of them trains, their rewards have no token to stand on, and every
-    statistic (of a group, of the batch, of a mini-batch) is one of the samples that have an answer.
+    outputs: empty for a role that the run lacks. greedy: [P] float32, rewards of greedy responses. Failed samples have
+    no response token: every statistic is one of the samples that have an answer.
     """
     old, ref, critic = outputs
     assert old.logprobs is not None

@@ -78,10 +78,7 @@ def sample_rows(
 
 
 def group_rows(prompt_index: Sequence[int], count: int) -> list[int]:
-    """Return row numbers, ascending: all samples of prompts that are spread over the batch.
-
-    There are as many prompts as `count` samples fill, at least one unless `count` is 0. prompt_index: of each row.
-    """
+    """Return row numbers, ascending: all samples of prompts that are spread over the batch."""
     samples: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompt_index):
         samples.setdefault(prompt, []).append(row)
@@ -91,10 +88,7 @@ def group_rows(prompt_index: Sequence[int], count: int) -> list[int]:
 
 
 def _rewards_of(rewards: Rewards, row: int) -> dict[str, float | None]:
-    """Return a row's reward and its parts, as "reward_correct"; empty for a run without rewards.
-
-    None stands for the reward of a sample that is left out, and for a part that it does not have.
-    """
+    """Return a row's reward and its parts, as "reward_correct"; empty for a run without rewards."""
     if not rewards.scored:
         return {}
     names = () if rewards.parts is None else rewards.parts.names
@@ -208,10 +202,7 @@ class StepRecorder(Event):
 
 
 def _weights(own: Rollout, minibatches: Sequence[Experience], ranks: Ranks) -> dict[str, Tensor]:
-    """Return each epoch's mini-batch of this rank's rows, and their weights in the first epoch.
-
-    Other ranks may train these rows. A row without a mini-batch has -1. Collective.
-    """
+    """Return each epoch's mini-batch of this rank's rows, and their weights in the first epoch."""
     width = own.tokens.size(1)
     place = {key: row for row, key in enumerate(_keys(own))}
     count = len(place)

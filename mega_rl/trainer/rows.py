@@ -102,9 +102,7 @@ def token_versions(rollout: Rollout) -> Tensor:
 def check_rows(rollout: Rollout, prompts: Sequence[Prompt], ranks: Ranks, *, samples: int = 0) -> None:
     """Check that a rank has each sample of its prompts once, after its prompt's tokens.
 
-    prompts: the global batch, into which `rollout.prompt_index` points; ranks: the data-parallel replicas; samples:
-    number for each prompt, 0 for as many as the highest sample number says. Rows may come in any order.
-    Raises RunError on all ranks; collective.
+    samples: number for each prompt, 0 for as many as the highest sample number says. Raises RunError on all ranks.
     """
     fault = next(_row_faults(rollout, prompts, own=share(len(prompts), ranks), samples=samples), None)
     raise_together(None if fault is None else RunError(f"rollout: {fault}"), ranks, error=RunError)
@@ -135,10 +133,7 @@ def _row_faults(rollout: Rollout, prompts: Sequence[Prompt], *, own: range, samp
 
 
 def moved_rows(experience: Experience, destinations: Tensor, ranks: Ranks) -> Experience:
-    """Send each row to the rank that trains it; return the rows received, numbered anew; collective.
-
-    destinations: [B] int64, one for each row of this rank; -1 for a row that no rank trains.
-    """
+    """Send each row to the rank that trains it; return the rows received, numbered anew; collective."""
     chosen = (destinations >= 0).nonzero().flatten()
     moved = ranks.exchange_rows(experience[chosen], destinations[chosen])  # type: ignore[index]
     moved.rows = row_numbers(moved.loss_mask)

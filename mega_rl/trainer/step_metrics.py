@@ -25,7 +25,7 @@ LENGTH_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 NGRAM = 8  # tokens; shorter ones come back in any long text
 _FACTOR = 6364136223846793005  # odd and large: the hash of n tokens is a polynomial in it modulo 2^64
 # Metrics of an update itself. All others are means over the tokens of its mini-batch.
-PER_UPDATE = {"grad_norm", "grad_clipped_fraction", "grad_reduce_bf16_error", "lr", "num_microbatches"}
+PER_UPDATE = {"grad_norm", "grad_clipped_fraction", "lr", "num_microbatches"}
 PER_UPDATE |= {"zero_advantage_fraction"}
 _COLUMNS = 4  # before the parts: prompt, sample, reward, response tokens
 
@@ -48,13 +48,7 @@ class SampleTable:
 
 
 def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix: str = "") -> Metrics:
-    """Return rewards, response lengths and how responses ended, over all ranks.
-
-    A run without rewards has only lengths and endings. A metric of some kind of samples exists if the step has such
-    samples. Failed samples are in no number but their own, `rollout/failed_samples`, which is there where
-    samples may fail. Numbers of rewards are of the samples that have one; `reward/masked_fraction` is the share of
-    answers that the reward leaves out, and the only number of rewards if no sample has one.
-    """
+    """Return rewards, response lengths and how responses ended, over all ranks."""
     failures: Metrics = {}
     if rollout.failed is not None:
         failures[f"{prefix}rollout/failed_samples"] = float(ranks.sum(rollout.failed.double().sum()))
@@ -63,7 +57,11 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, ranks: Ranks, *, prefix:
     if rewards.scored:
         scored = samples.where(~samples.reward.isnan())
         metrics["reward/masked_fraction"] = 1.0 - len(scored.reward) / max(len(samples.reward), 1)
-        metrics |= (_reward_metrics(scored) | _right_and_wrong(scored)) if len(scored.reward) else {}
+        if len(scored.reward):
+            right, wrong = right_and_wrong(scored.prompt, scored.reward)
+            metrics |= _reward_metrics(scored)
+            metrics |= _lengths("right_response_tokens", scored.response_tokens[right])
+            metrics |= _lengths("wrong_response_tokens", scored.response_tokens[wrong])
     metrics |= _length_metrics(samples)
     return {f"{prefix}{name}": value for name, value in metrics.items()} | failures
 
@@ -81,27 +79,30 @@ def part_metrics(parts: RewardParts | None, rollout: Rollout, ranks: Ranks, *, p
 
 def _gathered(rollout: Rollout, rewards: Rewards, ranks: Ranks) -> SampleTable:
     """Return the table of all ranks' samples; collective."""
-    rows = answered(rollout).nonzero().flatten()
     response = rollout.loss_mask.sum(dim=1).double()
     columns = (
-        rollout.prompt_index, rollout.sample_index, rewards.totals, rollout.prompt_lengths, response,
-        rollout.lengths, rollout.finished, repeated_fractions(rollout.tokens, rollout.loss_mask),
+        rewards.totals, rollout.prompt_lengths, response, rollout.lengths, rollout.finished,
+        repeated_fractions(rollout.tokens, rollout.loss_mask),
     )  # fmt: skip
-    own = torch.stack([column.cpu().double() for column in columns], dim=1)[rows.cpu()]
-    table = gather_column(own, ranks)
-    samples_of_a_prompt = 1.0 + (table[:, 1].max() if len(table) else 0.0)
-    table = table[(table[:, 0] * samples_of_a_prompt + table[:, 1]).argsort(stable=True)]
-    prompt, _, reward, *others = table.unbind(dim=1)
-    return SampleTable(prompt, reward, *others)
+    prompt, _, *others = _by_sample(_own_rows(rollout, columns, ranks)).unbind(dim=1)
+    return SampleTable(prompt, *others)
+
+
+def _own_rows(rollout: Rollout, columns: Sequence[Tensor], ranks: Ranks, *, first: int = 0) -> Tensor:
+    """Return [N, 2 + K] float64 of all ranks' answered samples: prompt from `first` on, sample, columns; collective."""
+    whole = (rollout.prompt_index + first, rollout.sample_index, *columns)
+    own = torch.stack([column.cpu().double() for column in whole], dim=1)[answered(rollout).cpu()]
+    return gather_column(own, ranks)
+
+
+def _by_sample(table: Tensor) -> Tensor:
+    """Return rows that begin with prompt and sample in the order of these."""
+    samples = 1.0 + (table[:, 1].max() if len(table) else 0.0)
+    return table[(table[:, 0] * samples + table[:, 1]).argsort(stable=True)]
 
 
 def _reward_metrics(samples: SampleTable) -> Metrics:
-    """Return metrics of rewards, and of groups if prompts have several samples.
-
-    `reward/equal_groups_fraction` is the share of prompts with several samples of which all got the same reward: GRPO
-    learns nothing from them. Where rewards differ at all, `reward/best_groups_fraction` is the share of those that all
-    got the step's highest reward, `reward/worst_groups_fraction` of those that all got its lowest.
-    """
+    """Return metrics of rewards, and of groups if prompts have several samples."""
     rewards, count = samples.reward, len(samples.reward)
     mean = float(rewards.sum()) / count
     metrics = {"reward/mean": mean, "reward/std": float((rewards - mean).square().sum() / count) ** 0.5}
@@ -136,10 +137,8 @@ def _extremes(rewards: Tensor, group: Tensor, count: int) -> tuple[Tensor, Tenso
 def right_and_wrong(prompt: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Return which samples are right and which are wrong, [N] bool each, only by rewards.
 
-    Rewards of two values in the step: the higher one is right, the lower one wrong. Of more values: above the mean of
-    the prompt's samples is right, below it wrong; where a prompt has one sample each, above or below the step's mean.
-    Neither: what is equal to that mean, and every sample of a step whose rewards are all equal.
-    prompt: [N], rewards: [N] float64.
+    Of two values in the step the higher one is right. Of more values, above the mean of the prompt's samples is right,
+    below it wrong; where prompts have one sample each, the step's mean. prompt: [N], rewards: [N] float64.
     """
     values = rewards.unique()
     if len(values) <= 2:
@@ -152,14 +151,6 @@ def right_and_wrong(prompt: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     top, bottom = _extremes(rewards, group, len(sizes))
     mixed = (top > bottom)[group]
     return (rewards > means[group]) & mixed, (rewards < means[group]) & mixed
-
-
-def _right_and_wrong(samples: SampleTable) -> Metrics:
-    """Return lengths of right and of wrong responses, where there are such."""
-    right, wrong = right_and_wrong(samples.prompt, samples.reward)
-    return _lengths("right_response_tokens", samples.response_tokens[right]) | _lengths(
-        "wrong_response_tokens", samples.response_tokens[wrong]
-    )
 
 
 def _lengths(name: str, tokens: Tensor) -> Metrics:
@@ -219,12 +210,7 @@ def repeated_fractions(tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def experience_metrics(experience: Experience, ranks: Ranks, *, has_reference: bool, has_critic: bool) -> Metrics:
-    """Return token means, spread and quantiles of the update's inputs, over all ranks.
-
-    The KL to the reference is there where the run has one; where the update gives its own old log-probs, its kl/ref and
-    kl/ref_k1 replace those made here. Values, returns and the explained variance of the returns are there where the run
-    has a critic. Halves of responses: see `halves`; a half is there where a response has two tokens.
-    """
+    """Return token means, spread and quantiles of the update's inputs, over all ranks."""
     mask = experience.loss_mask
     columns = {"advantage/mean": experience.advantages, "advantage/abs_mean": experience.advantages.abs()}
     by_half = {"actor/entropy": -experience.old_logprobs}
@@ -307,13 +293,10 @@ class AnswerTable:
 
     def add(self, rows: Rollout, rewards: Rewards, *, first: int) -> None:
         """Add all replicas' samples; collective. first: position of the rows' prompt 0 in the set."""
-        has_answer = answered(rows)
-        tokens = rows.loss_mask.sum(dim=1)
-        columns = [rows.prompt_index + first, rows.sample_index, rewards.totals, tokens]
         parts = rewards.parts
         known: Sequence[Tensor] = () if parts is None else parts.values.unbind(dim=1)
-        own = torch.stack([column.cpu().double() for column in (*columns, *known)], dim=1)[has_answer.cpu()]
-        self._tables.append(gather_column(own, self.ranks))
+        columns = (rewards.totals, rows.loss_mask.sum(dim=1), *known)
+        self._tables.append(_own_rows(rows, columns, self.ranks, first=first))
         self._parts.append(() if parts is None else parts.names)
         self.scored = self.scored and rewards.scored
 
@@ -330,9 +313,7 @@ class AnswerTable:
         """Return the means of rewards, parts and lengths that exist, as "val/reward_mean"."""
         names = sorted({name for parts in self._parts for name in parts})
         tables = [_with_parts(table, own, names) for table, own in zip(self._tables, self._parts, strict=True)]
-        table = torch.cat(tables) if tables else torch.zeros(0, _COLUMNS)
-        samples = 1.0 + (table[:, 1].max() if len(table) else 0.0)
-        table = table[(table[:, 0] * samples + table[:, 1]).argsort(stable=True)]
+        table = _by_sample(torch.cat(tables) if tables else torch.zeros(0, _COLUMNS))
         _, _, reward, tokens, *parts = table.unbind(dim=1)
         has_reward = ~reward.isnan()
         metrics = _mean("val/reward_mean", reward[has_reward]) if self.scored else {}

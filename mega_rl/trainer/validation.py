@@ -15,7 +15,7 @@ from mega_rl.errors import UserError
 from mega_rl.protocols import Ranks, RolloutSource, Scorer
 from mega_rl.trainer.rows import ReadResponse, check_rows, scored_rows
 from mega_rl.trainer.step_metrics import AnswerTable
-from mega_rl.types import Draws, Metrics, Prompt, PromptSet, RewardParts, Rewards, Rollout
+from mega_rl.types import Draws, Metrics, Prompt, PromptSet, Rewards, Rollout
 
 AnswersOf = Callable[[Sequence[str]], Sequence[str | None]]
 
@@ -57,11 +57,6 @@ class SetOutcome(NamedTuple):
     estimates: dict[str, Estimate]
 
 
-def stripped(responses: Sequence[str]) -> list[str | None]:
-    """Return all of each response as its answer."""
-    return [response.strip() for response in responses]
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Evaluation on sets of prompts; samples depend only on step, set, prompt and sample number.
@@ -77,14 +72,11 @@ class Evaluation:
     reward: Scorer
     ranks: Ranks  # the data-parallel replicas
     read: ReadResponse
-    answers_of: AnswersOf = stripped
+    answers_of: AnswersOf = lambda responses: [response.strip() for response in responses]
     hold: Callable[[str], None] = lambda stage: None
 
     def run(self, step: int, *, each: Callable[[ScoredSamples], None] = lambda samples: None) -> list[SetOutcome]:
-        """Return the outcome on each set; collective over all ranks.
-
-        each: takes the samples in the order of sets and prompts; collective.
-        """
+        """Return the outcome on each set; collective over all ranks."""
         # With twice the replicas no replica is ever without a prompt.
         most, outcomes = max(self.plan.chunk // self.plan.n, 2 * self.ranks.size), []
         for one in self.sets:
@@ -148,10 +140,7 @@ def _judged_votes(samples: ScoredSamples) -> list[tuple[int, int, bool, str | No
 
 
 def right_samples(rows: Rollout, rewards: Rewards, *, above: float, part: str) -> list[bool | None]:
-    """Return [B]: whether each sample's reward or part is above a number; None without one.
-
-    Raises UserError where the reward lacks the part.
-    """
+    """Return [B]: whether each sample's reward or part is above a number; None without one."""
     judged, scored = judged_values(rewards, part), scored_rows(rows, rewards)
     known = (scored & ~judged.isnan().to(scored.device)).tolist()  # a data source may lack the part
     return [value > above if known else None for value, known in zip(judged.tolist(), known, strict=True)]
@@ -167,15 +156,14 @@ def right_when(above: float, part: str, names: Sequence[str]) -> str:
 
 def judged_values(rewards: Rewards, part: str, *, setting: str = "validation.right_part") -> Tensor:
     """Return [B] the rewards, or the part of them that a setting names. Raises UserError."""
-    return _part(rewards.parts, part, rows=len(rewards.totals), setting=setting) if part else rewards.totals
-
-
-def _part(parts: RewardParts | None, name: str, *, rows: int, setting: str) -> Tensor:
+    parts, rows = rewards.parts, len(rewards.totals)
+    if not part:
+        return rewards.totals
     names = () if parts is None else parts.names
-    if parts is None or (name not in names and (names or rows)):
+    if parts is None or (part not in names and (names or rows)):
         has = f"has the parts {', '.join(names)}" if names else "is a number, without named parts"
-        raise UserError(f"{setting}={name} has no effect: the reward {has}")
-    return parts.values[:, names.index(name)] if names else parts.values.sum(dim=1)
+        raise UserError(f"{setting}={part} has no effect: the reward {has}")
+    return parts.values[:, names.index(part)] if names else parts.values.sum(dim=1)
 
 
 def estimates_of(
@@ -186,22 +174,19 @@ def estimates_of(
     samples: (prompt, right, vote) of each sample with an answer. A prompt with fewer than k of them, because servers
     failed or the reward left samples out, is in no estimate of k; avg@n is over the samples that there are.
     """
-    votes: dict[int, tuple[list[bool], list[str | None]]] = {}
-    for prompt, right, vote in samples:
-        of_prompt = votes.setdefault(prompt, ([], []))
-        of_prompt[0].append(right)
-        of_prompt[1].append(vote)
+    groups: dict[int, list[tuple[bool, str | None]]] = {}
+    for prompt, right, vote in sorted(samples, key=lambda sample: sample[0]):
+        groups.setdefault(prompt, []).append((right, vote))
+    of_prompts = [([right for right, _ in own], [vote for _, vote in own]) for own in groups.values()]
     estimates = {}
-    groups = [votes[prompt] for prompt in sorted(votes)]
     for k in counted:
-        whole = [(right, vote) for right, vote in groups if len(right) >= k]
-        if whole:
+        if whole := [(right, vote) for right, vote in of_prompts if len(right) >= k]:
             passed = [pass_at_k(len(right), sum(right), k) for right, _ in whole]
             estimates[f"pass_at_{k}"] = mean_with_interval(passed, samples=n)
             majority = [maj_at_k(vote, right, k) for right, vote in whole]
             estimates[f"maj_at_{k}"] = mean_with_interval(majority, samples=n)
-    if groups:
-        shares = [math.fsum(right) / len(right) for right, _ in groups]
+    if of_prompts:
+        shares = [math.fsum(right) / len(right) for right, _ in of_prompts]
         estimates[f"avg_at_{n}"] = mean_with_interval(shares, samples=n)
     return estimates
 

@@ -6,18 +6,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from mega_rl.errors import RunError, UserError
 from mega_rl.parallel.agreement import raise_together
-from mega_rl.protocols import Ranks, RolloutSource, Samples, WeightSync
-from mega_rl.threads import Running
+from mega_rl.processes import Running
+from mega_rl.protocols import Ranks, RolloutSource, WeightSync
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 log = logging.getLogger(__name__)
+
+Samples = TypeVar("Samples")  # an engine's record of a generation in progress
 
 CHECKED = "rollout/logprob_diff"  # metrics of a comparison
 
@@ -28,10 +30,7 @@ class BackgroundRolloutError(RunError):
 
 @dataclass
 class ThreadedRollouts(Generic[Samples]):
-    """Generation of one step's samples while the trainer does something else, the same on all ranks.
-
-    Only `finish`, `drain` and `interrupt` are collective: in between, the trainer has its own collectives.
-    """
+    """Generation of one step's samples while the trainer does something else, the same on all ranks."""
 
     generate: Callable[[Sequence[Prompt], int], Samples]  # this rank's of a step; runs on the thread, no collective
     collect: Callable[[Samples], Rollout]  # this replica's rows from all ranks' samples; on the caller's thread
@@ -50,10 +49,7 @@ class ThreadedRollouts(Generic[Samples]):
         self._job = Running(lambda: self.generate(prompts, step), name=f"rollout of step {step}")
 
     def finish(self) -> Rollout:
-        """Wait for the generation and return this replica's rows; collective.
-
-        Raises its RunError or UserError on all ranks, and BackgroundRolloutError for other errors and the deadline.
-        """
+        """Wait for the generation and return this replica's rows; collective."""
         self.drain()
         job, self._job = self._job, None
         assert job is not None, "finish() without start()"
@@ -184,10 +180,7 @@ class OneStepAhead:
         return metrics | {"rollout/ahead_wait_s": waited}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the fields of the rollout in progress, once complete; empty without one; collective.
-
-        `step` is an int64 scalar, `prompts` [P] int64 are rows of the data. A failed generation leaves nothing.
-        """
+        """Return the fields of the rollout in progress, once complete; empty without one; collective."""
         rollout: Any = None if self._started is None else self._finished()
         if self._started is None or isinstance(rollout, Exception):
             return {}

@@ -32,9 +32,7 @@ LearningRate = Callable[[int], float]  # trainer steps since the role began to l
 class PolicyLoss:
     """A policy's loss with its numbers (see `algorithms.losses.policy`).
 
-    `on_policy`: a step updates once, so the forward at hand gives the log-probs before the update, and with a reference
-    kl/ref and kl/ref_k1 too: the step had only the rollout engine's log-probs for them, whose rounding is no KL.
-    `correction`: weights of token losses for what sampled the tokens; None without.
+    on_policy: a step updates once, so the forward at hand gives the log-probs before the update, kl/ref and kl/ref_k1.
     """
 
     objective: PolicyObjective
@@ -150,10 +148,9 @@ class Lessons:
 class LearningWorker:
     """Actor or critic. `role` prefixes the engine's metrics; steps before `first_step` do not change the model.
 
-    The learning rate counts from `first_step`: the warm-up is of the role's own updates, whose Adam moments begin at 0.
     An optimizer step whose gradient norm is not finite is skipped, on all ranks alike; after more than
-    `max_skipped_steps` in a row `update` raises NonFiniteGradientError. A resumed run counts from 0. The step of a
-    mini-batch without a token that trains is skipped too, and does not count among those in a row.
+    `max_skipped_steps` in a row `update` raises NonFiniteGradientError. The step of a mini-batch without a token that
+    trains is skipped too, and does not count among those in a row.
     """
 
     role: str
@@ -219,14 +216,10 @@ class ReferenceWorker:
 
 @dataclass(frozen=True)
 class ReferenceUpdates:
-    """Updates of the reference's weights from the policy's, every `interval` trainer steps.
-
-    mix: makes one, and returns the relative distance of the two models before it; collective. None: the reference
-    stays as it is.
-    """
+    """Updates of the reference's weights from the policy's, every `interval` trainer steps."""
 
     interval: int = 0
-    mix: Callable[[], float] | None = None
+    mix: Callable[[], float] | None = None  # makes one; returns the models' distance before it; collective
 
     def __call__(self, done: int) -> Metrics:
         """Update the reference if it is due after `done` steps; collective."""

@@ -37,8 +37,7 @@ class Trajectory:
     sampled: list[bool] = field(default_factory=list)  # whether the policy sampled the token: these train
     logprobs: list[float] = field(default_factory=list)  # each token's at the sampling temperature, 0 for given ones
     stopped: bool = False  # a stop token ended the last turn
-    # Why no further turn comes: the task is done, no room is left, a limit of turns, or there is no answer, and the row
-    # stays out of the loss. None: it may continue; left so, it is done if a stop token ended the last turn.
+    # Why no further turn comes; the row of an "error" does not train. None: it is done if a stop token ended it.
     end: End | None = None
 
     @property
@@ -62,10 +61,7 @@ class Trajectory:
             self.end = "length"
 
     def give(self, token_ids: Sequence[int]) -> bool:
-        """Append tokens that the policy only reads, such as a tool's answer.
-
-        Return whether they fit and leave room for a turn; where they do not, length ends the trajectory as it is.
-        """
+        """Append tokens that the policy only reads; return False, and end it for length, without room for a turn."""
         if len(token_ids) >= self.room:
             self.end = self.end or "length"
             return False
@@ -88,21 +84,17 @@ class RolloutContext:
     replica: Ranks  # this rank among those of its replica
     weight_version: Callable[[], int]  # version of the actor's weights that was published last
 
-    def own(self, prompts: Sequence[Prompt]) -> range:
-        """Return the positions of the prompts that this rank generates for, a share of its replica's."""
-        return own_share(len(prompts), self.data_parallel, self.replica)
-
     def start(self, prompts: Sequence[Prompt], *, greedy: bool = False, draws: Draws | None = None) -> list[Trajectory]:
         """Return empty trajectories of this rank's prompts: n of each (greedy: one), or `draws.n`."""
         samples, limit = range(self._samples(greedy, draws)), self.sampling.max_new_tokens
         limit = limit if draws is None else draws.max_new_tokens or limit
-        return [Trajectory(prompts[i], i, sample, limit) for i in self.own(prompts) for sample in samples]
+        return [Trajectory(prompts[i], i, sample, limit) for i in self._own(prompts) for sample in samples]
 
     def sample(
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> list[Trajectory]:
-        """Return `start`'s trajectories with their first turn, as rollout.source=single_turn samples it; collective."""
-        trajectories, own = self.start(prompts, greedy=greedy, draws=draws), self.own(prompts)
+        """Return trajectories with their first turn, as rollout.source=single_turn samples it; collective."""
+        trajectories, own = self.start(prompts, greedy=greedy, draws=draws), self._own(prompts)
         seed, first = (self.seed, step, *evaluation_stream(draws)), 0 if draws is None else draws.first
         rows = self._engine().generate(
             [prompts[i] for i in own], [first + i for i in own],
@@ -120,10 +112,7 @@ class RolloutContext:
         greedy: bool = False,
         draws: Draws | None = None,
     ) -> None:
-        """Sample turn number `turn` (from 1 on) of the trajectories that have room; collective.
-
-        Every rank calls it equally often in a step, also one whose trajectories are all closed.
-        """
+        """Sample turn number `turn`, from 1 on, of the trajectories that have room; collective."""
         going = [trajectory for trajectory in trajectories if trajectory.room > 0]
         samples, first = self._samples(greedy, draws), 0 if draws is None else draws.first
         rows = self._engine().generate(
@@ -136,15 +125,15 @@ class RolloutContext:
         _add_turn(going, rows)
 
     def rollout(self, trajectories: Sequence[Trajectory]) -> Rollout:
-        """Return the replica's rows from its ranks' trajectories, without tokens given after the last turn.
-
-        Collective over all ranks.
-        """
+        """Return the replica's rows from its ranks' trajectories; collective over all ranks."""
         ordered = sorted(trajectories, key=lambda each: (each.prompt_index, each.sample_index))
         failed = torch.tensor([each.end == "error" for each in ordered], dtype=torch.bool)
         any_failed = self.data_parallel.max(self.replica.max(failed.any().long()))
         rows = _rows(ordered, version=self.weight_version(), failed=failed if any_failed else None)
         return self.replica.gather_rows(rows)
+
+    def _own(self, prompts: Sequence[Prompt]) -> range:
+        return own_share(len(prompts), self.data_parallel, self.replica)
 
     def _samples(self, greedy: bool, draws: Draws | None) -> int:
         return draws.n if draws is not None else 1 if greedy else self.n
@@ -253,10 +242,7 @@ class CheckedRollouts:
         return rollout
 
     def metrics(self) -> Metrics:
-        """Return the metrics of source and engine; collective.
-
-        Raises RunError on all ranks for a value that is not a number.
-        """
+        """Return the metrics of source and engine; collective."""
         metrics = self.source.metrics()
         numbers = [isinstance(value, (int, float)) and math.isfinite(value) for value in metrics.values()]
         right = all(numbers) and all(isinstance(name, str) for name in metrics)

@@ -107,19 +107,13 @@ class StateInTurn:
 
 
 class ServerMemory(Protocol):
-    """The device memory of the servers that share the trainer's devices, in tags: "weights" and "kv_cache".
-
-    Collective over all ranks: when a call returns on any rank, every server has done it. Servers are idle when it is
-    called. A restarted server holds all of its memory; the implementation settles such differences.
-    """
+    """Device memory of servers on the trainer's devices, by `TAGS`; both calls are collective, of idle servers."""
 
     def release(self, tags: Sequence[str]) -> None:
         """Release this memory; the weights in it are lost."""
-        ...
 
     def resume(self, tags: Sequence[str]) -> None:
         """Resume this memory; its content is undefined."""
-        ...
 
 
 class MemoryLayout(NamedTuple):
@@ -157,26 +151,18 @@ TURNS: Mapping[str, tuple[Role, frozenset[str]]] = {
 
 @dataclass
 class Residency:
-    """Devices of a run with models that take turns, servers that share the devices, or both.
-
-    servers: None if no server shares the devices. while_generating: parts of a policy that takes turns which stay while
-    responses are generated: none for the embedded engine, the parameters for servers elsewhere, since a server that is
-    started anew is sent them.
-    """
+    """Devices of a run with models that take turns, servers that share the devices, or both."""
 
     models: ResidentModels
     everyone: Ranks
-    servers: ServerMemory | None = None
+    servers: ServerMemory | None = None  # those that share the devices
+    # Parts of a policy that takes turns which stay: servers elsewhere are sent parameters when they start anew.
     while_generating: frozenset[str] = NOTHING
     layout: MemoryLayout = field(default=START, init=False)
     _bytes: Metrics = field(default_factory=dict, init=False)
 
     def enter(self, stage: str) -> None:
-        """Bring what a stage needs, after the state that it does not need has left; collective.
-
-        Raises:
-            RuntimeError: responses are to be generated, and the servers have no weights, since nothing was published.
-        """
+        """Bring what a stage needs, after the state that it does not need has left; collective."""
         if stage == "reward" and "reward" not in self.models.engines:
             return
         if self.servers is not None and stage in SHARED:
@@ -189,13 +175,10 @@ class Residency:
     def publish(self, sync: WeightSync) -> Metrics:
         """Send the weights and leave shared devices to the servers; returns the metrics of both; collective.
 
-        The servers lose their weights when they release the memory, so each time they resume it an update must come
-        first, and an update needs both copies of the policy at once. Only then do they coexist: gradients, optimizer
-        state and all other models have left, and the KV cache has not come.
-
-        Where servers share the devices, adds `memory/<layout>_bytes`, the trainer's bytes on the device in each layout
-        since the last publish (the resident set on a CPU), `memory/offloaded_bytes`, moved to the host, and
-        `memory/given_back_bytes`, how much less the trainer holds after than before; each largest over the ranks.
+        Servers lose their weights with the memory, and an update needs both copies of the policy at once: only then do
+        they coexist, without gradients, optimizer state, other models and KV cache. Adds, on shared devices, the
+        trainer's bytes in each layout since the last publish, those moved to the host and those given back, each
+        largest over the ranks.
         """
         if self.servers is None:
             self.models.take_turn("actor", PARAMETERS)
@@ -212,11 +195,7 @@ class Residency:
         return metrics | dict(zip(names, largest, strict=True))
 
     def after_send(self, servers: Sequence[int]) -> None:
-        """Resume the KV cache after sending weights, before a server proves them; collective.
-
-        The policy's parameters are still on the device. An update at another time, such as for a server that was lost
-        while it generated, finds the cache resumed.
-        """
+        """Resume the KV cache after sending weights, before a server proves them; collective."""
         if self.layout is SENDING:
             self._share(PROVING)
 

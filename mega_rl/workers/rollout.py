@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.agreement import raise_together
 from mega_rl.parallel.comm import share
-from mega_rl.protocols import BackgroundEngine, Ranks, RolloutEngine, Samples
+from mega_rl.protocols import Ranks, RolloutEngine
+from mega_rl.rollout.sglang.generation.engine import Sampled, SglangRolloutEngine
 from mega_rl.types import Draws, Metrics, Prompt, Rollout
 
 EVALUATION = 0x6576616C  # "eval": third word of the seeds of evaluations
@@ -29,11 +29,7 @@ def evaluation_stream(draws: Draws | None) -> tuple[int, ...]:
 
 @dataclass
 class RolloutWorker:
-    """Rollout role with an engine on every rank.
-
-    Data-parallel rank d owns a contiguous part of the prompts; the ranks of its replica share that part and then
-    exchange what they generated, so every rank generates and every rank of a replica holds the same rows.
-    """
+    """Rollout role with an engine on every rank."""
 
     engine: RolloutEngine
     data_parallel: Ranks
@@ -44,11 +40,7 @@ class RolloutWorker:
     def generate(
         self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
     ) -> Rollout:
-        """Return this replica's rows: n samples of each prompt (greedy: one), by prompt and sample.
-
-        Samples of `draws` have random numbers of their own, which training and turns of a response never draw, and
-        which do not change when a set of prompts comes in parts.
-        """
+        """Return this replica's rows: n samples of each prompt (greedy: one), by prompt and sample."""
         mine = self._own(prompts)
         own = [prompts[i] for i in mine]
         if draws is not None:
@@ -70,17 +62,17 @@ class RolloutWorker:
 
 
 @dataclass
-class BackgroundRolloutWorker(RolloutWorker, Generic[Samples]):
+class BackgroundRolloutWorker(RolloutWorker):
     """Generation in two parts, for the background: `sample` may run on another thread, `collect` not."""
 
-    engine: BackgroundEngine[Samples]
+    engine: SglangRolloutEngine
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> Samples:
+    def sample(self, prompts: Sequence[Prompt], step: int) -> Sampled:
         """Generate this rank's samples of the step; no collective."""
         mine = self._own(prompts)
         return self.engine.sample([prompts[i] for i in mine], list(mine), n=self.n, seed=(self.seed, step))
 
-    def collect(self, samples: Samples) -> Rollout:
+    def collect(self, samples: Sampled) -> Rollout:
         """Return this replica's rows; collective over all ranks."""
         return self.replica.gather_rows(self.engine.collect(samples))
 

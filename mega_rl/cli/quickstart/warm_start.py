@@ -54,8 +54,7 @@ def warm_start(
 ) -> None:
     """Fit `config.model.path` to the demonstrations and write the result as a Hugging Face checkpoint; collective.
 
-    Each step takes the next `batch_size` demonstrations of a fixed random order. The learning rate rises linearly to
-    `lr` over the first tenth of the steps, times a cosine that falls from 1 to 0.1.
+    The learning rate rises linearly to `lr` over a tenth of the steps, times a cosine that falls from 1 to 0.1.
     """
     with session(config, accelerator) as groups:
         engine = build_actor(config, groups, accelerator)

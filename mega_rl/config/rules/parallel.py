@@ -152,6 +152,7 @@ def _fsdp(config: Config, world_size: int) -> Iterator[str]:
     ddp, optimizer = par.ddp, par.optimizer
     if ddp.name == "ddp":
         return
+    # Experts: gradients would be summed over ranks with other experts.
     refused = {
         f"engine.megatron.ep={par.ep}": par.ep > 1,
         f"engine.megatron.etp={par.etp}": par.etp not in (0, par.tp),
@@ -160,6 +161,8 @@ def _fsdp(config: Config, world_size: int) -> Iterator[str]:
     }
     if ddp.name == "megatron_fsdp":
         plain = ddp.fsdp_sharding == "optim"
+        # It waits for a gradient of every parameter, and on one rank adds gradients up wrongly. With "optim" overlap
+        # counts a rank's own gradients twice, and instances do not reduce between one another.
         refused[f"engine.megatron.pp={par.pp}"] = par.pp > 1
         refused["model.frozen"] = bool(config.model.frozen)
         refused["one data-parallel rank (dp*cp=1)"] = world_size == par.tp * par.pp

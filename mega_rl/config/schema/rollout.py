@@ -115,11 +115,6 @@ class SglangServerConfig:
 class SglangSyncConfig:
     """Weights to the servers, and the proof that they arrived."""
 
-    transport: str = setting(
-        "auto",
-        "Shared memory on one host (CUDA IPC on the same GPUs), or process groups; auto takes the first possible.",
-        choices=("auto", "shared_memory", "distributed"),
-    )
     timeout_s: float = setting(300.0, "Deadline of each step of a weight update.", unit="seconds", above=0.0)
     probe_tokens: int = setting(8, "Greedy tokens that prove each weight update; 0 proves none.", unit="tokens", min=0)
 
@@ -237,7 +232,7 @@ class RewardFunctionConfig(Kind):
     workers: int = setting(
         -1,
         "Worker processes of each rank; 0: none, and no deadlines. -1: none for built-in functions except math_verify "
-        "and for functions of a Python program, else the rank's cores minus one, at most 8.",
+        "and for functions of a Python program, else the rank's cores minus one, 1 to 8.",
         unit="processes",
         min=-1,
     )
@@ -270,7 +265,6 @@ class RewardSandboxConfig(Kind):
     total_s: float = setting(20.0, "Wall clock of all cases of a response.", unit="seconds", above=0.0)
     memory_mib: int = setting(512, "Address space of each process, and resident memory of all.", unit="MiB", min=64)
     output_kib: int = setting(256, "Longest output of a case, and longest error output.", unit="KiB", min=1)
-    parallel: int = setting(1, "Cases of a response at a time.", min=1, max=64)
     score: str = setting("share", "The share of cases that pass, or 1 if all pass.", choices=("share", "all"))
 
 

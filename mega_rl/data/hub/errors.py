@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from typing import Literal
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import (
-    DisabledRepoError,
     GatedRepoError,
     HfHubHTTPError,
     IncompleteSnapshotError,
@@ -23,41 +21,30 @@ Kind = Literal["model", "dataset"]
 FAILURES = (HfHubHTTPError, httpx.HTTPError, OSError, ValueError)
 _UNREACHED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)
 _NOT_HERE = "there is no such file or folder here"
-_OFFLINE = (
-    f"{_NOT_HERE}, and no {{kind}} of that name and revision in the cache {{cache}}, while HF_HUB_OFFLINE forbids "
-    "downloads; download it once without HF_HUB_OFFLINE"
-)
 # Error, or any of several -> its reason. The first row that matches an error or one of its causes counts.
 _REASONS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str], ...] = (
     (IncompleteSnapshotError, "the cache holds only a part of it: {line}"),
-    (
-        RevisionNotFoundError,
-        "the {kind} has no revision {revision!r} at {hub}; name a branch, a tag or a commit of it",
-    ),
+    (RevisionNotFoundError, "the {kind} has no revision {revision!r} at {hub}; name a branch, a tag or a commit of it"),
     (GatedRepoError, "access to it is restricted: accept its terms at {hub}/{page}, then {log_in}"),
-    (DisabledRepoError, "{hub} has disabled it; name another {kind}"),
     (
         RepositoryNotFoundError,
-        f"{_NOT_HERE}, and {{hub}} shows no {{kind}} of that name: correct the path or the name, or {{log_in}} if it "
-        "is private",
+        f"{_NOT_HERE}, and {{hub}} shows no {{kind}} of that name; or {{log_in}} if it is private",
     ),
-    (OfflineModeIsEnabled, _OFFLINE),
     (
-        _UNREACHED,
-        f"{_NOT_HERE}, it is not in the cache, and {{hub}} cannot be reached ({{line}}); correct the path, or the "
-        "network, HF_ENDPOINT or the proxy settings",
+        OfflineModeIsEnabled,
+        f"{_NOT_HERE}, and no {{kind}} of that name and revision in the cache {{cache}}; download it once without "
+        "HF_HUB_OFFLINE",
     ),
-    (HfHubHTTPError, "{hub} answered {status}; try again later"),
-    (httpx.HTTPError, "the download broke off ({line}); start again: files that are complete are kept"),
+    (_UNREACHED, f"{_NOT_HERE}, it is not in the cache, and {{hub}} cannot be reached ({{line}})"),
+    (FAILURES, "the download failed: {line}; start again: files that are complete are kept"),
 )
 
 
 def reason(error: BaseException, *, repo: str, revision: str, kind: Kind) -> str:
     """Return why a repository could not be downloaded, and what to do."""
-    causes = chain(error)
     for kinds, text in _REASONS:
         is_offline = kinds is OfflineModeIsEnabled and constants.HF_HUB_OFFLINE
-        matching = [cause for cause in causes if is_offline or isinstance(cause, kinds)]
+        matching = [cause for cause in chain(error) if is_offline or isinstance(cause, kinds)]
         if matching:
             return text.format(
                 line=_line(matching[0]),
@@ -67,10 +54,7 @@ def reason(error: BaseException, *, repo: str, revision: str, kind: Kind) -> str
                 page=f"datasets/{repo}" if kind == "dataset" else repo,
                 log_in="check that HF_TOKEN may read it" if get_token() else "set HF_TOKEN or run 'hf auth login'",
                 cache=constants.HF_HUB_CACHE,
-                status=getattr(getattr(matching[0], "response", None), "status_code", ""),
             )
-    if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
-        return f"no space is left in {constants.HF_HOME}; set HF_HOME to a larger disk"
     return f"the download failed: {_line(error)}"
 
 

@@ -161,9 +161,8 @@ def _begun(config: Config) -> Mapping[str, Any]:
 def _model_as_begun(name: ModelName, begun: object) -> ModelName:
     """Return the name at the commit of the run's beginning, unless it names a revision or another model."""
     earlier = model_name(begun) if isinstance(begun, str) else None
-    if earlier is None or earlier.repo != name.repo or name.revision != DEFAULT_REVISION:
-        return name
-    return earlier
+    same = earlier is not None and earlier.repo == name.repo and name.revision == DEFAULT_REVISION
+    return earlier if earlier is not None and same else name
 
 
 def _rows_as_begun(name: RowsName, begun: Sequence[str]) -> RowsName:
@@ -171,7 +170,6 @@ def _rows_as_begun(name: RowsName, begun: Sequence[str]) -> RowsName:
     if isinstance(name, FolderName) or name.revision != DEFAULT_REVISION:
         return name
     for earlier in filter(None, map(dataset_name, map(str, begun))):
-        same = earlier.repo == name.repo and name.config in ("", earlier.config)
-        if same and name.split in ("", earlier.split):
+        if earlier.repo == name.repo and name.config in ("", earlier.config) and name.split in ("", earlier.split):
             return earlier
     return name

@@ -10,10 +10,10 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from filelock import FileLock
 from huggingface_hub import HfApi, constants
@@ -37,17 +37,10 @@ def fetch_rows(name: DatasetName, *, role: Role, label: str) -> tuple[Path, Data
     if name.pinned and (file := _file(name)).is_file():
         return file, name
     commit = _commit(name, label=label)
-    if (kept := _kept(name, commit, role)) is not None:
-        return _file(kept), kept
-    folder = _folder(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{label}: {folder} cannot be made ({error.strerror}); set HF_HOME to another folder") from None
     with (
         progress.phase(f"downloading {label}", deadline_s=DEADLINE_S, announce=True),
-        FileLock(folder / ".lock"),  # one rank of the node downloads, the others find its file
         _readable(name, label),
+        _locked(_folder(name)),  # one rank of the node downloads, the others find its file
     ):
         builder, pinned = _resolved(name, commit, role, label)
         file = _file(pinned)
@@ -129,12 +122,19 @@ def hub_shards(pinned: DatasetName) -> list[HubShard]:
     return [HubShard(dataset, pinned, number, count) for number in range(count)]
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        yield
+
+
 def _commit(name: DatasetName, *, label: str) -> str:
     """Return the revision's present commit; "" where the Hub cannot be asked. Raises UserError."""
     try:
         sha = HfApi().dataset_info(name.repo, revision=name.revision, timeout=constants.DEFAULT_REQUEST_TIMEOUT).sha
     except FAILURES as error:
-        if is_unreachable(error) and (constants.HF_HUB_OFFLINE or any(_folder(name).glob("*/*.parquet"))):
+        if is_unreachable(error):  # the library has a cache of its own
             return ""
         raise UserError(f"{label}: {reason(error, repo=name.repo, revision=name.revision, kind='dataset')}") from error
     return sha or ""
@@ -214,21 +214,3 @@ def _file(pinned: DatasetName) -> Path:
     """Return the file for the rows of a pinned name."""
     file = f"{quote(pinned.config, safe='')}--{quote(pinned.split, safe='')}.parquet"
     return _folder(pinned) / pinned.revision / file
-
-
-def _kept(name: DatasetName, commit: str, role: Role) -> DatasetName | None:
-    """Return the pinned name of an earlier download: of a commit, or the newest without the Hub ("").
-
-    Only the library knows what stands for parts that are left out; without the Hub the only download of its kind does.
-    """
-    if commit:
-        pinned = replace(name, revision=commit)
-        return pinned if name.config and name.split and _file(pinned).is_file() else None
-    splits = (name.split,) if name.split else USUAL_SPLITS[role]
-    patterns = [f"*/{quote(name.config, safe='') or '*'}--{quote(split, safe='')}.parquet" for split in splits]
-    files = [file for pattern in patterns for file in _folder(name).glob(pattern)]
-    if len({file.name for file in files}) != 1:
-        return None
-    newest = max(files, key=lambda file: file.stat().st_mtime)
-    config, _, split = newest.stem.rpartition("--")
-    return DatasetName(name.repo, unquote(config), unquote(split), newest.parent.name)

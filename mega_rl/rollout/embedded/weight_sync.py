@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 from torch import Tensor
 
-from mega_rl.protocols import EmbeddedEngine
 from mega_rl.tracking import progress
 from mega_rl.types import Metrics
+
+if TYPE_CHECKING:
+    from mega_rl.rollout.embedded.engine import HFRolloutEngine
 
 
 def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
@@ -51,17 +54,13 @@ class EmbeddedWeightSync:
     def __init__(
         self,
         export: Callable[[], Iterator[tuple[str, Tensor]]],
-        engine: EmbeddedEngine,
+        engine: HFRolloutEngine,
         *,
         bucket_bytes: int,
         verify_interval: int,
     ) -> None:
-        if bucket_bytes < 1 or verify_interval < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes}, verify_interval={verify_interval}: both are at least 1")
-        self._export = export
-        self._engine = engine
-        self._bucket_bytes = bucket_bytes
-        self._verify_interval = verify_interval
+        self._export, self._engine = export, engine
+        self._bucket_bytes, self._verify_interval = bucket_bytes, verify_interval
         self._num_publishes = 0
         self._num_bytes = 0  # in the last publish
         self._weight_version = 0

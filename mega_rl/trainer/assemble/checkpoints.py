@@ -26,10 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def open_checkpoints(config: Config, groups: Groups, *, fingerprint: str) -> RunCheckpoints:
-    """Return the store of checkpoints with the identity that they must match, without engines.
-
-    fingerprint: of the prompts. Collective. Raises UserError on all ranks.
-    """
+    """Return the store of checkpoints with the identity that they must match, without engines."""
     ranks = ranks_of(groups.host_world)
     named, local = recorded(config).data, config.data
     names = [*named.train_files, *named.mixture.files()]
@@ -48,10 +45,7 @@ def open_checkpoints(config: Config, groups: Groups, *, fingerprint: str) -> Run
 
 
 def restore(checkpoints: RunCheckpoints, run: LoadedRun, prompts: RunPrompts, *, in_epochs: bool) -> tuple[int, int]:
-    """Restore the latest checkpoint; return (steps done, prompts drawn), zeros for a new run; collective.
-
-    in_epochs: trainer.epochs, not trainer.steps, gives the length of the run.
-    """
+    """Restore the latest checkpoint; return (steps done, prompts drawn), zeros for a new run; collective."""
     roles, trainer, sync = run.roles, run.config.trainer, run.rollouts.sync
     if prompts.rates is not None or prompts.order.numbers():
         checkpoints.add_engine(ORDER, OrderState(prompts.order, prompts.rates, run.world))

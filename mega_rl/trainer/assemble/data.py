@@ -129,10 +129,7 @@ class RunPrompts(NamedTuple):
 def build_prompts(
     config: Config, tokens: Tokens, rewards: RunRewards, source: ReadSource | None, vocab_size: int, world: Ranks
 ) -> RunPrompts:
-    """Read the prompts of a run, and check that its rewards can score them; collective.
-
-    Raises UserError and UserErrors on all ranks.
-    """
+    """Read the prompts of a run, and check that its rewards can score them; collective."""
     data, trainer = config.data, config.trainer
     columns = rewards.columns(data.answer_key)
     train, held_out = load_data(config, tokens, vocab_size=vocab_size, columns=columns, source=source)
@@ -229,10 +226,7 @@ def open_streams(
 
 
 def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], ranks: Ranks) -> str:
-    """Return the fingerprint of the training prompts; collective.
-
-    Every rank reads the data and generates for its part of one list. Raises UserError on all ranks if lists differ.
-    """
+    """Return the fingerprint of the training prompts; collective."""
     own = [fingerprint(train), *(fingerprint(one.prompts) for one in held_out)]
     message = None
     if own != broadcast_json(own, ranks):
@@ -246,10 +240,7 @@ def agreed_fingerprint(train: Sequence[Prompt], held_out: Sequence[PromptSet], r
 
 
 def with_length(config: Config, num_prompts: int, *, world_size: int) -> Config:
-    """Return the config with trainer.steps computed from trainer.epochs.
-
-    Raises UserErrors for settings that do not fit this length, such as a warm-up that outlasts it.
-    """
+    """Return the config with trainer.steps computed from trainer.epochs."""
     trainer = config.trainer
     if not trainer.epochs:
         return config

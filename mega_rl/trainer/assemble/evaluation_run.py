@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 from mega_rl import __version__
 from mega_rl.config.origins import as_record
 from mega_rl.config.schema import Config
-from mega_rl.disk import make_folder, open_again, open_new, remove_file, rename, replace_text, sync, write_at
+from mega_rl.disk import rename, replace_text
 from mega_rl.parallel.accelerator import Accelerator
 from mega_rl.parallel.agreement import run_on_one
 from mega_rl.parallel.comm import ranks_of
@@ -71,8 +70,8 @@ def _run(
     prompts = sum(len(one.prompts) for one in sets)
 
     def each(scored: ScoredSamples) -> None:
-        rows = [row for part in run.replicas.gather_json(list(sample_rows(scored, evaluation.read))) for row in part]
-        samples.append(rows)
+        parts = run.replicas.gather_json(list(sample_rows(scored, evaluation.read)))
+        samples.append([row for part in parts for row in part])
         progress.report(samples.count // evaluation.plan.n, prompts, unit="prompts")
 
     with progress.phase("evaluating"):
@@ -86,7 +85,6 @@ class SamplesFile:
     folder: Path
     everyone: Ranks
     count: int = field(default=0, init=False)  # samples
-    _bytes: int = field(default=0, init=False)
 
     @property
     def unfinished(self) -> Path:
@@ -96,22 +94,14 @@ class SamplesFile:
     def append(self, rows: Sequence[JsonObject]) -> None:
         """Write the samples of the next prompts, in order of prompt and sample; collective."""
         ordered = sorted(rows, key=lambda row: (row["prompt_index"], row["sample_index"]))
-        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in ordered).encode()
-        begins = self.count == 0
-        run_on_one(lambda: self._write(text, begins=begins), self.everyone)
-        self.count += len(rows)
-        self._bytes += len(text)
 
-    def _write(self, text: bytes, *, begins: bool) -> None:
-        if begins:
-            make_folder(self.folder)
-            remove_file(self.unfinished)
-        fd = open_new(self.unfinished) if begins else open_again(self.unfinished)
-        try:
-            write_at(fd, self._bytes, [memoryview(text)])
-            sync(fd)
-        finally:
-            os.close(fd)
+        def work() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self.unfinished.open("a" if self.count else "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in ordered)
+
+        run_on_one(work, self.everyone)
+        self.count += len(rows)
 
     def finish(self, results: JsonObject) -> None:
         """Name the samples and write results.json; collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mega_rl.config.choices import ADVANTAGE, ROLLOUT
@@ -18,7 +19,7 @@ from mega_rl.protocols import Ranks, Scorer
 from mega_rl.rewards.build import RunRewards, build_rewards
 from mega_rl.rewards.builtin import RewardFunction, final_answer
 from mega_rl.rewards.model import ModelScorer, RowLimits, TokenRows, token_rows
-from mega_rl.rewards.role import UsersAnswers
+from mega_rl.rewards.role import answers_together
 from mega_rl.rollout.sglang.build import start_servers
 from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.data import ReadSource, Tokens, load_data_source, load_tokenizer, read_tokens
@@ -56,10 +57,7 @@ def read_inputs(
     reward_function: RewardFunction | None = None,
     trains: bool = True,
 ) -> Inputs:
-    """Return the inputs of a run. Raises UserError and UserErrors before any weight is loaded.
-
-    resources: ends the workers of rewards. trains: an evaluation has no optimizer, and uses no source of the user.
-    """
+    """Return the inputs of a run. Raises UserError and UserErrors before any weight is loaded."""
     plan = plan_run(config, accelerator)
     if not trains:
         plan = replace(plan, models={role: replace(model, trainable=False) for role, model in plan.models.items()})
@@ -71,11 +69,7 @@ def read_inputs(
 
 
 def _read_rows_as(config: Config, tokens: Tokens) -> TokenRows | None:
-    """Return how a reward model reads rollouts.
-
-    It reads the actor's tokens under the same tokenizer, else its own. None without a reward model. Raises UserError
-    for a tokenizer that cannot be loaded.
-    """
+    """Return how a reward model reads rollouts."""
     if config.reward.source.name != "model":
         return None
     path = Path(config.reward.model_path)
@@ -100,7 +94,7 @@ def load_answers(config: Config, world: Ranks) -> AnswersOf:
     setting = f"validation.answer_of={spec!r}"
     if not callable(function):
         raise UserError(f"{setting}: is of type {type(function).__name__}, not a function")
-    return UsersAnswers(function, setting=setting, everyone=world, timeout_s=config.trainer.timeout_s)
+    return partial(answers_together, function, setting=setting, everyone=world)
 
 
 def last_answer(response: str) -> str | None:

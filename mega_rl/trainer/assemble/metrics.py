@@ -11,11 +11,10 @@ from mega_rl.config.render import resolved_yaml
 from mega_rl.config.rules.advice import advice
 from mega_rl.config.schema import Config, RewardHttpConfig
 from mega_rl.converters.plan.parameters import hf_tensors
-from mega_rl.converters.plan.sharding import Sharding
 from mega_rl.data.build import source_lines
 from mega_rl.errors import UserError
 from mega_rl.parallel.accelerator import Accelerator
-from mega_rl.parallel.accelerator.standin import resident_bytes
+from mega_rl.parallel.accelerator.base import resident_bytes
 from mega_rl.protocols import MetricsSink
 from mega_rl.rollout.stop_tokens import name_stop_tokens
 from mega_rl.tracking.metrics.flops import peak_flops
@@ -30,10 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def open_sink(run: LoadedRun, prompts: RunPrompts, *, done: int) -> MetricsSink:
-    """Write the run's config, show its start-up table, and return the sinks of its metrics.
-
-    done: steps of an earlier start, whose later metrics are removed.
-    """
+    """Write the run's config, show its start-up table, and return the sinks of its metrics."""
     config, is_writer = run.config, run.world.rank == 0
     run_dir, steps, saves = Path(config.trainer.run_dir), config.trainer.steps, config.checkpoint
     if is_writer:
@@ -45,27 +41,22 @@ def open_sink(run: LoadedRun, prompts: RunPrompts, *, done: int) -> MetricsSink:
             log.info("%s", line)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.yaml").write_text(resolved_yaml(config))
-    sink = make_sink(
-        config.metrics,
-        run_dir,
-        is_writer=is_writer,
-        resume_step=done + 1,
-        total_steps=steps,
-        settings=as_record(config),
-    )
-    if is_writer:
         stop_tokens = name_stop_tokens(run.tokens.tokenizer, run.tokens.stop_ids)
         facts = role_facts(config, run.roles)
         show_startup(facts, prompts=prompt_line(run.tokens, prompts.train), stop_tokens=stop_tokens)
-    return sink
+    return make_sink(
+        config.metrics, run_dir,
+        is_writer=is_writer, resume_step=done + 1, total_steps=steps, settings=as_record(config),
+    )  # fmt: skip
 
 
 def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
     """Return the rows of the start-up table, one per role."""
-    reward = config.reward
-    facts = []
+    reward, facts = config.reward, []
     for engine in roles.engines.values():
         sharding = engine.sharding
+        names = ("tp", "pp", "vpp", "cp", *(() if sharding.hf.moe is None else ("ep", "etp")), "dp")
+        sizes = {name: getattr(sharding.layout, name) for name in names}
         facts.append(
             RoleFacts(
                 role=engine.name,
@@ -73,7 +64,7 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
                 family=sharding.hf.family,
                 parameters=sum(prod(tensor.shape) for tensor in hf_tensors(sharding.hf, head=sharding.head).values()),
                 engine=config.engine.backend,
-                layout=_sizes(sharding),
+                layout=" ".join(f"{name}{size}" for name, size in sizes.items() if size > 1),
                 attention=engine.attention,
                 dtype=config.model.dtype,
                 trains=engine.name in TRAINED_ROLES,
@@ -86,18 +77,8 @@ def role_facts(config: Config, roles: Roles) -> list[RoleFacts]:
     return facts
 
 
-def _sizes(sharding: Sharding) -> str:
-    """Return the sizes of a layout above 1, "tp2 dp2"; empty if all are 1."""
-    names = ("tp", "pp", "vpp", "cp", *(() if sharding.hf.moe is None else ("ep", "etp")), "dp")
-    sizes = {name: getattr(sharding.layout, name) for name in names}
-    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-
-
 def build_meter(run: LoadedRun, accelerator: Accelerator, *, done: int) -> StepMeter:
-    """Return the meter of steps; it has traces if this rank writes them.
-
-    Raises UserError for a history of a GPU's memory on a CPU.
-    """
+    """Return the meter of steps; it has traces if this rank writes them."""
     config, rank = run.config, run.world.rank
     profile = config.trainer.profile
     if profile.memory and accelerator.name != "cuda":

@@ -53,11 +53,7 @@ class RunPlan:
 
 
 def plan_run(config: Config, accelerator: Accelerator) -> RunPlan:
-    """Return the plan of a run on this machine.
-
-    Raises:
-        UserError: a model cannot run as the config asks, or not with the others in one process.
-    """
+    """Return the plan of a run on this machine."""
     settings, device_type = engine_settings(config), accelerator.device.type
     models = {role: _model_of(config, role, settings, device_type, _HEADS[role]) for role in roles_of(config)}
     if any(model.impl == "te" for model in models.values()):
@@ -125,13 +121,8 @@ def roles_of(config: Config) -> list[Role]:
 def checkpoint_of(config: Config, role: Role) -> Path:
     """Return the checkpoint that the model of a role comes from."""
     model = config.model
-    paths: dict[Role, str] = {
-        "actor": model.path,
-        "critic": model.critic_path or model.path,
-        "reference": model.ref_path or model.path,
-        "reward": config.reward.model_path,
-    }
-    return Path(paths[role])
+    own = {"critic": model.critic_path, "reference": model.ref_path, "reward": config.reward.model_path}
+    return Path(own.get(role) or model.path)
 
 
 @dataclass(frozen=True)
@@ -174,13 +165,9 @@ def build_roles(plan: RunPlan, accelerator: Accelerator, groups: Groups, *, colo
         # Every role gets the rows of the actor's replicas.
         return RoleMeter(ModelWork(sharding.hf, head=sharding.head), work, actor.replica.size)
 
-    reference: TokenModel | None = None
-    lessons: Lessons | None = None
-    average: WeightAverage | None = None
-    updates = ReferenceUpdates()
+    reference, lessons, average, updates = None, None, None, ReferenceUpdates()
     if "reference" in engines:
-        frozen, counted = engines["reference"], meter("reference")
-        relaid = None
+        frozen, counted, relaid = engines["reference"], meter("reference"), None
         if frozen.groups is not actor.groups:
             relaid = OwnLayout(frozen, frozen, actor, DTYPES[config.model.dtype])
         if reads_reference(config):

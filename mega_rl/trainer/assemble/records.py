@@ -47,16 +47,17 @@ def build_recorder(run: LoadedRun, stage: Stages, *, done: int) -> StepRecorder 
     changing = [role for role in TRAINED_ROLES if role in roles.engines]
     changing += [] if roles.average is None else ["reference"]
 
-    def save(folder: Path) -> None:
-        stage.hold("save")
-        for role in changing:
-            roles.models.take_turn(role, PARAMETERS)
-            roles.engines[role].save_hf(folder / role, source=checkpoint_of(config, role))
-
     if settings.weights:
         shardings = [roles.engines[role].sharding for role in changing]
         tensors = [tensor for one in shardings for tensor in hf_tensors(one.hf, head=one.head).values()]
         nbytes = DTYPES[config.model.dtype].itemsize * sum(prod(tensor.shape) for tensor in tensors)
+
+        def save(folder: Path) -> None:
+            stage.hold("save")
+            for role in changing:
+                roles.models.take_turn(role, PARAMETERS)
+                roles.engines[role].save_hf(folder / role, source=checkpoint_of(config, role))
+
         writer = replace(writer, save_weights=save, weights_bytes=nbytes)
 
     def write(step: int, evaluated: Evaluated, columns: Mapping[str, Tensor], rows: Sequence[JsonObject]) -> None:

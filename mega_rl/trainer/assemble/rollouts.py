@@ -23,11 +23,10 @@ from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.rollout.embedded.weight_sync import EmbeddedWeightSync
 from mega_rl.rollout.hidden_tokens import ids_of
 from mega_rl.rollout.sglang.build import Connection, connect
-from mega_rl.rollout.sglang.generation.engine import FailedSamples, Sampled, SglangRolloutEngine, SglangRolloutSettings
-from mega_rl.rollout.sglang.generation.samples import Progress, RoutedLayers, Sampling
+from mega_rl.rollout.sglang.generation.engine import RoutedLayers, SglangRolloutEngine, SglangRolloutSettings
+from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.rollout.sglang.server.pool import ServerPool
 from mega_rl.rollout.stop_tokens import with_end_of_sequence
-from mega_rl.tracking import progress
 from mega_rl.trainer.assemble.plan import Roles, RunPlan
 from mega_rl.types import Draws, Prompt
 from mega_rl.workers.ahead import OneStepAhead, ThreadedRollouts
@@ -71,35 +70,29 @@ def build_rollouts(
         return Rollouts(made, to_source, Residency(roles.models, world), _pending(made))
     if servers is None:
         embedded = _embedded_engine(plan, accelerator)
-        sync = EmbeddedWeightSync(
-            actor.export_weights,
-            embedded,
-            bucket_bytes=rollout.bucket_mib << 20,
-            verify_interval=rollout.verify_interval,
+        bucket_bytes, interval = rollout.bucket_mib << 20, rollout.verify_interval
+        sync: WeightSync = EmbeddedWeightSync(
+            actor.export_weights, embedded, bucket_bytes=bucket_bytes, verify_interval=interval
         )
-        source = _source(inputs, roles, RolloutWorker(embedded, *own), sync)
-        return Rollouts(source, sync, Residency(roles.models, world), _pending(source))
-    servers.wait_ready()
-    hidden = plan.engine.hidden_tokens
-    connection = connect(rollout, plan.rollout_dtype, servers, actor=actor, world=world, hidden_tokens=hidden)
-    resources.enter_context(connection)
-    engine = build_sglang_engine(plan, world, connection)
-    worker = BackgroundRolloutWorker(engine, *own)
-    if config.trainer.async_steps:
-        ahead = _ahead(inputs, worker, engine, connection.sync, prompts)
-        resources.callback(ahead.close)
-        return Rollouts(ahead, ahead, Residency(roles.models, world, while_generating=PARAMETERS), ahead)
-    source = _source(inputs, roles, worker, connection.sync)
-    shared = connection.memory if servers.colocated else None
-    devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
-    if shared is not None:
-        connection.sync.add_listener(devices.after_send)
-    return Rollouts(source, connection.sync, devices, _pending(source))
-
-
-def _source(inputs: Inputs, roles: Roles, worker: RolloutWorker, sync: WeightSync) -> RolloutSource:
-    """Return the worker, or the user's source over its engine."""
-    return worker if inputs.rollouts is None else _make_source(inputs, roles, worker.engine, sync)
+        worker, devices = RolloutWorker(embedded, *own), Residency(roles.models, world)
+    else:
+        servers.wait_ready()
+        hidden = plan.engine.hidden_tokens
+        connection = connect(
+            rollout, plan.rollout_dtype, servers, resources, actor=actor, world=world, hidden_tokens=hidden
+        )
+        engine, sync = build_sglang_engine(plan, world, connection), connection.sync
+        worker = BackgroundRolloutWorker(engine, *own)
+        shared = connection.memory if servers.colocated else None
+        devices = Residency(roles.models, world, shared, PARAMETERS if shared is None else NOTHING)
+        if config.trainer.async_steps:
+            ahead = _ahead(inputs, worker, engine, sync, prompts)
+            resources.callback(ahead.close)
+            return Rollouts(ahead, ahead, devices, ahead)
+        if shared is not None:
+            connection.sync.add_listener(devices.after_send)
+    source = worker if inputs.rollouts is None else _make_source(inputs, roles, worker.engine, sync)
+    return Rollouts(source, sync, devices, _pending(source))
 
 
 def _pending(source: RolloutSource) -> RankState | None:
@@ -183,15 +176,14 @@ def build_sglang_engine(plan: RunPlan, world: Ranks, connection: Connection) -> 
                 _sampling(rollout, with_end_of_sequence(path, hf, rollout.stop_token_ids)),
                 hidden_token_ids=tuple(ids_of(plan.engine.hidden_tokens, hf.vocab_size)),
             ),
-            max_positions=connection.max_positions,
+            max_positions=plan.models["actor"].hf.max_position_embeddings,
             timeout_s=sglang.request_timeout_s,
             concurrency=connection.concurrency,
             restarts=sglang.restarts,
-            failed=FailedSamples(sglang.max_failed_share),
+            max_failed_share=sglang.max_failed_share,
             routed=None if moe is None or not sglang.return_routing else RoutedLayers(moe.layers, moe.top_k),
             token_versions=sglang.partial_rollout,
         ),
-        progress=_ShownSamples(),
     )
 
 
@@ -200,25 +192,9 @@ def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
     return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, stop_ids)
 
 
-class _ShownSamples:
-    """Shows a generation of servers as a phase, next to the work of the trainer."""
-
-    def __init__(self) -> None:
-        self._phase: progress.Phase | None = None
-
-    def __call__(self, generation: Progress) -> None:
-        """Take one report; all of a generation come from the same thread."""
-        if self._phase is None:
-            self._phase = progress.begin("samples")
-        self._phase.report(generation.done, generation.total, note=f"{generation.tokens_per_second:.0f} tok/s")
-        if generation.ended:
-            self._phase.end()
-            self._phase = None
-
-
 def _ahead(
     inputs: Inputs,
-    worker: BackgroundRolloutWorker[Sampled],
+    worker: BackgroundRolloutWorker,
     engine: SglangRolloutEngine,
     sync: WeightSync,
     prompts: Callable[[int], Sequence[Prompt]],

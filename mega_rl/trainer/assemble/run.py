@@ -33,11 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def train(config: Config, accelerator: Accelerator, investigate: Investigate | None = None) -> int:
-    """Train as `config` says on every rank of this job; return the exit code.
-
-    The code is 0, or 128 + signal if the run was stopped.
-    investigate: finds the cause when a rank hangs or is lost, see `Guard`.
-    """
+    """Train as `config` says on every rank of this job; return the exit code."""
     with running(config, accelerator, investigate) as (trainer, stop):
         done = trainer.fit()
     if os.environ.get("RANK", "0") == "0":
@@ -55,10 +51,7 @@ def running(
     *,
     reward: RewardFunction | None = None,
 ) -> Iterator[tuple[Trainer, StopRequest]]:
-    """Yield the trainer of a run and its stop request; both end with the block.
-
-    investigate: as in `train`. reward: scores responses in place of the function that the config names.
-    """
+    """Yield the trainer of a run and its stop request; both end with the block."""
     facts = rank_facts(config)
     with (
         Heartbeat(facts, FlightRecorder(), device_bytes=device_bytes(accelerator)) as heartbeat,

@@ -38,10 +38,7 @@ def build_trainer(
     resources: ExitStack,
     reward_function: RewardFunction | None = None,
 ) -> Trainer:
-    """Return the trainer of a run; `resources` ends servers, files of metrics and locks.
-
-    reward_function: in place of the function that the config names.
-    """
+    """Return the trainer of a run; `resources` ends servers, files of metrics and locks."""
     # Mistakes in data, rewards and attention end the run before weights are loaded and before anything is written.
     inputs = read_inputs(config, accelerator, ranks_of(groups.host_world), resources, reward_function=reward_function)
     prompts = build_prompts(config, inputs.tokens, inputs.rewards, inputs.rows, inputs.vocab_size, inputs.world)
@@ -90,8 +87,5 @@ def _build_events(run: LoadedRun, evaluation: Evaluation, saves: SaveAndExport, 
 
 
 def _close_sink(sink: MetricsSink, kind: type[BaseException] | None, *_: object) -> None:
-    """Close the run's sinks; kind: exception type that ended the run.
-
-    A second Ctrl-C does not count as a failure.
-    """
+    """Close the run's sinks; kind: exception type that ended the run."""
     sink.close(failed=kind is not None and not issubclass(kind, KeyboardInterrupt))

@@ -97,4 +97,4 @@ def test_names_are_those_of_the_installed_sglang() -> None:
     assert names is not None
     assert (DECIDED.keys() | REFUSED.keys()) - names == {"config"}
     (line,) = check_servers(load(None, [SGLANG, "trainer.device=cpu", f"{KEY}.ep_sizes=2"]), {})
-    assert line == f"{KEY}.ep_sizes: SGLang 0.5.20 has no such argument; did you mean ep_size?"
+    assert line == f"{KEY}.ep_sizes: SGLang 0.5.20 has no such argument; its ServerArgs lists them"

@@ -91,34 +91,3 @@ def test_a_plan_keeps_its_limits(lengths: list[int], max_tokens: int, extra: int
         load = loads(lengths, plan)
         assert max(load, default=0) <= max_tokens
         assert load == sorted(load, reverse=True)
-
-
-@given(st.lists(st.integers(1, 10), min_size=1, max_size=8), st.integers(10, 15))
-@settings(deadline=None)
-def test_the_number_of_microbatches_is_near_the_optimum(lengths: list[int], max_tokens: int) -> None:
-    def optimum(rows: tuple[int, ...], rooms: tuple[int, ...]) -> int:
-        if not rows:
-            return len(rooms)
-        choices = [
-            optimum(rows[1:], tuple(sorted((*rooms[:i], room - rows[0], *rooms[i + 1 :]))))
-            for i, room in enumerate(rooms)
-            if room >= rows[0]
-        ]
-        return min([*choices, optimum(rows[1:], tuple(sorted((*rooms, max_tokens - rows[0]))))])
-
-    best = optimum(tuple(sorted(lengths, reverse=True)[:6]), ())
-    actual = minimum_microbatches(sorted(lengths, reverse=True)[:6], max_tokens)
-    assert best <= actual <= 11 / 9 * best + 1
-
-
-def test_more_microbatches_than_rows_leave_some_empty() -> None:
-    assert plan_microbatches([5, 3], max_tokens=10, count=4) == [[0], [1], [], []]
-    assert plan_microbatches([], max_tokens=10, count=2) == [[], []]
-    assert plan_microbatches([], max_tokens=10) == []
-
-
-def test_a_row_longer_than_the_budget_and_too_small_a_count_are_our_own_bugs() -> None:
-    with pytest.raises(AssertionError, match="11 tokens"):
-        plan_microbatches([11], max_tokens=10)
-    with pytest.raises(AssertionError, match="needs 2"):
-        plan_microbatches([6, 6], max_tokens=10, count=1)

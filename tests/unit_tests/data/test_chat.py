@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from mega_rl.data import chat
-from mega_rl.data.chat import ChatTemplate, template_variables, writes_date
+from mega_rl.data.chat import ChatTemplate
 from mega_rl.data.columns import RowColumns
-from mega_rl.data.prompts import PromptReading, fingerprint, load_prompts
+from mega_rl.data.prompts import PromptReading, load_prompts
 from mega_rl.errors import UserError
 from mega_rl.types import Prompt
 from tests.helpers.models import write_digit_tokenizer
@@ -77,13 +77,6 @@ def test_a_system_prompt_comes_first_unless_the_row_has_its_own(file: Path, toke
     assert two.messages[0] == ("system", "own")
 
 
-def test_what_a_template_is_given_belongs_to_the_identity_of_the_data(file: Path, tokenizer: Any) -> None:
-    variants: list[dict[str, Any]] = [
-        {}, {"system_prompt": "a"}, {"system_prompt": "b"}, {"kwargs": {"enable_thinking": False}},
-    ]  # fmt: skip
-    assert len({fingerprint(load(file, tokenizer, **settings)) for settings in variants}) == len(variants)
-
-
 @pytest.fixture(scope="module")
 def dated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tokenizer whose template writes the date, as those of Llama 3.2 and GPT-OSS do."""
@@ -98,19 +91,6 @@ def test_a_fixed_date_makes_the_same_prompts_on_every_day(file: Path, dated: Any
     (prompt, _), (fixed, _) = load(file, dated), load(file, dated, date=date(2026, 1, 31))
     assert dated.decode(prompt.token_ids) in (f"{today}1+1=", f"{datetime.now():%d*%m*%Y}1+1=")
     assert dated.decode(fixed.token_ids) == "31*01*20261+1="
-
-
-def test_templates_that_write_the_date() -> None:
-    llama = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    assert writes_date(llama)
-    assert not writes_date(TEMPLATE)
-    assert "strftime_now" not in template_variables(llama)
-    assert template_variables(llama + "{{ date_string }}") == {"date_string"}
-
-
-def test_variables_of_a_template() -> None:
-    assert template_variables(TEMPLATE) == {"tools", "enable_thinking", "depth"}
-    assert template_variables("{{ messages }}{{ bos_token }}{{ raise_exception(range(2)) }}") == {"bos_token"}
 
 
 def test_a_template_that_takes_all_memory_is_an_error_of_its_rows(file: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -103,26 +102,6 @@ def test_messages_of_parquet_are_those_of_jsonl(tmp_path: Path) -> None:
     assert not any("None" in text or "null" in text.replace(">null<", "") for text in texts[:2] + texts[3:])
 
 
-def test_tools_of_a_row_may_be_json_in_a_string(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "answer": "1", "tools": json.dumps([CALL]), "chat_template_kwargs": '{"think": 0}'}]
-    for file in write(tmp_path, rows):
-        assert "think=0" in shown(read(file))[0]
-        assert '"name": "f"' in shown(read(file))[0]
-
-
-def test_variables_that_no_prompt_shows_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"prompt": "a", "answer": "1", "tools": [CALL], "chat_template_kwargs": {"think": True}}] * 2
-    for file in write(tmp_path, rows):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            load_prompts([file], PromptReading(Letters(), 999, COLUMNS, None, 9))
-        assert len(caplog.messages) == 1
-        assert "the row sets think, tools for a chat template, and its prompt does not show" in caplog.text
-    caplog.clear()
-    read(file, "{{ messages[0].content }}{{ think }}")
-    assert "the row sets tools for a chat template" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
@@ -136,13 +115,6 @@ def test_unusable_variables_of_a_row_are_refused(tmp_path: Path, columns: dict[s
     for file in write(tmp_path, [{"prompt": "a", "answer": "1", **columns}]):
         with pytest.raises(UserErrors, match=expected):
             read(file)
-
-
-@pytest.mark.parametrize("expression", ["None + 1", "1 / 0", "x.y.z", "none | length", "{}['a'].b", "'a' * 'b'", "f()"])
-def test_any_error_of_a_template_names_the_row(tmp_path: Path, expression: str) -> None:
-    for file in write(tmp_path, [{"prompt": "a", "answer": "1"}]):
-        with pytest.raises(UserErrors, match=r"rows\.\S+( row )?1: the tokenizer's chat template refuses it: \S"):
-            read(file, "{{ " + expression + " }}")
 
 
 @pytest.mark.parametrize(
@@ -205,34 +177,6 @@ def test_numbers_as_text(tmp_path: Path, kind: pa.DataType, values: list[Any], e
     assert answers(write(tmp_path, rows)[0]) == expected
 
 
-def test_narrow_floats_inside_an_answer_are_short(tmp_path: Path) -> None:
-    kind = pa.struct({"x": pa.list_(pa.float32()), "y": pa.float32()})
-    rows = [{"prompt": "a", "answer": {"x": [0.1, None], "y": None}}]
-    schema = pa.schema({"prompt": pa.string(), "answer": kind})
-    assert answers(write(tmp_path, rows, schema)[1], structured=True) == [{"x": [0.1, None], "y": None}]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), [1.0, float("nan")], {"a": float("inf")}])
-def test_answers_that_are_not_finite_are_refused(tmp_path: Path, value: Any) -> None:
-    for file in write(tmp_path, [{"prompt": "a", "answer": value}]):
-        with pytest.raises(UserErrors, match=r"1: 'answer' (is .*not a finite number|holds something that JSON)"):
-            answers(file, structured=True)
-
-
-@pytest.mark.parametrize(
-    "line", ['{"prompt": "a", "answer": "1", "answer": "2"}', '{"prompt": "a", "x": {"b": 1, "b": 1}}']
-)
-def test_doubled_keys_are_refused(tmp_path: Path, line: str) -> None:
-    (tmp_path / "a.jsonl").write_text(line + "\n")
-    with pytest.raises(UserErrors, match=r"a\.jsonl:1: is not usable JSON: the key '(answer|b)' stands in it twice"):
-        read(tmp_path / "a.jsonl")
-
-
-def test_an_empty_parquet_file_holds_no_rows(tmp_path: Path) -> None:
-    with pytest.raises(UserErrors, match=r"rows\.parquet: holds no rows"):
-        read(write(tmp_path, [], pa.schema({"prompt": pa.string(), "answer": pa.string()}))[1])
-
-
 def reverse(text: str) -> str:
     return text[::-1]
 
@@ -266,16 +210,3 @@ def test_every_prompt_keeps_the_answer_of_its_row(tmp_path: Path, way: str, suff
     for prompt in prompts:
         assert prompt.answer == reverse(prompt.text)
         assert shown([prompt]) == [f"<user>{prompt.text}<assistant>"]
-
-
-def test_narrow_floats_of_a_shard_with_a_schema_are_short(tmp_path: Path) -> None:
-    """As those of the Hub, which the datasets library gives as Python's floats."""
-
-    class HubLike(FileShard):
-        schema = pa.schema({"prompt": pa.string(), "answer": pa.float32()})
-
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": 0.10000000149011612}\n')
-    reading = PromptReading(Letters(), 1 << 21, COLUMNS, None, 40)
-    shards = [HubLike(tmp_path / "a.jsonl")]
-    reader = StreamReader("data.train_files", shards, reading, StreamPlan(7, False, 0))
-    assert [prompt.answer for prompt in reader.first_block()] == ["0.1"]

@@ -96,12 +96,6 @@ def test_a_curriculums_step_depends_on_its_number() -> None:
     assert easiest(seed=1).batch(0) != onwards[0]
 
 
-def test_a_batch_above_the_first_share_repeats_no_more_than_it_must() -> None:
-    order = easiest(start=0.05, draws=40, batch_size=8)  # begins with two prompts
-    assert sorted(prompt.index for prompt in order.take(0, 2)) == [38, 39]
-    assert {prompt.index for prompt in order.take(40, SIZE)} == set(range(SIZE))
-
-
 def test_each_source_of_a_mixture_begins_with_its_easiest() -> None:
     sources = {"a": rated_prompts(40, "a"), "b": rated_prompts(20, "b")}
     order, _ = mixture_of(sources, {"a": 3, "b": 1}, batch_size=8, curriculum=ColumnCurriculum(start=0.25, steps=20))
@@ -137,15 +131,6 @@ def test_every_prefix_has_each_source_in_its_share(trial: int) -> None:
         for count, share in zip(counts, shares, strict=True):
             assert abs(count - number * share / sum(shares)) <= bound + 1e-9
         assert order.counts(number) == counts
-
-
-def test_a_draw_is_known_without_those_before() -> None:
-    order = DrawOrder([6, 2, 1])
-    draws = [order.draw(number) for number in range(40)]
-    assert [DrawOrder([6, 2, 1]).draw(number) for number in reversed(range(40))] == draws[::-1]
-    far, cycles = 10**12 + 3, (10**12 + 3) // 9
-    expected = [6 * cycles, 2 * cycles, cycles]
-    assert [a + b for a, b in zip(expected, order.counts(far % 9), strict=True)] == DrawOrder([6, 2, 1]).counts(far)
 
 
 def test_shares_are_the_weights_as_they_are_written() -> None:
@@ -190,24 +175,6 @@ def test_a_step_depends_on_its_number_alone() -> None:
         assert mixed().batch(step) == onwards[step]
     assert mixed(batch_size=1).take(9, 7) == [*onwards[2], *onwards[3], *onwards[4]][1:8]
     assert mixed(seed=1).batch(0) != onwards[0]
-
-
-def test_the_order_of_a_source_does_not_depend_on_the_others_names() -> None:
-    """A name seeds its source, not its place: an earlier name beside it changes nothing."""
-    sizes = {"math": 7, "a_new_one": 4}
-    other, _ = mixture_of(by_source(sizes), {"math": 1.0, "a_new_one": 1.0}, batch_size=1)
-    first, second = (
-        [prompt.index for prompt in order.take(0, 60) if prompt.source == "math"][:14] for order in (mixed(), other)
-    )
-    assert first == second
-
-
-def test_sources_of_one_size_have_different_orders() -> None:
-    alike, _ = mixture_of(by_source({"a": 9, "b": 9}), {"a": 1, "b": 1}, batch_size=1)
-    drawn = alike.take(0, 18)
-    first, second = ([prompt.index for prompt in drawn if prompt.source == name] for name in ("a", "b"))
-    assert sorted(first) == sorted(second)
-    assert first != second
 
 
 def test_a_resumed_mixture_keeps_its_shares() -> None:
@@ -259,14 +226,6 @@ def test_a_prompt_twice_in_a_step_is_one_visit() -> None:
     assert (rates.right.tolist(), rates.samples.tolist()) == ([2 + 3, 0], [4 + 16, 8])
 
 
-def test_draws_follow_the_weights() -> None:
-    weights = np.array([1, 2, 0, 5], dtype=np.int64)
-    counts = Counter(draw_by_weight(weights, 1, taken=(), key=(7, number))[0] for number in range(4000))
-    assert counts[2] == 0
-    for place, share in ((0, 1 / 8), (1, 2 / 8), (3, 5 / 8)):
-        assert counts[place] / 4000 == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
-
-
 def test_later_draws_follow_the_weights_that_are_left() -> None:
     """P(0 first, 1 second) = 1/4 * 1/3 with weights 1, 1, 2."""
     weights = np.array([1, 1, 2], dtype=np.int64)
@@ -292,14 +251,6 @@ def test_learnable_prompts_come_more_often_and_the_others_by_epochs() -> None:
     solved = [counts[str(place)] for place in range(10, 40)]
     assert solved == [1] * 30
     assert sum(counts[str(place)] for place in range(10)) == 130
-
-
-def test_no_prompt_comes_twice_in_a_step() -> None:
-    own = plain_prompts(12)
-    order = preferring(own, rates_of(own, {place: 4 for place in range(5)}))
-    for step in range(30):
-        batch = [prompt.index for prompt in order.batch(step)]
-        assert len(set(batch)) == 4
 
 
 def test_the_order_is_a_function_of_draws_and_rates() -> None:

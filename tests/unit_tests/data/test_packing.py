@@ -50,21 +50,6 @@ def test_pack_by_hand() -> None:
     assert micro.fields["loss_mask"].dtype == torch.bool
 
 
-def test_pack_adds_no_dummy_where_none_is_needed() -> None:
-    micro = pack(batch_of([2, 2], size=2), [0, 1], pad_to_multiple=4)
-    assert micro.cu_seqlens is not None
-    assert micro.cu_seqlens.tolist() == [0, 2, 4]
-    assert micro.tokens.tolist() == [[100, 101, 200, 201]]
-    assert micro.fields == {}
-
-
-def test_dummies_are_no_longer_than_the_rows() -> None:
-    """Or as long as the micro-batch where there are no rows."""
-    batch = batch_of([2], size=2)
-    assert pack(batch, [0], pad_to_multiple=16).max_seqlen == 2
-    assert pack(batch, [], pad_to_multiple=16).max_seqlen == 16
-
-
 def test_pad_by_hand() -> None:
     micro = pad(batch_of([2, 4, 1, 3], size=8), [3, 0], field_names=FIELDS, pad_to_multiple=4)
     assert micro.tokens.tolist() == [[400, 401, 402, 0], [100, 101, 0, 0]]
@@ -124,11 +109,6 @@ def test_fields_come_back_as_they_went(make: Make, lengths: list[int], cut: int,
         assert torch.equal(following, micro.targets.flatten()[micro.targets.flatten() > 0])
         scatter_back(micro.fields["rollout_logprobs"], micro, out)
     assert torch.equal(out, batch.rollout_logprobs)
-
-
-def test_a_field_of_another_shape_is_our_own_bug() -> None:
-    with pytest.raises(AssertionError, match="prompt_index"):
-        pack(batch_of([2], size=2), [0], field_names=["prompt_index"])
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,11 +74,6 @@ def test_jsonl(tmp_path: Path) -> None:
     ]
 
 
-def test_a_byte_order_mark_and_other_keys(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "a.jsonl", ["\ufeff".encode() + b'{"q": "x", "a": "y"}'])
-    assert load(file, columns=RowColumns("q", "a"))[0].text == "x"
-
-
 def test_chat_template(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1"}]
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": "hi", "answer": "a"}, {"prompt": messages, "answer": "b"}])
@@ -101,32 +95,6 @@ def test_parquet(tmp_path: Path) -> None:
     assert [(p.index, p.text, p.answer) for p in load(file)] == [(0, "a", "3"), (1, "b", "4")]
     (prompt,) = load(chat, chat_template=True)
     assert (prompt.text, prompt.messages) == ("hi", (("user", "hi"),))
-
-
-def test_bad_parquet(tmp_path: Path) -> None:
-    good = tmp_path / "good.parquet"
-    pq.write_table(pa.table({"prompt": ["a" * 1000] * 1000, "answer": [str(i) for i in range(1000)]}), good)
-    garbage, truncated = tmp_path / "garbage.parquet", tmp_path / "truncated.parquet"
-    garbage.write_bytes(b"not parquet at all")
-    truncated.write_bytes(good.read_bytes()[:-20])
-    hollow = tmp_path / "hollow.parquet"  # an intact footer over overwritten pages
-    content = bytearray(good.read_bytes())
-    content[4:200] = bytes(196)
-    hollow.write_bytes(content)
-    columns = tmp_path / "columns.parquet"
-    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), columns)
-    nulls = tmp_path / "nulls.parquet"
-    pq.write_table(pa.table({"prompt": ["a", None], "answer": ["b", "c"]}), nulls)
-    with pytest.raises(UserErrors) as error:
-        load(garbage, truncated, hollow, columns, nulls)
-    lines = problems(error)
-    assert lines[0].startswith(f"{garbage}: is not a readable Parquet file: ")
-    assert lines[1].startswith(f"{truncated}: is not a readable Parquet file: ")
-    assert lines[2].startswith(f"{hollow}: cannot be read: ")
-    assert not any("\n" in line for line in lines)
-    assert lines[3] == f"{columns}: has no column prompt; its columns are question, answer"
-    assert lines[4] == f"{nulls}: row 2: 'prompt' is null, not a string or a list of messages"
-    assert len(lines) == 5
 
 
 BAD_ROWS: list[tuple[Any, str]] = [
@@ -184,48 +152,6 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     ]
     with pytest.raises(UserError, match=r"data\.train_files"):
         load()
-
-
-def test_long_lists_of_problems_are_cut(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "bad.jsonl", [{"abcdefghijklmnopqrstuvwxyz"[number]: 1} for number in range(26)])
-    with pytest.raises(UserErrors) as error:
-        load(file)
-    lines = problems(error)
-    assert len(lines) == 21
-    assert lines[19].startswith(f"{file}:20: ")
-    assert lines[20] == "... and 6 more"
-
-
-@pytest.mark.parametrize("changed", [{}, {"vocab_size": 50, "malformed": "drop"}])
-def test_equal_problems_are_counted_once(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """In each file; dropping the rows is offered where fewer than half have a problem."""
-    good = {"prompt": "p", "answer": "b"}
-    bad = good if changed else {"answer": "b"}
-    files = [
-        jsonl(tmp_path / "a.jsonl", [b"", *[bad] * 200]),
-        jsonl(tmp_path / "b.jsonl", [{**good, "prompt": ""}] * 2),
-    ]
-    pq.write_table(pa.table({"prompt": ["a", None, None], "answer": ["b"] * 3}), tmp_path / "c.parquet")
-    with pytest.raises(UserErrors) as error:
-        load(*files, tmp_path / "c.parquet", **changed)
-    lines = problems(error)
-    assert lines[0].startswith(f"all 200 rows of {files[0]} (first: line 2): ")
-    if changed:
-        assert lines[1:] == [f"{tmp_path}/c.parquet: row 1: {lines[0].partition('): ')[2]}"]
-        return
-    assert lines[1] == f"all 2 rows of {files[1]} (first: line 1): 'prompt' is empty"
-    assert lines[2].startswith(f"2 of 3 rows of {tmp_path}/c.parquet (first: row 2): 'prompt' is null")
-    assert len(lines) == 3
-    with pytest.raises(UserErrors, match=r"(?s)2 of 5 rows.*set data.malformed_rows=drop to go on without them"):
-        load(jsonl(tmp_path / "d.jsonl", [bad, good, bad, good, good]))
-
-
-def test_a_giant_row_is_refused_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mega_rl.data.prompts.MOST_TEXT", 100)
-    rows = [{"prompt": "short", "answer": "1"}, {"prompt": "x" * 101, "answer": "1"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=r"a\.jsonl:2: the prompt has 101 characters; at most 100 are tokenized"):
-        load(tmp_path / "a.jsonl")
 
 
 def test_overlong_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -307,12 +233,6 @@ def test_a_step_depends_on_its_number_alone() -> None:
     assert [other.batch(step) for step in range(6)] != onwards
 
 
-def test_shuffling_is_even() -> None:
-    sampler = PromptSampler(some(4), batch_size=4, shuffle=True, seed=0)
-    firsts = Counter(sampler.batch(step)[0].index for step in range(2000))
-    assert all(400 < count < 600 for count in firsts.values())  # 500 expected, five standard deviations are 97
-
-
 def test_fingerprint() -> None:
     prompts = some(3)
     same = fingerprint(some(3))
@@ -340,42 +260,3 @@ def test_answers_of_code_tasks(tmp_path: Path) -> None:
     with pytest.raises(UserErrors) as error:
         load(file)
     assert problems(error)[0] == f"{file}:1: 'answer' is an object, not a string or a number"
-
-
-def test_unread_answers_may_be_missing(tmp_path: Path) -> None:
-    file = jsonl(
-        tmp_path / "a.jsonl", [{"prompt": "p"}, {"prompt": "q", "answer": None}, {"prompt": "r", "answer": "7"}]
-    )
-    reward = RewardColumns(answer=False)
-    assert [prompt.answer for prompt in load(file, columns=columns_of(reward))] == [None, None, "7"]
-    assert [prompt.answer for prompt in load(file, columns=RowColumns("prompt", "", reward))] == [None] * 3
-    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "a.parquet")
-    assert load(tmp_path / "a.parquet", columns=columns_of(reward))[0].answer is None
-    with pytest.raises(UserErrors, match="has no 'answer'"):
-        load(file)
-
-
-def test_every_column_of_a_row(tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "answer": "7", "difficulty": 3, "tags": ["x"]}]
-    table = tmp_path / "a.parquet"
-    pq.write_table(pa.table({key: [rows[0][key]] for key in rows[0]}), table)
-    for file in (jsonl(tmp_path / "a.jsonl", rows), table):
-        (prompt,) = load(file, columns=columns_of(RewardColumns(every=True)))
-        assert prompt.row == rows[0]
-        assert load(file)[0].row is None
-    assert fingerprint([prompt]) != fingerprint(load(table))
-
-
-def test_data_sources_of_rows(tmp_path: Path) -> None:
-    """A row need not have one, of either kind of file; a number is read as text; they are part of the fingerprint."""
-    rows = [{"prompt": "a", "answer": "1", "set": name} for name in ("math/x", 7, None)]
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": "a", "answer": "1"}\n')
-    pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"], "set": ["math/x"]}), tmp_path / "b.parquet")
-    columns = RowColumns("prompt", "answer", source="set")
-    prompts = load(file, columns=columns)
-    assert [prompt.source for prompt in prompts] == ["math/x", "7", "", ""]
-    assert [prompt.source for prompt in load(tmp_path / "b.parquet", columns=columns)] == ["math/x"]
-    unread = load(file)
-    assert {prompt.source for prompt in unread} == {""}
-    assert fingerprint(prompts) != fingerprint(unread)

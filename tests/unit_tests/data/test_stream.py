@@ -79,19 +79,6 @@ def test_a_shard_is_read_from_any_row_on(files: list[Path], skip: int) -> None:
         assert list(shard.rows(COLUMNS, skip=skip)) == everything[skip:]
 
 
-def test_row_groups_before_a_row_are_not_read(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[int]] = []
-    iter_batches = pq.ParquetFile.iter_batches
-
-    def spy(self: Any, *args: Any, row_groups: list[int], **settings: Any) -> Any:
-        asked.append(row_groups)
-        return iter_batches(self, *args, row_groups=row_groups, **settings)
-
-    monkeypatch.setattr(pq.ParquetFile, "iter_batches", spy)
-    ((where, row),) = FileShard(files[1]).rows(COLUMNS, skip=19)
-    assert (asked, where, row) == ([[3]], f"{files[1]}: row 20", {"prompt": "question 32", "answer": "32"})
-
-
 def test_an_epoch_has_every_prompt_once_and_those_of_memory(files: list[Path], order: StreamSampler) -> None:
     in_memory = load_prompts(files, reading())
     first, second = order.take(0, 50), order.take(50, 50)
@@ -102,18 +89,6 @@ def test_an_epoch_has_every_prompt_once_and_those_of_memory(files: list[Path], o
     assert sorted(map(content, first)) == sorted(map(content, second)) == sorted(map(content, in_memory))
     assert texts(first) != texts(second) != texts(in_memory)
     assert sorted(prompt.index for prompt in first) == list(range(50))
-
-
-def test_without_shuffle_rows_come_in_their_order(files: list[Path]) -> None:
-    order = order_of(reader_of(files, replace(PLAN, shuffle=False)))
-    assert texts(order.take(0, 53)) == [row["prompt"] for row in [*ROWS, *ROWS[:3]]]
-    order.close()
-
-
-def test_the_order_depends_on_the_seed(files: list[Path], order: StreamSampler) -> None:
-    other = order_of(reader_of(files, replace(PLAN, seed=1)))
-    assert texts(other.take(0, 50)) != texts(order.take(0, 50))
-    other.close()
 
 
 @pytest.mark.parametrize("drawn", [4, 8, 44, 48, 52, 96, 100])
@@ -127,20 +102,6 @@ def test_a_run_goes_on_from_its_position(files: list[Path], order: StreamSampler
     assert drawn - numbers["first"] <= 4 + PLAN.block_rows
     assert resumed.take(drawn, 7) == order.take(drawn, 7)
     resumed.close()
-
-
-def test_the_last_draw_may_be_asked_for_again(order: StreamSampler) -> None:
-    """Of a step whose rollout a checkpoint keeps."""
-    once = order.take(0, 4), order.take(4, 30)
-    assert order.take(4, 30) == once[1]
-    assert order.take(34, 4) != once[1][:4]
-
-
-def test_metrics_say_where_the_stream_is(order: StreamSampler) -> None:
-    order.take(0, 4)
-    assert order.metrics(4) == {"data/prompts": 4.0, "data/epochs": 0.0}
-    order.take(4, 50)
-    assert 1.0 <= order.metrics(54)["data/epochs"] < 2.0
 
 
 def test_rows_that_cannot_be_used_are_named_or_dropped(tmp_path: Path) -> None:
@@ -166,21 +127,6 @@ def test_rows_of_every_block_are_checked(files: list[Path]) -> None:
     assert [len(next(blocks).prompts) for _ in range(2)] == [8, 8]
     with pytest.raises(UserError, match="row 20 is of no use"):
         next(blocks)
-
-
-def test_an_epoch_without_a_prompt_is_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "long.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "p" * 30, "answer": "1"}) + "\n" for _ in range(20)))
-    with pytest.raises(UserError, match=r"data\.train_files: no usable prompt is left of 20 rows"):
-        order_of(reader_of([file], overlong="drop")).take(0, 1)
-
-
-def test_a_file_that_has_gone_is_an_error(files: list[Path]) -> None:
-    order = order_of(reader_of(files, replace(PLAN, shuffle=False, block_rows=4)))
-    order.take(0, 4)
-    files[2].unlink()
-    with pytest.raises(UserError, match=r"c\.parquet: cannot be read: .*No such file"):
-        order.take(4, 46)
 
 
 @dataclass(frozen=True)
@@ -252,28 +198,8 @@ def test_a_mixture_of_streams_keeps_its_shares_and_positions(files: list[Path]) 
         each.close()
 
 
-def test_a_position_is_where_a_block_begins(files: list[Path]) -> None:
-    blocks = reader_of(files).blocks(Position())
-    first, second = next(blocks), next(blocks)
-    assert next(reader_of(files).blocks(first.after)) == second
-
-
 def test_each_block_has_an_order_of_its_own(files: list[Path]) -> None:
     blocks = reader_of(files[1:2]).blocks(Position())
     orders = [[prompt.index - block.begin.rows for prompt in block.prompts] for block in (next(blocks), next(blocks))]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(8))
     assert orders[0] != orders[1]
-
-
-@dataclass(frozen=True)
-class Broken(Stalled):
-    """A shard with a mistake in its code."""
-
-    def rows(self, columns: RowColumns, *, skip: int) -> Iterator[tuple[str, object]]:
-        raise ZeroDivisionError
-
-
-def test_mistake_of_the_reader_ends_the_run_at_once() -> None:
-    order = order_of(StreamReader("data.train_files", [Broken(threading.Event())], reading(), PLAN), timeout_s=60.0)
-    with pytest.raises(ZeroDivisionError):
-        order.take(0, 4)

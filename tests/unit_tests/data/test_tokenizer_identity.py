@@ -124,15 +124,6 @@ def test_what_does(tmp_path: Path, change: Callable[[dict[str, Any]], object], w
     assert other.difference(one).endswith(what)
 
 
-def test_unigram_scores(tmp_path: Path) -> None:
-    one = tokenizer(tmp_path / "one", UNIGRAM)
-    assert one.tokens == {0: "<unk>", 1: "x", 2: "y"}
-    other = tokenizer(tmp_path / "other", UNIGRAM, lambda c: c["model"]["vocab"][1].__setitem__(1, -1.75))
-    assert other.difference(one) == "the tokens are the same, but they differ in model.vocab"
-    swapped = tokenizer(tmp_path / "swapped", UNIGRAM, lambda c: c["model"]["vocab"].reverse())
-    assert swapped.difference(one) == "token id 0 is 'y' here, '<unk>' there"
-
-
 def test_it_is_the_tokenizers_librarys_view(tmp_path: Path) -> None:
     """Loading and saving, with padding set on the way, changes no id and so no hash; a token more changes both."""
     from tokenizers import Tokenizer

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,53 +74,3 @@ def test_slices_together_are_the_whole(make: Make, lengths: list[int], cp_size: 
         scatter_back(one.fields["rollout_logprobs"], one, returned)
     assert torch.equal(returned[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
     assert (returned[~batch.loss_mask] == 5.0).all()
-
-
-@settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), cp_size=st.sampled_from([2, 3, 4]))
-def test_padding_of_packed_sequences_says_nothing(lengths: list[int], cp_size: int) -> None:
-    """Tokens, targets and fields of padding are zero; positions run on; the real ones are those of no padding."""
-    rows = list(range(len(lengths)))
-    whole = make_whole(pack, lengths, rows, cp_size, more=2)
-    plain = make_whole(pack, lengths, rows, 1)
-    assert whole.cu_seqlens is not None
-    bounds = whole.cu_seqlens.tolist()
-    assert all(bound % (2 * cp_size) == 0 for bound in bounds)
-    assert bounds[-1] % (4 * cp_size) == 0
-    assert whole.max_seqlen == max(after - before for before, after in itertools.pairwise(bounds))
-    places = torch.cat([torch.arange(bounds[i], bounds[i] + length) for i, length in enumerate(lengths)])
-    padding = torch.ones(bounds[-1], dtype=torch.bool)
-    padding[places] = False
-    for name, tensor in per_token(whole).items():
-        assert torch.equal(tensor[:, places], per_token(plain)[name]), name
-        if name != "position_ids":
-            assert not tensor[:, padding].any(), name
-    expected = torch.cat([torch.arange(after - before) for before, after in itertools.pairwise(bounds)])
-    assert torch.equal(whole.position_ids[0], expected)
-
-
-@pytest.mark.parametrize("make", [pack, pad])
-def test_an_empty_micro_batch_is_cut_too(make: Make) -> None:
-    """A dummy of two tokens on each rank, and nothing comes back."""
-    whole = make_whole(make, [3, 5], [], 4)
-    one = cut(whole, cp_rank=1, cp_size=4)
-    assert one.tokens.tolist() == [[0, 0]]
-    assert one.position_ids.tolist() == [[1, 6]]
-    out = torch.full((2, 6), 5.0)
-    scatter_back(torch.ones(1, 2), one, out)
-    assert (out == 5.0).all()
-
-
-def test_one_rank_keeps_the_micro_batch() -> None:
-    whole = make_whole(pack, [3, 5], [0, 1], 1)
-    assert cut(whole, cp_rank=0, cp_size=1) is whole
-
-
-def test_what_cannot_be_cut_is_our_own_bug() -> None:
-    with pytest.raises(AssertionError, match="multiples of 2"):
-        held_positions([8, 6], cp_rank=0, cp_size=2)
-    whole = make_whole(pack, [3, 5], [0, 1], 2)
-    with pytest.raises(AssertionError, match="once"):
-        cut(dataclasses.replace(whole, held=torch.arange(3)), cp_rank=0, cp_size=2)
-    with pytest.raises(AssertionError, match="no multiple"):
-        pack(batch_of([2], size=2), [0], pad_to_multiple=6, sequence_multiple=4)

@@ -7,7 +7,7 @@ import torch
 
 from mega_rl.trainer.recording import group_rows, sample_rows
 from mega_rl.trainer.rows import Samples
-from mega_rl.types import Prompt, RewardParts, Rewards, Rollout
+from mega_rl.types import Prompt, Rewards, Rollout
 from tests.helpers.rollouts import make_rollout
 
 PROMPTS = [Prompt(index=10 + i, token_ids=(1, 2), text=f"p{i}", answer=str(i)) for i in range(2)]
@@ -31,11 +31,6 @@ def read_row(rollout: Rollout, row: int) -> tuple[str, str]:
 def test_whole_groups_are_dumped(count: int, rows: list[int]) -> None:
     """Of four prompts with two samples each."""
     assert group_rows([5, 5, 3, 3, 7, 7, 1, 1], count) == rows
-
-
-def test_groups_of_several_sizes_stay_whole() -> None:
-    assert group_rows([0, 1, 0, 2, 0], 4) == [0, 2, 4]
-    assert group_rows([], 4) == []
 
 
 def test_a_row_says_what_became_of_a_sample() -> None:
@@ -73,9 +68,3 @@ def test_a_tools_answer_is_no_response_token() -> None:
     )
     assert row["response_tokens"] == 2
     assert row["advantage_mean"] == 2.0
-
-
-def test_parts_of_a_reward_are_of_their_row() -> None:
-    rewards = Rewards(torch.tensor([1.0, 2.0]), RewardParts(("a", "b"), (1.0, 1.0), torch.tensor([[0.5, 0.5], [2, 0]])))
-    rows = sample_rows(Samples(PROMPTS, make_rollout([1, 1]), rewards), read_row, render=str, step=1, count=2)
-    assert [(row["reward"], row["reward_a"], row["reward_b"]) for row in rows] == [(1.0, 0.5, 0.5), (2.0, 2.0, 0.0)]

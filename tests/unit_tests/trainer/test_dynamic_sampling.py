@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mega_rl.config.loader import load
-from mega_rl.config.rules import check
 from mega_rl.data.order import PromptSampler
-from mega_rl.errors import UserErrors
-from mega_rl.protocols import Scorer
 from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.filters import has_spread
 from mega_rl.trainer.rows import Samples
-from mega_rl.types import Metrics, Prompt, RewardParts, Rewards, Rollout
+from mega_rl.types import RewardParts, Rewards
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakePrompts, FakeRanks, FakeReward, held_out
 from tests.helpers.loops import FakeRun, RunSettings
@@ -28,7 +22,6 @@ from tests.helpers.selection import FULL
 from tests.unit_tests.distributed.test_layout_invariance import write_inputs
 from tests.unit_tests.trainer import dynamic_sampling_on_ranks as cases
 
-ON = "rollout.dynamic_sampling.max_generations=4"
 GRPO = ("algorithm.advantage=grpo", "rollout.n=4")
 
 
@@ -96,33 +89,6 @@ def test_a_difference_in_a_part_is_one_where_the_estimator_reads_parts() -> None
         assert (dynamic.drawn == 6 * 4) == by_parts
 
 
-@dataclasses.dataclass
-class LeavesFirstOut:
-    """A reward without an opinion of the first sample of each prompt."""
-
-    scorer: Scorer
-
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
-        rewards = self.scorer.score(rollout, prompts)
-        totals = rewards.totals.masked_fill(rollout.sample_index == 0, math.nan)
-        return dataclasses.replace(rewards, totals=totals)
-
-    def metrics(self) -> Metrics:
-        return self.scorer.metrics()
-
-
-def test_samples_that_are_left_out_make_no_spread() -> None:
-    """A group differs where its other samples do; a sample that is left out comes with its group."""
-    dynamic = cases.collector(FakeRanks(), plan_of(5, 3, 4))
-    dynamic.rewards = LeavesFirstOut(dynamic.rewards)
-    totals = dynamic.take(0).samples.rewards.totals.view(5, cases.SAMPLES)
-    assert totals.isnan().sum(dim=0).tolist() == [5, *[0] * (cases.SAMPLES - 1)]
-    others = totals[:, 1:]
-    equal = int((others.max(dim=1).values == others.min(dim=1).values).sum())
-    assert dynamic.log.metrics["rollout/filled_groups"] == equal
-    assert math.isfinite(dynamic.log.metrics["reward/sampled_mean"])
-
-
 def test_failed_samples_make_no_spread() -> None:
     """Their reward of 0 does not count. A generation with failures and one without make one step."""
     dynamic = cases.collector(FakeRanks(), plan_of(5, 3, 4), failing=True)
@@ -153,16 +119,6 @@ def test_the_loop_trains_on_groups_with_a_spread() -> None:
     assert any(records[step]["rollout/generations"] > 1 for step in range(1, 7))
     assert records[6]["val/response_tokens_mean"] == 4.0
     assert run.events.count("validate") == 3  # before, in the middle and at the end
-
-
-def test_greedy_responses_are_of_the_prompts_that_train() -> None:
-    run = dynamic_run()
-    run.plan = dataclasses.replace(run.plan, greedy=True)
-    trainer = run.build()
-    batch = trainer.batches.take(0)
-    assert batch.greedy is not None
-    assert batch.greedy.tolist() == [0.0] * 4  # the first of equally likely words, not the rewarded one
-    assert run.events[-2:] == ["validate", "reward"]
 
 
 class NoReward(FakeReward):
@@ -243,37 +199,6 @@ def test_a_resumed_run_is_bit_equal(folder: Path, runs: dict[str, Any]) -> None:
     for mine, theirs in zip(resumed["tokens"], whole["tokens"][cases.SAVED :], strict=True):
         assert torch.equal(mine, theirs)
     assert all(torch.equal(resumed["weights"][name], weight) for name, weight in whole["weights"].items())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            (ON, "algorithm.advantage=gae"),
-            "max_generations=4 has no effect: it needs an estimator that compares samples",
-        ),
-        (("rollout.dynamic_sampling.prompts=8",), "prompts=8 has no effect: it needs rollout.dynamic_sampling.max_gen"),
-        ((*GRPO, "rollout.dynamic_sampling.max_generations=1"), "max_generations*prompts=64: a step has no prompts"),
-        (
-            (*GRPO, ON, "rollout.dynamic_sampling.prompts=8"),
-            "max_generations*prompts=32: a step has no prompts to choose from",
-        ),
-        (
-            (*GRPO, ON, "rollout.backend=sglang", "trainer.async_steps=1", "algorithm.correction=tis"),
-            "max_generations=4 has no effect: it needs trainer.async_steps=0",
-        ),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(overrides: tuple[str, ...], message: str) -> None:
-    try:
-        problems = check(load(None, overrides), world_size=1)
-    except UserErrors as error:
-        problems = [str(error)]
-    assert any(message in problem for problem in problems), problems
-
-
-def test_settings_that_go_together() -> None:
-    assert check(load(None, (*GRPO, ON, "rollout.dynamic_sampling.prompts=96")), world_size=1) == []
 
 
 def test_joined_rows_keep_the_parts_of_both() -> None:

@@ -1,4 +1,4 @@
-"""Hints for runs that learn nothing, and warnings of gradients that one token dominates."""
+"""Hints for runs that learn nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ CUT, HALF = (
     {**IDLE, "rollout/filtered_fraction": share, EQUAL_GROUPS: equal} for share, equal in ((1.0, 1.0), (0.75, 0.0))
 )
 LEARNS = {**MEAN, "advantage/abs_mean": 0.5, EQUAL_GROUPS: 0.0}
-USUAL = {"actor/grad_norm": 2.0, "actor/grad_norm_max": 3.0}
-SPIKE = {"actor/grad_norm": 80.0, "actor/grad_norm_max": 201.0}
 MASKED = {"reward/masked_fraction": 1.0}
 ALL_FLAT = f"in each of {FLAT_STEPS} steps all responses to a prompt got the same reward (0.25 on average)"
 
@@ -29,23 +27,12 @@ ALL_FLAT = f"in each of {FLAT_STEPS} steps all responses to a prompt got the sam
     ("silent", "steps", "line"),
     [
         ([*[FLAT] * (FLAT_STEPS - 1), SPREAD, *[FLAT] * (FLAT_STEPS - 1)], [FLAT] * 9, ALL_FLAT),
-        ([*[CUT] * (FLAT_STEPS - 1), LEARNS], [CUT] * 9, "reward.overlong.filter=true"),
+        ([*[CUT] * (FLAT_STEPS - 1), LEARNS], [CUT] * 9, "(rollout/filtered_fraction=1,"),
         ([*[HALF] * (FLAT_STEPS - 1), LEARNS], [HALF] * 9, "(rollout/filtered_fraction=0.75"),
-        # By the largest update of a step, however small the step's mean; not before the run has a median.
-        (
-            [SPIKE, *[USUAL] * FLAT_STEPS, {}],
-            [SPIKE, USUAL],
-            "an update's gradient norm is 201, the run's median is 2:",
-        ),
         (
             [{}, {"reward/masked_fraction": 0.75, "reward/mean": 1.0}],
-            [{**MASKED, "reward/errors": 0.0}] * 3,
-            "so that there is nothing to learn from; the reward returns None for all of them",
-        ),
-        (
-            [],
-            [{**MASKED, "reward/crashes": 3.0}],
-            " or fails, with reward.source.on_failure=mask: look at the warnings above",
+            [MASKED] * 3,
+            "left out every response of the step",
         ),
     ],
 )
@@ -58,6 +45,7 @@ def test_hint_is_logged_once(
         hints.hint(metrics)
     assert caplog.messages == []
     for metrics in steps:
-        hints.hint(metrics)
+        hints.log.metrics = metrics
+        hints.after(1, object())  # type: ignore[arg-type]
     [message] = caplog.messages
     assert line in message

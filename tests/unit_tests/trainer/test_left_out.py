@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +19,8 @@ from mega_rl.trainer.recording import sample_rows
 from mega_rl.trainer.rows import Samples
 from mega_rl.trainer.step_metrics import experience_metrics, part_metrics, rollout_metrics
 from mega_rl.types import Experience, Prompt, RewardParts, Rewards, Rollout, TokenOutputs
-from tests.helpers.distributed import run_ranks
 from tests.helpers.fakes import FakeRanks
 from tests.helpers.loops import read_ids
-from tests.helpers.models import random_experience, write_tiny_checkpoint
 from tests.helpers.rollouts import make_rollout
 
 # Two groups of four: the second sample of the first group and two of the second are left out; a third group loses all.
@@ -130,18 +127,6 @@ def test_metrics_of_rewards_are_of_scored_samples() -> None:
     assert metrics == pytest.approx(rollout_metrics(*without("failed"), FakeRanks()), rel=1e-12, abs=1e-7)
 
 
-def test_leaving_out_changes_no_batch_in_place() -> None:
-    """A batch whose answers all have a reward is returned itself."""
-    rollout, rewards = batch("unscored")
-    tokens = int(rollout.loss_mask.sum())
-    kept, _ = leave_unscored_out(rollout, rewards)
-    assert int(rollout.loss_mask.sum()) == tokens > int(kept.loss_mask.sum())
-    assert rollout.failed is None
-    assert rewards.totals.isnan().any()
-    whole = without("unscored")
-    assert leave_unscored_out(*whole) == whole
-
-
 def test_a_batch_without_any_reward_trains_on_nothing() -> None:
     rollout, rewards = batch("unscored")
     rewards = dataclasses.replace(rewards, totals=torch.full_like(rewards.totals, math.nan))
@@ -164,66 +149,4 @@ def test_dumps_show_which_samples_do_not_count() -> None:
     assert failed[1]["response"] == ""
 
 
-def test_tokens_of_a_failed_sample_are_our_own_bug() -> None:
-    rollout, rewards = without("failed")
-    rollout.failed = torch.arange(len(rollout.lengths)) == 1
-    with pytest.raises(AssertionError, match="a failed sample has tokens"):
-        experience_of((rollout, rewards), "gae")
-
-
-def with_empty_rows(batch: Experience) -> Experience:
-    """The batch with rows 1, 4 and 5 (all of one micro-batch, perhaps) cut down to their prompts."""
-    for row in (1, 4, 5):
-        batch.lengths[row] = batch.prompt_lengths[row]
-        batch.loss_mask[row] = False
-    inside = torch.arange(batch.tokens.size(1)) < batch.lengths[:, None]
-    batch.tokens *= inside
-    tokens = batch.loss_mask.sum()
-    for name in ("loss_weights", "token_weights"):
-        setattr(batch, name, batch.loss_mask.float() / tokens)
-    return batch
-
-
 CASES = {"packed": ("lm", True), "padded": ("lm", False), "values": ("value", True)}
-
-
-def train(rank: int, checkpoint: str) -> dict[str, Any]:
-    """What is said of tokens, and loss and gradient, with rows without response and with these rows left out."""
-    from mega_rl.config.schema import MicrobatchConfig, TrainerConfig
-    from tests.helpers.engines import make_config, own_rows, running_engine
-    from tests.unit_tests.distributed.engine_cases import losses
-
-    actual: dict[str, Any] = {}
-    for name, (head, packing) in CASES.items():
-        microbatch = MicrobatchConfig(packing=packing, max_tokens=32, size=1)
-        trainer = TrainerConfig(timeout_s=60.0, microbatch=microbatch)
-        with running_engine(make_config(Path(checkpoint), layout="dp2", trainer=trainer), head=head) as engine:
-            whole = own_rows(with_empty_rows(random_experience()), engine)
-            for kind, rows in (("all", whole), ("answered", whole[whole.loss_mask.any(dim=1).nonzero().flatten()])):
-                said = next(value for value in vars(engine.forward(rows)).values() if value is not None)
-                metrics = engine.train_minibatch(rows, losses(head), lr=0.0)
-                metrics.pop("num_microbatches")
-                off = float((said * ~rows.loss_mask).abs().sum())
-                actual[f"{name} {kind}"] = {"said": said[rows.loss_mask], "off": off, "metrics": metrics}
-    return actual
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    checkpoint = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
-    results: list[dict[str, Any]] = run_ranks(2, train, str(checkpoint), timeout_s=240)
-    return results
-
-
-@pytest.mark.parametrize("case", list(CASES))
-def test_engines_train_on_rows_without_response(trained: list[dict[str, Any]], case: str) -> None:
-    """As without them: micro-batches are cut differently, so sums differ by float32 rounding.
-
-    Rank 1 has rows 4 and 5 without response: padded, each is a micro-batch in which no token trains.
-    """
-    for rank in trained:
-        actual, expected = (rank[f"{case} {kind}"] for kind in ("all", "answered"))
-        assert actual["off"] == 0.0
-        torch.testing.assert_close(actual["said"], expected["said"], rtol=0, atol=1e-5)
-        assert actual["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-6)
-        assert actual["metrics"][next(name for name in actual["metrics"] if name.endswith("grad_norm"))] > 1e-3

@@ -14,7 +14,6 @@ from mega_rl.trainer.mismatch import MismatchGuard, MismatchLimits
 from mega_rl.trainer.step_metrics import (
     NGRAM,
     experience_metrics,
-    halves,
     repeated_fractions,
     right_and_wrong,
     rollout_metrics,
@@ -189,20 +188,3 @@ def test_right_and_wrong(rewards: list[float], right: str, wrong: str) -> None:
     prompt, scores = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor(rewards, dtype=torch.float64)
     chosen = ["".join(str(int(x)) for x in kind) for kind in right_and_wrong(prompt, scores)]
     assert chosen == [right, wrong]
-
-
-def test_a_middle_token_is_of_the_first_half() -> None:
-    first, second = halves(torch.tensor([[True, False, True, True]]))
-    assert first.tolist() == [[True, False, True, False]]
-    assert second.tolist() == [[False, False, False, True]]
-
-
-def test_numbers_of_what_is_not_there_are_absent() -> None:
-    rollout, rewards, experience = batch(rewards=torch.ones(ROWS))
-    rollout.finished[:] = True
-    experience.loss_mask[:] = False
-    names = rollout_metrics(rollout, rewards, FakeRanks()).keys()
-    names |= experience_metrics(experience, FakeRanks(), has_reference=False, has_critic=False).keys()
-    gone = ("right_", "wrong_", "truncated_response", "truncated_mean", "kl/", "values/", "advantage/p", "_half")
-    assert [name for name in names if any(part in name for part in gone)] == []
-    assert importance_metrics(torch.zeros(2, 15)) == {}

@@ -6,15 +6,11 @@ import pytest
 import torch
 
 from mega_rl.algorithms.advantages.groups import GRPO
-from mega_rl.algorithms.inputs import AdvantageInputs
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS, Aggregation
-from mega_rl.config.rules import check
-from mega_rl.config.schema import Config, OverlongConfig, RewardConfig, RolloutConfig
 from mega_rl.trainer.filters import PER_TOKEN, Overlong, leave_truncated_out, soft_punishment
-from mega_rl.trainer.policy_gradient import MinibatchPlan, PolicyGradientRules, build_experience
+from mega_rl.trainer.policy_gradient import MinibatchPlan, build_experience
 from mega_rl.types import Experience, RewardParts, Rewards, Rollout, TokenOutputs
-from tests.helpers.fakes import FakePolicy, FakeRanks
-from tests.helpers.loops import FakeRun, RunSettings
+from tests.helpers.fakes import FakeRanks
 from tests.helpers.rollouts import make_rollout
 
 LENGTHS = [3, 8, 5, 8, 7, 6, 2, 8]
@@ -84,13 +80,6 @@ def test_rewards_of_parts_get_the_punishment_as_a_part() -> None:
     assert (shaped.totals < rewards.totals).sum() == 6
 
 
-def test_without_settings_nothing_changes() -> None:
-    rollout, rewards = sampled()
-    shaped, metrics = Overlong().shape(rollout, rewards, FakeRanks())
-    assert torch.equal(shaped.totals, rewards.totals)
-    assert metrics == {}
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS.values())
 def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation) -> None:
     """The others have the advantages of the whole group, and loss weights as if the filtered rows were not there."""
@@ -111,56 +100,3 @@ def test_the_filter_leaves_no_token_and_no_denominator(aggregation: Aggregation)
     for name in ("loss_weights", "token_weights"):
         assert torch.equal(getattr(actual, name)[trains], getattr(expected, name))
         assert not getattr(actual, name)[~trains].any()
-
-
-class Interrupted(FakePolicy):
-    """A rollout engine in which length ends the first half of the samples."""
-
-    def generate(self, prompts: object, *, step: int, greedy: bool = False, draws: object = None) -> Rollout:
-        rollout = super().generate(prompts, step=step, greedy=greedy)  # type: ignore[arg-type]
-        rollout.finished = torch.arange(len(rollout.finished)) >= len(rollout.finished) // 2
-        return rollout
-
-
-def test_a_step_punishes_and_filters() -> None:
-    """Advantages are of punished rewards, reports of the scorer's; no update gets a token of a filtered response."""
-    policy, trained_on = Interrupted([]), list[torch.Tensor]()
-
-    def estimator(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        trained_on.append(inputs.rewards)
-        return GRPO()(inputs)
-
-    trainer = FakeRun(
-        grpo=True,
-        rollout=policy,
-        actor=policy,
-        sync=policy,
-        estimator=estimator,
-        settings=RunSettings(steps=1, rollout_interval=1, rollout_samples=8),
-        overlong=Overlong(4, filter=True, buffer_tokens=2, penalty=0.5),
-        rules=PolicyGradientRules(filter_truncated=True),
-    )
-    minibatches: list[Experience] = []
-    update = policy.update
-    policy.update = lambda batch, **kwargs: minibatches.append(batch) or update(batch, **kwargs)  # type: ignore
-    trainer.fit()
-    record = trainer.metrics.records[1]
-    assert record["rollout/filtered_fraction"] == 0.5
-    assert record["reward/overlong_punishment_mean"] == -0.5
-    assert record["reward/min"] >= 0.0
-    assert float(trained_on[0].mean()) == pytest.approx(record["reward/mean"] - 0.5)
-    assert all(row["reward"] >= 0.0 for row in trainer.metrics.dumps[1])
-    assert sum(int(batch.loss_mask.any(dim=1).sum()) for batch in minibatches) == 4
-    assert {int(index) for batch in minibatches for index in batch.prompt_index[batch.loss_mask.any(dim=1)]} == {2, 3}
-
-
-def test_settings_without_effect_are_refused() -> None:
-    config = Config(reward=RewardConfig(overlong=OverlongConfig(penalty=2.0)))
-    assert any(
-        "reward.overlong.penalty=2.0 has no effect: it needs reward.overlong.buffer_tokens" in line
-        for line in check(config, world_size=1)
-    )
-    config = Config(
-        reward=RewardConfig(overlong=OverlongConfig(buffer_tokens=64)), rollout=RolloutConfig(max_new_tokens=64)
-    )
-    assert any("reward.overlong.buffer_tokens=64 leaves no length" in line for line in check(config, world_size=1))

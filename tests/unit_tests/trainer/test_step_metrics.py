@@ -36,37 +36,6 @@ def test_share_of_prompts_that_teach_grpo_nothing(prompt_index: list[int], rewar
     assert metrics["reward/equal_groups_fraction"] == share
 
 
-@pytest.mark.parametrize(
-    ("rewards", "equal", "best", "worst"),
-    [
-        ([1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0], 3 / 4, 1 / 4, 2 / 4),
-        ([0.5, 0.5, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0], 2 / 4, 1 / 4, 0.0),  # equal and neither
-        ([1.0] * 8, 1.0, 0.0, 0.0),  # nothing says whether that is right or wrong
-    ],
-)
-def test_groups_that_are_all_right_or_all_wrong(rewards: list[float], equal: float, best: float, worst: float) -> None:
-    metrics = rollout_metrics(rollout_of([0, 0, 1, 1, 2, 2, 3, 3]), Rewards(torch.tensor(rewards)), FakeRanks())
-    shares = [metrics[f"reward/{kind}_groups_fraction"] for kind in ("equal", "best", "worst")]
-    assert shares == [equal, best, worst]
-
-
-def test_the_highest_reward_is_that_of_all_ranks() -> None:
-    """A rank whose rewards are all 1 where another has a 2."""
-
-    class TwoRanks(FakeRanks):
-        def max(self, tensor: torch.Tensor) -> torch.Tensor:
-            return torch.maximum(tensor, torch.tensor([2.0, 0.0, 1.0], dtype=tensor.dtype))  # of the other rank
-
-    metrics = rollout_metrics(rollout_of([0, 0]), Rewards(torch.tensor([1.0, 1.0])), TwoRanks())
-    assert metrics["reward/equal_groups_fraction"] == 1.0
-    assert metrics["reward/best_groups_fraction"] == metrics["reward/worst_groups_fraction"] == 0.0
-
-
-def test_one_sample_each_has_no_groups() -> None:
-    metrics = rollout_metrics(rollout_of([0, 1]), Rewards(torch.zeros(2)), FakeRanks())
-    assert not [name for name in metrics if name.endswith("groups_fraction")]
-
-
 def test_without_a_reward_there_are_lengths_alone() -> None:
     """The same numbers as beside a reward, and none of rewards; a sample that failed is in neither."""
     rollout = rollout_of([0, 0, 1, 1])

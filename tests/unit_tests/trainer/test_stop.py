@@ -47,12 +47,6 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_without_a_signal() -> None:
-    stop = StopRequest(SingleRank())
-    assert not stop()
-    assert stop.exit_code == 0
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_this_rank(number: signal.Signals) -> None:
     """It is remembered: every later question has the same answer."""
@@ -99,13 +93,6 @@ def test_the_first_interrupt_is_answered_at_once_and_a_second_does_not_wait(
         send(signal.SIGINT)
     assert stop()
     assert "interrupted: ended at once, without a checkpoint of the step in progress\n" in capfd.readouterr().err
-
-
-def test_a_second_terminate_changes_nothing() -> None:
-    stop = StopRequest(SingleRank())
-    send(signal.SIGTERM)
-    send(signal.SIGTERM)
-    assert stop()
 
 
 def test_the_handlers_before_come_back() -> None:

@@ -16,9 +16,7 @@ from mega_rl.trainer.validation import (
     EvaluationPlan,
     ScoredSamples,
     estimates_of,
-    parts_of,
     right_samples,
-    right_when,
 )
 from mega_rl.types import Draws, Prompt, PromptSet, RewardParts, Rewards, Rollout
 from tests.helpers.fakes import FakePolicy, FakePrompts, FakeRanks, FakeReward
@@ -166,12 +164,6 @@ def test_parts_of_a_set_change_no_number(chunk: int) -> None:
     assert numbers <= results[chunk].keys()
 
 
-def test_parts_are_even_and_in_order() -> None:
-    assert parts_of(7, most=3) == [range(2), range(2, 4), range(4, 7)]
-    assert parts_of(4, most=2) == [range(2), range(2, 4)]
-    assert parts_of(1, most=9) == [range(1)]
-
-
 def test_a_part_may_say_what_is_right() -> None:
     values = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
     rewards = Rewards(values.sum(dim=1), RewardParts(("correct", "style"), (1.0, 1.0), values))
@@ -182,9 +174,3 @@ def test_a_part_may_say_what_is_right() -> None:
         right_samples(rows, rewards, above=0.5, part="other")
     with pytest.raises(UserError, match="the reward is a number"):
         right_samples(rows_of(1), Rewards(torch.ones(1)), above=0.5, part="correct")
-
-
-def test_a_judgement_is_put_into_words() -> None:
-    assert right_when(0.0, "exact", ["exact", "short"]) == "the part exact of the reward is above 0"
-    assert right_when(0.5, "", []) == "the reward is above 0.5"
-    assert "the weighted sum of exact, short; validation.right_part=" in right_when(0.5, "", ["exact", "short"])

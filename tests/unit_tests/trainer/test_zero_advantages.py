@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
-from mega_rl.algorithms.policy_losses import LOSSES
 from mega_rl.trainer.filters import rows_with_advantages
 from mega_rl.trainer.policy_gradient import LEFT_OUT, MinibatchPlan, PolicyGradientRules
 from mega_rl.types import Experience
@@ -88,32 +87,6 @@ def test_means_are_over_the_tokens_that_are_left() -> None:
     assert left.rows.max() == len(left)  # numbered anew
 
 
-def test_a_row_with_one_advantage_stays() -> None:
-    batch = experience((0, 1, 2, 3))
-    batch.advantages[5, int(batch.loss_mask[5].nonzero()[0])] = -1e-6
-    left, _ = only(batch)
-    assert left.prompt_index.tolist() == [2]
-    assert torch.equal(left.tokens[0], batch.tokens[5])
-
-
-def test_an_advantage_off_the_mask_is_none() -> None:
-    batch = experience((0, 1, 2))
-    batch.advantages[0, 0] = 1.0  # of the prompt
-    assert only(batch)[0].prompt_index.tolist() == [3, 3]
-
-
-def test_without_any_advantage_the_shortest_row_that_trains_is_left() -> None:
-    """The update has a gradient of 0, as that of all rows; only a mini-batch without a token is no update."""
-    batch = experience((0, 1, 2, 3))
-    shortest, second = batch.lengths.argsort()[:2].tolist()
-    batch.loss_mask[shortest] = False
-    left, _ = only(batch)
-    assert torch.equal(left.tokens[0][: batch.lengths[second]], batch.tokens[second][: batch.lengths[second]])
-    assert left.token_weights.any()
-    batch.loss_mask[:] = False
-    assert not only(batch)[0].loss_mask.any()
-
-
 @pytest.mark.parametrize("first_step", [0, 9])
 def test_the_actor_gets_only_rows_with_advantages(first_step: int) -> None:
     """The share is a metric of updates, so a step that does not train has none."""
@@ -130,10 +103,3 @@ def test_the_actor_gets_only_rows_with_advantages(first_step: int) -> None:
     metrics = run.step(2)
     assert sum(rows) < 8
     assert metrics.get(LEFT_OUT) == (None if first_step else 1 - sum(rows) / 8)
-
-
-def test_losses_that_may_teach_without_an_advantage_say_so() -> None:
-    assert [name for name, settings in LOSSES.items() if not settings.scales_with_advantage] == [
-        "kl_cov",
-        "distillation",
-    ]

@@ -115,23 +115,6 @@ def test_the_order_of_events(settings: dict[str, Any], expected: list[str]) -> N
     assert steps_only(policy.events) == expected
 
 
-def test_a_failed_update_does_not_let_generation_go_on() -> None:
-    policy = FakePolicy([])
-    _, ahead = run_of(policy, Recorded(policy), partial=True)
-    ahead.publish()
-    ahead.generate(FakePrompts().batch(0), step=0)
-
-    def fail() -> Metrics:
-        raise RunError("bucket 3 was lost")
-
-    policy.publish = fail  # type: ignore[method-assign]
-    with pytest.raises(RunError, match="bucket 3"):
-        ahead.publish()
-    assert "resume" not in policy.events
-    ahead.close()
-    assert policy.events[-1] == "close"
-
-
 def test_every_sample_but_the_first_steps_is_one_version_old() -> None:
     """The samples are those of the weights before the update beside which they were made, to the bit."""
     policy = FakePolicy([])
@@ -230,35 +213,6 @@ def test_a_step_trains_while_the_next_one_is_generated() -> None:
     assert not policy.sent_while_generating
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_the_wait_for_generation_is_a_metric(partial: bool) -> None:
-    """A clock that only the background moves: draining takes 2 s, interrupting 0.5 s, finishing 0.25 s."""
-    now = 0.0
-
-    class Timed(Recorded):
-        def _pass(self, seconds: float) -> None:
-            nonlocal now
-            now += seconds
-
-        def drain(self) -> None:
-            self._pass(2.0)
-
-        def interrupt(self) -> None:
-            self._pass(0.5)
-
-        def finish(self) -> Rollout:
-            self._pass(0.25)
-            return super().finish()
-
-    policy = FakePolicy([])
-    trainer, ahead = run_of(policy, Timed(policy), steps=4, partial=partial)
-    ahead.clock = lambda: now
-    trainer.fit()
-    waits = [record["rollout/ahead_wait_s"] for record in trainer.metrics.records.values()]
-    between = 0.5 if partial else 2.0
-    assert waits == [0.25 + between, 0.25 + between, 0.25 + between, 0.25]
-
-
 class Checkpoints:
     """Keeps in memory what a run goes on from."""
 
@@ -315,44 +269,6 @@ def test_a_resumed_run_trains_on_the_rollout_that_was_under_way(saved: int, part
         f"start {step}" for step in range(saved + 1, STEPS)
     ]
     assert checkpoints.kept[STEPS][2] == {}
-
-
-def test_every_field_of_a_rollout_is_kept() -> None:
-    """Those that are optional too, also for a replica without rows."""
-    policy = FakePolicy([])
-    for rows in (slice(None), slice(0)):
-        rollout = policy.generate(FakePrompts().batch(1), step=1)[rows]
-        size = rollout.tokens.shape
-        rollout.routing = torch.randint(-1, 9, (*size, 2, 3), dtype=torch.int16)
-        rollout.token_versions = torch.randint(0, 9, size)
-        rollout.failed = torch.rand(size[0]) < 0.5
-        background = Recorded(policy)
-        _, ahead = run_of(policy, background)
-        ahead.generate(FakePrompts().batch(0), step=0)
-        background.rollout = rollout
-        tensors = ahead.state()
-        _, resumed = run_of(policy, Recorded(policy), start=1)
-        resumed.restore({name: tensor.clone() for name, tensor in tensors.items()})
-        taken = resumed.generate(FakePrompts().batch(1), step=1)
-        assert taken.batch_size == rollout.batch_size
-        for name, tensor in rollout.items():
-            assert torch.equal(getattr(taken, name), tensor), name
-
-
-def test_only_the_rollout_of_the_same_prompts_is_resumed() -> None:
-    """A publish before it is taken finds nothing in flight."""
-    policy = FakePolicy([])
-    trainer, _, checkpoints = saving_run(policy, Recorded(policy))
-    trainer.fit()
-    tensors = checkpoints.kept[2][2]
-    for changed in ({}, {"prompts": tensors["prompts"] + 1}, {"step": torch.tensor(STEPS)}):
-        resumed = FakePolicy([])
-        _, ahead = run_of(resumed, Recorded(resumed), start=2)
-        ahead.restore(tensors | changed)
-        ahead.publish()
-        assert resumed.events == ["publish"]
-        ahead.generate(TurningPrompts().batch(2), step=2)
-        assert resumed.events[1:3] == (["start 2", "finish"] if changed else ["start 3"])
 
 
 def test_a_failed_generation_ends_the_run_at_the_step_that_needs_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega_rl.errors import RunError, UserError
+from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.types import Prompt, Rollout
 from mega_rl.workers.ahead import BackgroundRolloutError, ThreadedRollouts
@@ -18,10 +17,6 @@ from tests.helpers.rollouts import make_rollout
 from tests.helpers.threads import OneRank, ThreadGroup
 
 PROMPTS = [Prompt(index=7, token_ids=(2, 3), text="p", answer="a")]
-
-
-class ServersGone(RunError):
-    """What a fleet might raise."""
 
 
 def threaded(
@@ -56,20 +51,6 @@ def test_the_rows_are_those_of_the_prompts_and_the_step() -> None:
     rollouts.finish()
 
 
-@pytest.mark.parametrize("error", [ServersGone("server 1 is gone"), UserError("prompt 7 is too long")])
-def test_an_error_with_a_message_comes_as_it_is(error: Exception) -> None:
-    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
-        raise error
-
-    rollouts = threaded(generate)
-    rollouts.start(PROMPTS, step=0)
-    rollouts.drain()  # a weight update in between does not swallow it
-    rollouts.drain()
-    with pytest.raises(type(error)) as caught:
-        rollouts.finish()
-    assert caught.value is error
-
-
 def test_any_other_error_is_the_cause() -> None:
     def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
         raise SystemExit("out of file descriptors")
@@ -100,19 +81,6 @@ def test_every_rank_hears_of_an_error_on_one() -> None:
     assert len({str(result) for result in results}) == 1
     assert "KeyError: 'lost'" in str(results[0])
     assert isinstance(results[1].__cause__, KeyError)
-
-
-def test_ranks_meet_while_one_of_them_waits() -> None:
-    """So that no collective lasts longer than a beat: rank 1 takes twenty of them, more than the deadline."""
-    group = ThreadGroup(2, timeout_s=1.5)
-
-    def work(ranks: OneRank) -> Rollout:
-        rollouts = threaded(lambda *_: (time.sleep(2.0 * ranks.rank), make_rollout([1]))[1], ranks=ranks, beat_s=0.1)
-        rollouts.start(PROMPTS, step=0)
-        return rollouts.finish()
-
-    assert [result.lengths.tolist() for result in group.run(work)] == [[3], [3]]
-    assert group.calls[0] == group.calls[1] > 5
 
 
 @pytest.mark.parametrize("wait", ["finish", "drain"])
@@ -168,46 +136,3 @@ def test_interrupted_requests_go_on() -> None:
     rollouts.interrupt()  # nothing is under way
     rollouts.resume()
     assert gate.calls == ["interrupt", "resume"]
-
-
-def test_no_rank_updates_weights_when_another_cannot_interrupt() -> None:
-    group, never = ThreadGroup(2), threading.Event()
-
-    def work(ranks: OneRank) -> None:
-        gate = Gate(ServersGone("server 0 does not answer") if ranks.rank else None)
-        rollouts = threaded(lambda *_: never.wait(), ranks=ranks, requests=gate)
-        rollouts.start(PROMPTS, step=0)
-        rollouts.interrupt()
-
-    results = group.run(work)
-    never.set()
-    assert isinstance(results[1], ServersGone)
-    assert isinstance(results[0], BackgroundRolloutError)
-    assert str(results[0]) == str(results[1])
-
-
-def test_what_nobody_took_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    """An error that no `finish` has met is logged with its traceback, and a running generation is not waited for."""
-
-    def generate(prompts: Sequence[Prompt], step: int) -> Rollout:
-        raise KeyError("lost")
-
-    failed = threaded(generate)
-    failed.start(PROMPTS, step=5)
-    failed.drain()
-    with caplog.at_level(logging.WARNING):
-        failed.close()
-        failed.close()
-    (record,) = caplog.records
-    assert record.getMessage() == "the background generation of step 5 had failed"
-    assert record.exc_info is not None
-    assert isinstance(record.exc_info[1], KeyError)
-    caplog.clear()
-    never = threading.Event()
-    running = threaded(lambda *_: never.wait())
-    running.start(PROMPTS, step=6)
-    begin = time.monotonic()
-    running.close()
-    assert time.monotonic() - begin < 1.0
-    never.set()
-    assert [record.getMessage() for record in caplog.records] == ["the background generation of step 6 is cancelled"]

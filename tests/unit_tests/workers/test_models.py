@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mega_rl.algorithms.kl import KLController, k2
 from mega_rl.algorithms.losses import policy as losses
-from mega_rl.algorithms.losses.aggregation import AGGREGATIONS
 from mega_rl.algorithms.losses.policy import KLTerm
 from mega_rl.algorithms.losses.tokens import PolicyTokens
 from mega_rl.algorithms.losses.value import clipped_value_loss
@@ -20,10 +19,8 @@ from mega_rl.algorithms.policy_losses.clipped import PPO
 from mega_rl.algorithms.sequences import Sequences
 from mega_rl.errors import NonFiniteGradientError
 from mega_rl.protocols import Inspect, LossOutput, TokenLoss
-from mega_rl.trainer.policy_gradient import MinibatchPlan
 from mega_rl.types import Experience, Lesson, Metrics, TokenOutputs
-from mega_rl.workers.models import LearningWorker, PolicyLoss, ReferenceWorker, ValueLoss
-from tests.helpers.fakes import FakeRanks
+from mega_rl.workers.models import LearningWorker, PolicyLoss, ValueLoss
 from tests.helpers.models import random_experience
 
 BATCH = random_experience()
@@ -144,16 +141,6 @@ def test_the_entropy_is_asked_for_where_the_bonus_counts() -> None:
     assert torch.equal(actual.loss, free(TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY), FIELDS, SEQUENCES).loss)
 
 
-def test_the_policy_loss_follows_the_coefficient() -> None:
-    """An adaptive coefficient is read anew in every step."""
-    kl = KLController(0.3, target=0.1, horizon=10)
-    loss, outputs = policy_loss(kl), TokenOutputs(logprobs=LOGPROBS, entropy=ENTROPY)
-    assert same(loss(outputs, FIELDS, SEQUENCES), direct_policy_loss(0.3))
-    kl.update(5.0, num_sequences=8)
-    assert kl.value != 0.3
-    assert same(loss(outputs, FIELDS, SEQUENCES), direct_policy_loss(kl.value))
-
-
 def test_the_value_loss_reads_its_fields() -> None:
     """Old values are the experience's."""
     values = BATCH.values + ENTROPY
@@ -165,55 +152,6 @@ def test_the_value_loss_reads_its_fields() -> None:
         value_clip=0.2,
     )
     assert same(ValueLoss(value_clip=0.2)(TokenOutputs(values=values), FIELDS, SEQUENCES), expected)
-
-
-def mean_value_loss(values: Tensor, batch: Experience, *, value_clip: float) -> Tensor:
-    """The clipped error token by token in float64, its mean over all of them."""
-    losses = []
-    for row, column in batch.loss_mask.nonzero().tolist():
-        value, old, target = (
-            values[row, column],
-            *(field[row, column].double() for field in (batch.values, batch.returns)),
-        )
-        near = old + (value - old).clamp(-value_clip, value_clip)
-        losses.append(0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2))
-    return torch.stack(losses).mean()
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_the_critics_loss_is_a_mean_over_tokens(aggregation: str, micro_batches: int) -> None:
-    """Whatever aggregation the policy has, and however rows are cut: loss and gradient, within float32's rounding."""
-    plan = MinibatchPlan(4, 1, AGGREGATIONS[aggregation], max_response_tokens=16, seed=0, ranks=FakeRanks())
-    (batch,) = plan.cut(random_experience(num_prompts=4), num_prompts=4, step=0)
-    values = batch.values + torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(5))
-    exact = values.double().requires_grad_()
-    mean_value_loss(exact, batch, value_clip=0.5).backward()
-    values.requires_grad_()
-    total = 0.0
-    for rows in torch.arange(len(batch.tokens)).chunk(micro_batches):
-        fields = {name: value[rows] for name, value in batch.items() if value.dim() == 2}
-        sequences = Sequences(batch.rows[rows], len(batch.tokens))
-        share = ValueLoss(value_clip=0.5)(TokenOutputs(values=values[rows]), fields, sequences)
-        share.loss.backward()
-        total += share.sums["critic/loss"].item()
-    assert total == pytest.approx(mean_value_loss(exact, batch, value_clip=0.5).item(), rel=1e-6)
-    torch.testing.assert_close(values.grad.double(), exact.grad, rtol=1e-6, atol=1e-8)
-
-
-def test_metrics_carry_the_role() -> None:
-    """The engine's own names get the role's prefix, the loss's have one."""
-    engine = RecordingEngine({"critic/loss": 1.0, "grad_norm": 2.0, "lr": 3.0})
-    assert learner(engine).update(BATCH, step=2) == {
-        "critic/loss": 1.0,
-        "critic/grad_norm": 2.0,
-        "critic/lr": 3.0,
-        "critic/skipped_steps": 0.0,
-    }
-    ((minibatch, loss, rate),) = engine.updates
-    assert minibatch is BATCH
-    assert loss == ValueLoss(value_clip=0.2)
-    assert rate == pytest.approx(0.2)
 
 
 def test_the_critic_may_learn_first() -> None:
@@ -272,10 +210,3 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(allowed: int, expected: str
         worker.update(BATCH, step=allowed)
     assert str(error.value).startswith(expected)
     assert "lower optim.lr or optim.critic_lr" in str(error.value)
-
-
-def test_evaluation_is_the_engines() -> None:
-    engine = RecordingEngine()
-    assert learner(engine).evaluate(BATCH) is engine.outputs
-    assert learner(engine, loss=policy_loss(None)).evaluate(BATCH).entropy is ENTROPY  # whose bonus needs it
-    assert ReferenceWorker(engine.forward).evaluate(BATCH) is engine.outputs  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
 from mega_rl.rollout.sglang.generation.samples import Sampling
 from mega_rl.types import Draws, Prompt, Rollout
-from mega_rl.workers.own_rollouts import CheckedRollouts, End, RolloutContext, WeightsToSource
+from mega_rl.workers.own_rollouts import CheckedRollouts, RolloutContext, WeightsToSource
 from mega_rl.workers.rollout import EVALUATION
 
 PROMPTS = [Prompt(index=7, token_ids=(3, 4), text="a", answer=""), Prompt(index=8, token_ids=(5,), text="b", answer="")]
@@ -128,21 +128,6 @@ def test_what_does_not_fit_closes_a_trajectory_and_what_is_given_last_is_left_ou
     assert engine.calls[-1]["limits"] == []
 
 
-@pytest.mark.parametrize(
-    ("end", "finished"), [(None, True), ("done", True), ("turns", False), ("length", False), ("error", False)]
-)
-def test_a_trajectory_ends_for_a_reason(end: End | None, finished: bool) -> None:
-    """A stop token ended its last turn in any case; only a task that is done counts as finished, and none goes on."""
-    context = context_over(Answers())
-    (first, _) = trajectories = context.sample(PROMPTS, step=0, greedy=True)
-    first.end = end
-    assert (first.room > 0) == (end is None)
-    assert first.give([7]) == (end is None)
-    assert context.rollout(trajectories).finished.tolist() == [finished, True]
-    with pytest.raises(AttributeError):
-        first.closed = True  # type: ignore[attr-defined]
-
-
 def test_a_failed_sample_is_a_row_without_a_response() -> None:
     context = context_over(Answers())
     trajectories = context.sample(PROMPTS, step=0)
@@ -241,13 +226,6 @@ def test_ranks_of_a_replica_return_the_same_rows() -> None:
     rows = context.rollout(context.sample(PROMPTS, step=0))
     with pytest.raises(RunError, match="the ranks of a replica return different rows; gather them"):
         checked(rows, replica=Other()).generate(PROMPTS, step=0)
-
-
-def test_metrics_are_numbers_beside_the_engines() -> None:
-    assert checked(None, {"agent/turns": 2}).metrics() == {"engine/tokens": 3.0, "agent/turns": 2.0}
-    for wrong in ({"turns": "2"}, {3: 1.0}, {"turns": float("nan")}):
-        with pytest.raises(RunError, match=r"metrics\(\) holds .*; legal: finite numbers by name"):
-            checked(None, wrong).metrics()
 
 
 def test_weights_go_to_a_source_that_takes_them_and_are_all_gathered() -> None:

@@ -9,20 +9,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mega_rl.algorithms.kl import KLController, RewardKL, k1
 from mega_rl.config.attention import Role
-from mega_rl.data.order import PromptSampler
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank
-from mega_rl.trainer.collect import SamplingPlan
 from mega_rl.trainer.loop import Stages
-from mega_rl.types import Draws, Experience, Metrics, Prompt, Rewards, Rollout, TokenOutputs
-from mega_rl.workers.models import LearningWorker, ReferenceWorker
+from mega_rl.types import Metrics
 from mega_rl.workers.residency import EVERYTHING, NOTHING, PARAMETERS, PARTS, TAGS, Residency, ResidentModels
-from tests.helpers.device_budget import BudgetAccelerator, BudgetEngine, DeviceMemory, OvercommitError
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fakes import FakeCritic, FakePolicy, FakePrompts, FakeRanks, FakeTimer
-from tests.helpers.loops import FakeRun, RunSettings
+from tests.helpers.fakes import FakeTimer
 from tests.helpers.models import write_tiny_checkpoint
 from tests.unit_tests.workers.residency_on_ranks import run_stages
 
@@ -273,153 +267,12 @@ def test_memory_of_each_layout_is_a_metric() -> None:
     assert Device(shared=False).publish() == {"rollout/weight_version": 1.0}
 
 
-class Sampling(FakePolicy):
-    """A policy that generates if servers have weights and cache, and the models have left."""
-
-    def __init__(self, device: Device) -> None:
-        super().__init__(device.events)
-        self.device = device
-
-    def generate(self, prompts: Sequence[Prompt], **how: Any) -> Rollout:  # type: ignore[override]
-        assert (self.device.here, self.device.tags) == ({}, set(TAGS))
-        return super().generate(prompts, **how)
-
-
-def test_dynamic_sampling_works_on_shared_devices() -> None:
-    """The reward model scores between the generations of a step, and servers keep their weights."""
-    device = Device(roles=("actor", "reward"))
-    policy = Sampling(device)
-    run = FakeRun(
-        grpo=True, rollout=policy, actor=policy, sync=policy, devices=device.residency,
-        prompts=PromptSampler(FakePrompts().batch(0), batch_size=4, shuffle=True, seed=0),
-        plan=SamplingPlan(2, waves=6, prompts_per_step=4, prompts=4), settings=RunSettings(steps=6),
-    )  # fmt: skip
-    run.fit()
-    records = run.metrics.records.values()
-    assert max(record["rollout/generations"] for record in records) > 1
-    assert {record["memory/scoring_bytes"] for record in records} == {10.0}
-
-
 # -- a run of four models on a device that holds one -------------------------------------------------------------------
 
 TRAINED = {"parameters": 2, "gradients": 4, "optimizer": 12}
 FROZEN = {"parameters": 3}
 SIZES: dict[Role, dict[str, int]] = {"actor": TRAINED, "critic": TRAINED, "reference": FROZEN, "reward": FROZEN}
-ONE_MODEL = sum(TRAINED.values())
 LOSS = cast(Any, SimpleNamespace(needs_entropy=False))
-
-
-class WorkingEngine(BudgetEngine):
-    """A model with a budget that computes what a fake role does."""
-
-    role: Any = None
-
-    def forward(self, batch: Rollout | Experience) -> TokenOutputs:
-        super().forward(batch)
-        return self.role.evaluate(batch) if self.role else TokenOutputs(logprobs=torch.zeros(batch.tokens.shape))
-
-    def train_minibatch(
-        self, minibatch: Experience, loss: Any, *, lr: float, inspect: Any = None, lesson: Any = None
-    ) -> Metrics:
-        super().train_minibatch(minibatch, loss, lr=lr, inspect=inspect)
-        return dict(self.role.update(minibatch, step=0, inspect=inspect))
-
-
-class Run:
-    """Three steps of PPO with every role, on one device of `memory` units."""
-
-    def __init__(self, memory: int, *, one_at_a_time: bool, while_generating: frozenset[str] = NOTHING) -> None:
-        self.device = DeviceMemory(memory)
-        self.seen: list[tuple[str, dict[str, int]]] = []
-        self.policy = FakePolicy([])
-        self.models = ResidentModels(cast(Any, BudgetAccelerator([self.device])), one_at_a_time=one_at_a_time)
-        for role, sizes in SIZES.items():
-            engine = WorkingEngine(role, [self.device], **sizes)
-            engine.seen = self.seen
-            engine.role = {"actor": self.policy, "critic": FakeCritic([])}.get(role)
-            self.models.add(role, cast(Any, engine))
-        engines = cast(Any, self.models.engines)
-        self.loop = FakeRun(
-            settings=RunSettings(steps=3, save_interval=2), rollout=self, sync=self, reward=self, checkpoints=self,
-            actor=LearningWorker("actor", engines["actor"], LOSS, learning_rate=lambda _: 1.0),
-            critic=LearningWorker("critic", engines["critic"], LOSS, learning_rate=lambda _: 1.0),
-            reference=ReferenceWorker(engines["reference"].forward), kl=KLController(0.1),
-            reward_kl=RewardKL(KLController(0.1), k1),
-            devices=Residency(self.models, FakeRanks(), while_generating=while_generating),
-        )  # fmt: skip
-
-    def note(self, event: str) -> None:
-        self.seen.append((event, {owner: size for owner, size in self.device.held.items() if size}))
-
-    # Rollouts, weight sync, rewards and checkpoints of the run
-
-    @property
-    def weight_version(self) -> int:
-        return self.policy.weight_version
-
-    def generate(
-        self, prompts: Sequence[Prompt], *, step: int, greedy: bool = False, draws: Draws | None = None
-    ) -> Rollout:
-        self.note("generates")
-        return self.policy.generate(prompts, step=step, greedy=greedy, draws=draws)
-
-    def metrics(self) -> Metrics:
-        return {}
-
-    def publish(self) -> Metrics:
-        self.note("publishes")
-        return self.policy.publish()
-
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Rewards:
-        cast(Any, self.models.engines["reward"]).forward(rollout)
-        return Rewards((rollout.tokens[:, 2:] == 5).float().mean(dim=1))
-
-    def save(self, step: int, state: Any, *, metrics: Any = None) -> None:
-        for role in ROLES[:2]:
-            self.models.stored(role).state()
-
-    def poll(self) -> Metrics:
-        return {}
-
-    def finish(self) -> None: ...
-
-
-@pytest.mark.parametrize("policy", [NOTHING, PARAMETERS])
-def test_a_device_for_one_model_holds_a_run_of_four(policy: frozenset[str]) -> None:
-    """No two models at once, and of the model at work only the parts that its work needs."""
-    run = Run(ONE_MODEL, one_at_a_time=True, while_generating=policy)
-    assert run.device.held == {}
-    run.loop.fit()
-    parts = {"evaluates": ["parameters"], "trains": list(TRAINED), "lists": ["parameters", "optimizer"]}
-    for event, held in run.seen:
-        role, does = event.split()[0], event.split()[1] if " " in event else ""
-        if event == "generates":
-            assert set(held) == {f"actor {part}" for part in policy}
-        elif event == "publishes":
-            assert held == {"actor parameters": 2}
-        else:
-            assert held == {f"{role} {part}": SIZES[cast(Role, role)][part] for part in parts[does]}, event
-    events = [event for event, _ in run.seen]
-    step = ["generates", "reward evaluates", "actor evaluates", "reference evaluates", "critic evaluates"]
-    step += [*["critic trains"] * 2, *["actor trains"] * 2, "publishes"]
-    saved = ["actor lists its state", "critic lists its state"]
-    assert events == ["publishes", *step, *step, *saved, *step]
-    assert run.device.largest == ONE_MODEL
-    assert run.models.take_largest() == ONE_MODEL
-    assert run.models.take_largest() == 0
-
-
-def test_turns_change_no_number_and_save_the_sum() -> None:
-    total = sum(sum(sizes.values()) for sizes in SIZES.values())
-    together, turns = Run(total, one_at_a_time=False), Run(100, one_at_a_time=True)
-    for run in (together, turns):
-        run.loop.fit()
-    assert torch.equal(together.policy.logits, turns.policy.logits)
-    assert together.policy.logits.abs().sum() > 0
-    assert together.device.used == total
-    assert isinstance(together.models.stored("critic"), WorkingEngine)
-    with pytest.raises(OvercommitError):
-        Run(total - 1, one_at_a_time=False)
 
 
 # -- a real engine with servers that look at it ------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,8 @@ from hypothesis import strategies as st
 
 from mega_rl.errors import RunError
 from mega_rl.parallel.comm import SingleRank, share
-from mega_rl.rollout.embedded.engine import HFRolloutEngine
-from mega_rl.rollout.embedded.sampling import Sampler
 from mega_rl.types import Draws, Prompt, Rollout
 from mega_rl.workers.rollout import EVALUATION, RolloutWorker, VocabularyGuard
-from tests.helpers.models import write_tiny_checkpoint
 from tests.helpers.threads import OneRank, ThreadGroup
 
 PROMPTS = [Prompt(index=100 + i, token_ids=(2 + i,), text=f"p{i}", answer=str(i)) for i in range(7)]
@@ -165,26 +161,3 @@ def test_a_token_that_a_reader_lacks_ends_the_run_everywhere() -> None:
             "the actor sampled token id 8, and the reference has a vocabulary of 8; use a reference whose embedding "
             "has as many rows as the actor's"
         )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
-
-
-def test_a_rank_without_prompts(checkpoint: Path) -> None:
-    """The real engine gives a rollout without rows, which joins with others' rows."""
-    engine = HFRolloutEngine(
-        checkpoint, dtype=torch.float32, device="cpu", sampler=Sampler(1.0), max_new_tokens=4, stop_token_ids=[],
-        batch_size=8,
-    )  # fmt: skip
-    weights = {name: torch.zeros_like(tensor) for name, tensor in engine.model.state_dict().items()}
-    engine.load_weights(weights.items())
-    engine.finish_update(1)
-    empty = engine.generate([], [], n=3, seed=(0, 0))
-    some = engine.generate(PROMPTS[:1], [4], n=3, seed=(0, 0))
-    assert empty.batch_size == torch.Size([0])
-    for name, field in some.items():
-        assert getattr(empty, name).dtype == field.dtype, name
-        assert getattr(empty, name).dim() == field.dim(), name
-    assert torch.equal(SingleRank().gather_rows(empty).lengths, torch.zeros(0, dtype=torch.int64))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants, file_download
 
-from mega_rl.cli.app import main
-from mega_rl.config.loader import load
 from mega_rl.config.origins import pinned_overrides
 from mega_rl.config.render import resolved_yaml
 from mega_rl.errors import UserError
 from mega_rl.plan.preflight import preflight
 from tests.helpers.hub_server import Hub, folder_files, go_offline
-from tests.helpers.inputs import qwen3_config, write_checkpoint, write_shard
+from tests.helpers.inputs import qwen3_config, write_checkpoint
 
 DATA = "data.train_files=[d.jsonl]"
 NAMED = ("model.path=org/model", DATA)
@@ -56,17 +53,6 @@ def test_neither_code_nor_pickles_nor_other_folders_are_downloaded(hub: Hub) -> 
     assert not any(r.path.endswith(unwanted) for r in hub.requests)
 
 
-def test_every_file_of_the_index_is_downloaded(hub: Hub, tmp_path: Path) -> None:
-    shards = ("model.safetensors-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors")
-    files = hub.repos["models", "org/model"].files
-    content = files.pop("model.safetensors")
-    files |= dict.fromkeys(shards, content) | {"extra.safetensors": content}
-    weight_map = {f"w{number}": shard for number, shard in enumerate(shards)}
-    files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
-    folder = Path(preflight(None, NAMED).model.path)
-    assert sorted(path.name for path in folder.glob("*.safetensors")) == list(shards)
-
-
 def test_a_path_that_exists_is_never_a_name(hub: Hub) -> None:
     write_checkpoint(Path("org/model"), qwen3_config())
     assert preflight(None, NAMED).model.path == "org/model"
@@ -84,27 +70,13 @@ def test_a_run_that_cannot_start_downloads_no_weights(hub: Hub) -> None:
     assert not hub.downloads("model.safetensors")
 
 
-def test_a_connection_that_is_cut_is_taken_up_where_it_broke(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
-    monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
-    content = write_shard(tmp_path / "w", [f"weight{i}" for i in range(500)]).read_bytes()
-    hub.repos["models", "org/model"].files["model.safetensors"] = content
-    hub.cuts["model.safetensors"] = [5000, 3000]
-    folder = Path(preflight(None, NAMED).model.path)
-    assert (folder / "model.safetensors").read_bytes() == content
-    ranges = [request.byte_range for request in hub.downloads("model.safetensors")]
-    assert ranges == [None, "bytes=5000-", "bytes=8000-"]
-
-
 def test_a_download_that_breaks_off_is_one_line_and_the_next_try_completes(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_download.time, "sleep", lambda seconds: None)
     hub.cuts["model.safetensors"] = [0] * 6
     line = problem(*NAMED)
-    assert line.startswith("model.path=org/model: the download broke off (")
+    assert line.startswith("model.path=org/model: the download failed: ")
     assert line.endswith("start again: files that are complete are kept")
     hub.requests.clear()
     assert preflight(None, NAMED)
@@ -116,7 +88,7 @@ def test_a_download_that_breaks_off_is_one_line_and_the_next_try_completes(
     ("name", "words"),
     [
         ("org/model@v9", "the model has no revision 'v9' at {url}; name a branch, a tag or a commit of it"),
-        ("org/modle", "there is no such file or folder here, and {url} shows no model of that name: correct the path "),
+        ("org/modle", "there is no such file or folder here, and {url} shows no model of that name; or set HF_TOKEN"),
         ("gated/model", "access to it is restricted: accept its terms at {url}/gated/model, then set HF_TOKEN or run"),
         ("no/weights", "no/weights holds no safetensors weights (model.safetensors); other formats are not read"),
         ("no/config", "no/config has no config.json at this revision"),
@@ -169,7 +141,7 @@ def test_offline_takes_the_cache_and_names_what_it_lacks(hub: Hub, monkeypatch: 
     assert "1 file(s) are missing (model.safetensors)" in problem(*NAMED)
     line = problem("model.path=org/other", DATA)
     assert "no model of that name and revision in the cache" in line
-    assert line.endswith("while HF_HUB_OFFLINE forbids downloads; download it once without HF_HUB_OFFLINE")
+    assert line.endswith("download it once without HF_HUB_OFFLINE")
     assert hub.requests == []
 
 
@@ -184,17 +156,3 @@ def test_a_run_that_goes_on_keeps_the_commit_it_began_with(hub: Hub) -> None:
     assert preflight(None, NAMED) == began
     assert preflight(None, [*NAMED, "checkpoint.resume=never"]).model.path != began.model.path
     assert preflight(None, ["model.path=org/model@old", DATA]).model.path == began.model.path
-
-
-def test_no_setting_is_called_origins() -> None:
-    with pytest.raises(UserError, match=r"origins: unknown"):
-        load(None, ["origins=x"])
-
-
-def test_commands_take_names_too(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["convert", "inspect", "org/model@main"])  # of weights that are no model's
-    assert hub.downloads("model.safetensors")
-    assert main(["convert", "inspect", "org/modle"]) == 2
-    assert "error: PATH=org/modle: there is no such file or folder here" in capsys.readouterr().err
-    assert main(["verify", "layouts", "--model", "org/modle", "--twin"]) == 2
-    assert "error: --model=org/modle: there is no such file or folder here" in capsys.readouterr().err

@@ -163,10 +163,10 @@ def test_offline_takes_the_cache_and_names_what_it_lacks(gsm: Hub, monkeypatch: 
     name = _parsed("openai/gsm8k:main")
     online = rows.fetch_rows(name, role="train", label="x")
     preflight(None, [MODEL, "data.train_files=[d.jsonl]"])
-    gsm.requests.clear()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # refuses connections
     assert rows.fetch_rows(name, role="train", label="x") == online
     go_offline(monkeypatch)
+    gsm.requests.clear()
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert rows.fetch_rows(name, role="train", label="x") == online
     online[0].unlink()

@@ -105,17 +105,6 @@ def test_damaged_file_is_named(tmp_path: Path, file: str, text: str, message: st
         read_runs([tmp_path])
 
 
-def test_wrong_folder_is_named(tmp_path: Path) -> None:
-    run = plant(tmp_path / "a")
-    for folders, message in {
-        (tmp_path / "nowhere",): r"no such folder; give the folder of a run",
-        (tmp_path,): r"has no metrics\.jsonl",
-        (run, tmp_path / "b" / ".." / "a"): "is given twice",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            read_runs(folders)
-
-
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 

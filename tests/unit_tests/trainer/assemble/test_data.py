@@ -101,11 +101,3 @@ def test_chat_template_is_used_where_prompts_are_messages(
         return
     assert texts(rows[1]) == ["1+3="]
     assert texts(*rows)[1] == "1+3="
-
-
-def test_words_and_values_of_yaml_choose_a_template(tmp_path: Path) -> None:
-    for given, template in (("true", "true"), ("false", "false"), ("auto", "auto"), ("'true'", "true")):
-        (tmp_path / "r.yaml").write_text(f"data: {{chat: {{template: {given}}}}}")
-        assert load(tmp_path / "r.yaml", []).data.chat.template == template
-        assert load(None, [f"data.chat.template={given}"]).data.chat.template == template
-    assert ChatConfig(template=True).template == "true"  # type: ignore[arg-type]

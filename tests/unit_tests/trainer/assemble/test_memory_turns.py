@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,22 +12,20 @@ from mega_rl.config.loader import load
 from mega_rl.config.schema import RolloutConfig, TrainerConfig
 from mega_rl.converters.hf.config import parse_hf_config
 from mega_rl.engines.base import EngineSettings
-from mega_rl.errors import RunError, UserError
-from mega_rl.rollout.sglang.build import Connection, colocated_bytes, servers_per_host, start_servers
-from mega_rl.rollout.sglang.server.memory import TRAINER_RESIDUE, ServersMemory, memory_fraction, server_reserve
+from mega_rl.rollout.sglang.build import Connection, servers_per_host, start_servers
+from mega_rl.rollout.sglang.server.memory import ServersMemory
 from mega_rl.rollout.sglang.server.pool import StartedServers
 from mega_rl.rollout.sglang.weights.reshard import sending_bytes
 from mega_rl.trainer.assemble.plan import engine_settings
 from mega_rl.trainer.loop import Stages
 from mega_rl.types import Metrics
-from mega_rl.workers.residency import EVERYTHING, TAGS, TURNS, Residency, ResidentModels
+from mega_rl.workers.residency import TAGS, Residency, ResidentModels
 from tests.helpers.device_budget import (
     GIB,
     BudgetAccelerator,
     BudgetEngine,
     BudgetProcess,
     DeviceMemory,
-    OvercommitError,
 )
 from tests.helpers.fakes import FakeRanks, FakeTimer
 from tests.helpers.inputs import qwen3_config
@@ -92,9 +88,8 @@ class Colocation:
         self.run = Run(self.pool.endpoints)
         memory = ServersMemory(Ranks(), self.run.controls, self.pool, released=TAGS)
         self.connection = Connection(
-            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1, max_positions=1,
-            _servers=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
-            _transport=self.run.trainer, _resources=resources,
+            router=cast(Any, Fleet()), sync=self.run.sync, memory=memory, concurrency=1,
+            _pool=self.pool, _controls=list(self.run.controls.values()), _actor=cast(Any, self.actor),
         )  # fmt: skip
         self.residency = Residency(self.models, cast(Any, FakeRanks()), memory)
         self.run.sync.add_listener(self.residency.after_send)
@@ -194,31 +189,6 @@ def test_buckets_leave_before_the_servers_caches_come(resources: ExitStack) -> N
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
 
-def test_the_sums_of_every_turn(run: Colocation) -> None:
-    trainer, policy = sum(ACTOR.values()) + sum(REFERENCE.values()), ACTOR["parameters"]
-    server, idle = run.processes[0].server, SERVER["idle"]
-    assert server is not None
-    cache = server.sizes["kv_cache"][0]
-    assert cache > 20 * GIB  # what the trainer leaves is used
-    seen: dict[str, set[int]] = {}
-    residency, share = run.residency, Residency._share
-
-    def shared(layout: Any) -> int:
-        moved = share(residency, layout)
-        seen.setdefault(residency.layout.name, set()).update(used(run.devices))
-        return moved
-
-    residency._share = shared  # type: ignore[method-assign]
-    for _ in range(2):
-        run.step()
-    assert seen == {
-        "sending": {policy + SERVER["weights"] + idle},
-        "proving": {policy + SERVER["weights"] + cache + idle},
-        "generating": {SERVER["weights"] + cache + idle},
-        "training": {trainer + idle},
-    }
-
-
 @pytest.mark.parametrize("when", ["while it generates", "before weights are sent", "while it holds on to its memory"])
 def test_lost_server_returns_into_the_free_memory(run: Colocation, when: str) -> None:
     run.publish(1)
@@ -249,140 +219,7 @@ def test_lost_server_returns_into_the_free_memory(run: Colocation, when: str) ->
     assert max(device.largest for device in run.devices) <= 80 * GIB
 
 
-def test_the_run_ends_when_no_server_is_left(run: Colocation) -> None:
-    run.step()
-    for index in range(RANKS):
-        run.kill(index)
-    with pytest.raises(RunError, match="no SGLang server is left: servers did not resume the memory of weights"):
-        run.step()
-    assert run.actor.here == set(ACTOR)
-
-
-def test_separate_servers_keep_their_memory(resources: ExitStack) -> None:
-    run = Colocation(resources, "rollout.sglang.placement=separate", devices=2 * RANKS)
-    run.build_roles()  # while the servers come up
-    run.pool.wait_ready()
-    trainer = sum(ACTOR.values()) + sum(REFERENCE.values())
-    servers = [process.server for process in run.processes]
-    assert [server.sizes["kv_cache"][0] > 40 * GIB for server in servers if server] == [True] * RANKS
-    assert used(run.devices)[:RANKS] == [trainer] * RANKS
-    assert all(server.holds >= set(TAGS) for server in servers if server)
-
-
-def test_models_that_do_not_fit_take_turns(resources: ExitStack) -> None:
-    """An actor, a critic, a reference and a reward model, whose sum a device does not have: every turn's sum."""
-    roles = {"critic": CRITIC, "reward": REFERENCE}
-    together = Colocation(resources)
-    with pytest.raises(OvercommitError, match=r"reward parameters wants 7\.6 of 80\.0 GiB, held: .*'critic opt"):
-        together.build_roles(**roles)
-    run = Colocation(resources)
-    run.build_roles(one_at_a_time=True, **roles)
-    assert used(run.devices) == [SERVER["idle"]] * RANKS
-    run.connect(resources)
-    seen: list[Any] = []
-    for engine in run.models.engines.values():
-        cast(Any, engine).seen = seen
-    stages = {"reward": 1, "old_logprobs": 1, "ref_logprobs": 1, "values": 1, "update_critic": 2, "update_actor": 2}
-    for version in (1, 2):
-        run.publish(version)
-        run.generate()
-        seen.clear()
-        expected = []
-        for stage, passes in stages.items():
-            role, parts = TURNS[stage]
-            engine, sizes = cast(Any, run.models.engines[role]), {**roles, "actor": ACTOR, "reference": REFERENCE}[role]
-            trains = parts == EVERYTHING
-            held = {f"{role} {part}": sizes[part] for part in sizes if part in parts}
-            held |= {"server 0 idle": SERVER["idle"]} | (
-                {"server 0 weights": SERVER["weights"]} if stage == "reward" else {}
-            )
-            with run.stage(stage):
-                for _ in range(passes):
-                    engine.train_minibatch(None, None, lr=1.0) if trains else engine.forward(None)
-                    expected.append((f"{role} {'trains' if trains else 'evaluates'}", held))
-        assert seen == expected
-    metrics = run.publish(3)
-    assert metrics["memory/training_bytes"] == sum(ACTOR.values())  # the largest turn's
-    assert metrics["memory/scoring_bytes"] == sum(REFERENCE.values())
-    with_weights = used(run.devices)
-    seen.clear()
-    with run.stage("checkpoint"):
-        run.stage.hold("save")
-        for name in ("actor", "critic"):
-            run.models.stored(cast(Any, name)).state()
-    for (event, held), name in zip(seen, ("actor", "critic"), strict=True):
-        assert event == f"{name} lists its state"
-        assert set(held) == {f"{name} parameters", f"{name} optimizer", "server 0 weights", "server 0 idle"}
-    run.generate(stage="validate")
-    assert used(run.devices) == with_weights  # the servers have weights and cache again, the trainer nothing
-    assert max(device.largest for device in run.devices) <= 80 * GIB
-
-
-def test_a_reward_model_finds_room_after_a_validation(resources: ExitStack) -> None:
-    """Servers have weights and cache then: the cache makes room, and comes back for the rollout that follows."""
-    run = Colocation(resources)
-    run.build_roles(one_at_a_time=True, reward=REFERENCE)
-    run.connect(resources)
-    run.publish(1)
-    before = used(run.devices)
-    run.generate(stage="validate")
-    with run.stage("reward"):
-        cast(Any, run.models.engines["reward"]).forward(None)
-    ((_, held),) = cast(Any, run.models.engines["reward"]).seen
-    assert set(held) == {"reward parameters", "server 0 weights", "server 0 idle"}
-    run.generate()
-    assert used(run.devices) == before
-
-
 # -- the share of a device ---------------------------------------------------------------------------------------------
-
-
-def fraction_of(setting: float, **changes: int) -> float:
-    return memory_fraction(setting, **{"total": 80 * GIB, "policy": 8 * GIB, "weights": 15 * GIB, "tp": 1, **changes})
-
-
-@pytest.mark.parametrize("gib", [24, 48, 80, 141, 192])
-def test_computed_share_leaves_room_for_both(gib: int) -> None:
-    total, kept = gib * GIB, 2 * GIB + TRAINER_RESIDUE + server_reserve(gib * GIB, 1)
-    fraction = fraction_of(0.0, total=total, policy=2 * GIB, weights=2 * GIB)
-    assert kept <= total - fraction * total < kept + 0.002 * total
-    assert fraction == round(fraction, 3)
-    assert fraction_of(0.55) == 0.55
-
-
-@pytest.mark.parametrize(
-    ("changes", "setting", "words"),
-    [
-        (
-            {"policy": 60 * GIB},
-            0.0,
-            r"mem_fraction_static=0: colocated servers do not fit.* raise rollout.sglang.server.tp",
-        ),
-        ({"weights": 70 * GIB}, 0.0, r"the server needs 70.0 GiB for weights"),
-        ({}, 0.95, r"mem_fraction_static=0.95 of 80.0 GiB leaves no room .* set at most 0.862, or 0"),
-        ({}, 0.1, r"mem_fraction_static=0.1 of 80.0 GiB does not hold the 15.0 GiB of weights"),
-    ],
-)
-def test_a_share_that_cannot_work_is_refused(changes: dict[str, int], setting: float, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        fraction_of(setting, **changes)
-
-
-def test_the_policy_is_counted_by_its_layout() -> None:
-    """8.19e9 parameters of Qwen3-8B in bf16, in halves; norms are whole on both ranks."""
-
-    buckets = sending_bytes(HF, bucket_bytes=256 << 20, itemsize=2)
-
-    def parts(*settings: str, world_size: int = 2) -> tuple[int, int]:
-        rollout, _, engine = sections_of(*settings)
-        policy, weights = colocated_bytes(rollout, engine, HF, world_size=world_size)
-        return policy - buckets, weights
-
-    assert parts("engine.megatron.tp=1") == (2 * 8190735360, 2 * 8190735360)
-    half, weights = parts()
-    assert weights == 2 * 8190735360
-    assert 8190735360 <= half < 8190735360 * 1.001
-    assert parts("engine.backend=fsdp", "engine.megatron.tp=null", world_size=8)[0] == 4 * 8190735360 // 8
 
 
 # -- how many servers a host has ---------------------------------------------------------------------------------------
@@ -406,35 +243,3 @@ def test_servers_fill_their_host_by_default(caplog: pytest.LogCaptureFixture) ->
         "2 of 8 devices of each host idle while responses are generated",
         "7 of 8 devices of each host idle while responses are generated",
     ]
-
-
-def test_spanning_servers_take_shares_of_their_hosts() -> None:
-    spanning = ["rollout.sglang.server.nodes=2", "rollout.sglang.server.tp=8"]
-    assert count(*spanning, visible=8, ranks=8) == 2
-    assert count(*spanning, visible=8, ranks=4, colocated=False) == 1
-    with pytest.raises(
-        UserError, match=r"count=3 and rollout\.sglang\.server\.tp=8 over rollout\.sglang\.server\.nodes=2:"
-    ):
-        count(*spanning, "rollout.sglang.server.count=3", visible=8, ranks=8)
-    settings: Any = SimpleNamespace(nodes=2, start_timeout_s=1.0, memory_saver=True)
-    three: Any = SimpleNamespace(rank=0, size=3)
-    with pytest.raises(
-        UserError, match=r"nodes=2: the trainer runs on 3 host\(s\), and each server takes 2 .*legal: 1, 3"
-    ):
-        StartedServers(three, settings, count=1, ranks_per_host=1, folder=Path("."))
-
-
-@pytest.mark.parametrize(
-    ("settings", "visible", "ranks", "colocated", "words"),
-    [
-        (["rollout.sglang.server.count=9"], 8, 8, True, "servers of a host share the devices of its 8 rank"),
-        (["rollout.sglang.server.tp=16"], 8, 8, True, "tp=16: the servers of a host share the devices of its 8 rank"),
-        ([], 8, 8, False, "have their own devices .* next to its 8 rank.* start fewer ranks per host"),
-        ([], 1, 8, True, "this process sees 1 device.*a launcher must show all devices of a host"),
-    ],
-)
-def test_servers_that_have_no_devices_are_refused(
-    settings: list[str], visible: int, ranks: int, colocated: bool, words: str
-) -> None:
-    with pytest.raises(UserError, match=words):
-        count(*settings, visible=visible, ranks=ranks, colocated=colocated)

@@ -10,7 +10,7 @@ import pytest
 
 from mega_rl.config.loader import load
 from mega_rl.config.schema import Config
-from mega_rl.data.build import build_order, source_lines
+from mega_rl.data.build import build_order
 from mega_rl.data.columns import RewardColumns
 from mega_rl.data.order import MixtureSampler, StepOrder
 from mega_rl.data.prompts import fingerprint
@@ -83,16 +83,6 @@ def test_shares_follow_the_sizes_unless_something_else_is_said(folder: Path) -> 
     assert shares(load(None, {**_plain(folder), **weights, f"{KEY}.words": words})) == {"sums": 5, "words": 1}
     even = shares(two(folder, **{"data.mixture.temperature": 1e9}))
     assert even["sums"] == pytest.approx(even["words"], rel=1e-5)
-
-
-def test_what_a_run_draws_of_each_source_is_said(folder: Path) -> None:
-    config = two(folder)
-    prompts = loaded(config)[1]
-    assert list(source_lines(prompts, order_of(config, prompts), steps=8)) == [
-        "data source sums: 4 prompts of 28 tokens, 25.0% of all draws, 2 epochs in 8 steps",
-        "data source words: 12 prompts of 98 tokens, 75.0% of all draws, 2 epochs in 8 steps",
-    ]
-    assert list(source_lines(prompts[:0], order_of(config, prompts), steps=8)) == []
 
 
 def _plain(folder: Path) -> dict[str, Any]:

@@ -9,13 +9,11 @@ import pytest
 from transformers import AutoTokenizer
 
 import mega_rl
-from mega_rl.config.choices import DATA, OWN_CHOICES, ROLLOUT
+from mega_rl.config.choices import DATA, ROLLOUT
 from mega_rl.config.loader import load
-from mega_rl.config.rules import check
 from mega_rl.data import rows
 from mega_rl.data.columns import RewardColumns
 from mega_rl.errors import UserError
-from mega_rl.plan.preflight.run import check_data
 from mega_rl.trainer.assemble.data import Tokens, load_data, load_data_source
 from tests.helpers.models import write_digit_tokenizer, write_tiny_checkpoint
 
@@ -132,57 +130,6 @@ def test_mistakes_in_rows_are_one_message(
     with pytest.raises(UserError) as error:
         read(folder, name, *settings.split())
     assert any(line.startswith(message.format(folder / "own.py")) for line in str(error.value).splitlines())
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ("rollout.backend=none", "rollout.backend=none with rollout.source=single_turn: it samples with an engine"),
-        ("rollout.source=OWN:Rows rollout.backend=none rollout.dtype=bf16", "rollout.dtype=bf16 has no effect"),
-        ("rollout.source=OWN:Rows rollout.backend=none rollout.verify_interval=3", "rollout.verify_interval=3 has no"),
-        ("rollout.source=OWN:Rows rollout.backend=none rollout.hf.batch_size=3", "rollout.hf.batch_size=3 has no"),
-        (
-            "rollout.source=OWN:Rows rollout.backend=sglang trainer.async_steps=1 algorithm.correction=tis",
-            "trainer.async_steps=1 has no effect: it needs rollout.source=single_turn",
-        ),
-        ("data.source=OWN:Rows data.train_files=[a.jsonl]", "data.train_files=['a.jsonl'] has no effect"),
-        ("data.source=OWN:Rows trainer.val_interval=1 data.val_size=2", "data.val_size=2 has no effect"),
-        ("data.source=OWN:bad trainer.val_interval=1", "trainer.val_interval=1 has no effect: it needs data.val_files"),
-        (
-            "rollout.source=single_trun",
-            "rollout.source='single_trun': legal: single_turn or path/to/file.py:class; did you mean single_turn?",
-        ),
-        ("data.source=OWN:Row", "data.source='OWN:Row': OWN defines no 'Row'; it has Without, Rows, Heir, bad"),
-        (
-            "data.source=OWN:Rows data.source.cuont=1",
-            "data.source='OWN:Rows': it is made or called with one DataContext and the settings {'cuont': 1}, but got",
-        ),
-        (
-            "data.source=OWN:bad data.source.count=1",
-            "data.source='OWN:bad': it is made or called with one DataContext and the settings {'count': 1}, but got",
-        ),
-        ("data.source.count=1", "data.source.count has no effect: data.source=files has no such"),
-    ],
-)
-def test_mistakes_in_settings_are_seen_before_a_source_is_made(folder: Path, settings: str, line: str) -> None:
-    own = str(folder / "own.py")
-    assert any(problem.startswith(line.replace("OWN", own)) for problem in problems(settings.replace("OWN", own)))
-
-
-def problems(settings: str) -> list[str]:
-    try:
-        config = load(None, settings.split())
-    except UserError as error:
-        return str(error).splitlines()
-    of_files = [line for choice in OWN_CHOICES for line in choice.own_problems(config)]
-    return [*check(config, world_size=1), *of_files]
-
-
-def test_own_sources_need_no_files(folder: Path) -> None:
-    own = f"{folder}/own.py:Rows"
-    settings = f"data.source={own} rollout.source={own} rollout.backend=none trainer.val_interval=1"
-    assert problems(settings) == []
-    assert list(check_data(load(None, settings.split()).data)) == []
 
 
 def test_a_program_registers_sources_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
