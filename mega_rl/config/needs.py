@@ -124,11 +124,7 @@ _NEEDS: tuple[tuple[str, str, Callable[[Config], bool]], ...] = (
         "rollout.backend=hf or sglang: a source of one's own gets the weights as they train",
         lambda c: c.rollout.backend != "none",
     ),
-    (
-        "rollout.sglang.server",
-        "servers that the run starts: no rollout.sglang.urls",
-        lambda c: not c.rollout.sglang.urls,
-    ),
+    ("rollout.sglang.server", "no rollout.sglang.urls: servers that it starts", lambda c: not c.rollout.sglang.urls),
     (
         "rollout.dynamic_sampling.max_generations",
         "an estimator that compares samples of a prompt, as " + ADVANTAGE.with_need("needs_groups"),
