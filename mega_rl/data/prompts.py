@@ -103,8 +103,8 @@ class PromptReading:
 def load_prompts(files: Sequence[str | Path] | RowSource, reading: PromptReading) -> list[Prompt]:
     """Return every prompt of the files, in file and row order, or of a user's source, tokenised.
 
-    `Prompt.text` is the string in the file, or the content of the last message; `Prompt.index` numbers all rows, dropped
-    ones too. Raises UserErrors that names file and line of every problem, 20 of them in full.
+    `Prompt.text` is the string in the file, or the content of the last message; `Prompt.index` numbers all rows. Raises
+    UserErrors that names file and line of every problem, 20 of them in full.
     """
     if not files:
         raise UserError("no prompt files are given: set data.train_files to JSONL or Parquet files")
