@@ -194,7 +194,7 @@ def _sampling(rollout: RolloutConfig, stop_ids: tuple[int, ...]) -> Sampling:
 
 
 def _show_samples() -> Callable[[Progress], None]:
-    """Return the function that shows a generation of servers as a phase, next to the work of the trainer."""
+    """Return the function that shows a generation of servers as a phase."""
     phases: list[progress.Phase] = []
 
     def show(generation: Progress) -> None:
